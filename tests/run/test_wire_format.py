@@ -16,7 +16,6 @@ import paceline
 from paceline import DistributedOptimizer, simulate, worker_index
 from paceline.core.layout import EXACT, Layout, Parameter, ShardSlice, WireFormat
 from paceline.core.messages import Commit, PullRepeated, Stage
-from paceline.core.requests import codec_of_answer, codec_of_push
 from paceline.errors import ConfigurationError
 from paceline.run import worker as worker_module
 from paceline.run.job import describe
@@ -78,17 +77,17 @@ def test_what_is_not_the_usual_exchange_is_not_rounded() -> None:
         PullRepeated(0, iteration=1, restart=False),
         PullRepeated(0, iteration=1, restart=False, edit=0),
     )
-    assert codec_of_push(both, gradient) == "bf16"
-    assert codec_of_push(both, Stage(0, (1,))) == "bf16"
-    assert codec_of_push(both, edit) == "float32"
-    assert codec_of_answer(both, gradient) == "bf16"
-    assert codec_of_answer(both, restart) == "bf16"
-    assert {codec_of_answer(both, each) for each in (edit, evaluation, before_edit)} == {"float32"}
+    assert gradient.codec(both) == "bf16"
+    assert Stage(0, (1,)).codec(both) == "bf16"
+    assert edit.codec(both) == "float32"
+    assert gradient.codec_of_answer(both) == "bf16"
+    assert restart.codec_of_answer(both) == "bf16"
+    assert {each.codec_of_answer(both) for each in (edit, evaluation, before_edit)} == {"float32"}
     for message in (gradient, edit):
-        assert codec_of_push(EXACT, message) == "float32"
-        assert codec_of_answer(EXACT, message) == "float32"
-    assert codec_of_push(WireFormat(weights="bf16"), gradient) == "float32"
-    assert codec_of_answer(WireFormat(gradients="bf16"), gradient) == "float32"
+        assert message.codec(EXACT) == "float32"
+        assert message.codec_of_answer(EXACT) == "float32"
+    assert gradient.codec(WireFormat(weights="bf16")) == "float32"
+    assert gradient.codec_of_answer(WireFormat(gradients="bf16")) == "float32"
 
 
 def test_only_float32_counts_half() -> None:

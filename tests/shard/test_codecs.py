@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.layout import FORMATS, Layout, Parameter, ranges_of
+from paceline.core.layout import Layout, Parameter, WireFormat, ranges_of
 from paceline.errors import ProtocolError
 from paceline.run.server_memory import StreamedInbox
 from paceline.shard.codecs import CODECS, Bfloat16
@@ -32,8 +32,8 @@ BITS = st.one_of(st.integers(0, 2**32 - 1), st.sampled_from(CORNERS))
 
 
 def test_every_format_has_a_codec_and_its_size() -> None:
-    assert CODECS.keys() == FORMATS.keys()
-    for name, size_of in FORMATS.items():
+    assert CODECS.keys() == WireFormat.SIZES.keys()
+    for name, size_of in WireFormat.SIZES.items():
         vectors = {"float32": torch.rand(70)}
         sender = CODECS[name](vectors)
         sent = sender.encode(sender.ranges(vectors))

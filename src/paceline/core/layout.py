@@ -29,7 +29,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import NamedTuple, TypeVar
+from typing import ClassVar, NamedTuple, TypeVar
 
 import msgspec
 
@@ -73,16 +73,11 @@ def item_bytes(vector: str) -> int:
     return ITEM_BYTES[dtype_of(vector)]
 
 
-FLOAT32 = "float32"
-"""The codec with which all values travel as they are."""
-
-FORMATS: dict[str, Callable[[int], int]] = {FLOAT32: lambda count: 4 * count, "bf16": lambda count: 2 * count}
-"""Codec -> the size in bytes of so many float32 values on their way. `shard.codecs` has a class for each codec."""
-
-
 def encoded_bytes(vector: str, count: int, codec: str) -> int:
     """Return the size in bytes of so many elements of a vector on their way. Codecs are only for float32 values."""
-    return FORMATS[codec](count) if dtype_of(vector) == "float32" else count * item_bytes(vector)
+    if dtype_of(vector) == "float32":
+        return WireFormat.SIZES[codec](count)
+    return count * item_bytes(vector)
 
 
 def of_set(vectors: Mapping[str, T], set_index: int | None) -> dict[str, T]:
@@ -187,7 +182,7 @@ class ShardSlice(msgspec.Struct, frozen=True):
     @property
     def size_bytes(self) -> int:
         """Size in bytes of a push to this shard, or of a pull from this shard."""
-        return self.encoded_bytes(FLOAT32)
+        return self.encoded_bytes("float32")
 
     def encoded_bytes(self, codec: str) -> int:
         """Return the size in bytes of a push or a pull with a codec."""
@@ -533,7 +528,7 @@ def _difference_of_optimizers(expected: OptimizerSpec, found: OptimizerSpec) -> 
 # sender rounds float32 values to bfloat16, which has the same exponents, and the receiver widens them again.
 # So half as many bytes travel. Each direction has a format of its own: gradients from the workers to the
 # servers, and weights back. The shards hold float32 weights and apply updates to those, so an update that is
-# too small to change a rounded weight is not lost. `core.requests` says with which codec a message travels.
+# too small to change a rounded weight is not lost. `core.messages.push` says what is encoded.
 #
 # The outbox of a worker encodes a piece when it is sent. Its checksums are those of the bits before. The inbox
 # of a server decodes a piece when its message is complete. In the other direction, a server encodes the
@@ -544,9 +539,10 @@ DIRECTIONS = ("gradients", "weights")
 
 
 class WireFormat(msgspec.Struct, frozen=True):
-    """The codec of float32 values in each direction: a key of `FORMATS`.
+    """The codec of float32 values in each direction. With "float32", they travel as they are.
 
     Attributes:
+        SIZES: codec -> the size in bytes of so many float32 values. `shard.codecs` has a class for each codec.
         gradients: codec of the gradients that workers send to servers.
         weights: codec of the weights that servers send to workers.
 
@@ -555,8 +551,13 @@ class WireFormat(msgspec.Struct, frozen=True):
         ('gradients=bf16,weights=float32', 'bf16')
     """
 
-    gradients: str = FLOAT32
-    weights: str = FLOAT32
+    SIZES: ClassVar[dict[str, Callable[[int], int]]] = {
+        "float32": lambda count: 4 * count,
+        "bf16": lambda count: 2 * count,
+    }
+
+    gradients: str = "float32"
+    weights: str = "float32"
 
     @classmethod
     def read(cls, text: str) -> WireFormat:
@@ -569,9 +570,9 @@ class WireFormat(msgspec.Struct, frozen=True):
         """
         pairs = [part.partition("=")[::2] for part in text.split(",")] if "=" in text else []
         named = dict(pairs) if pairs else dict.fromkeys(DIRECTIONS, text)
-        known = named.keys() <= set(DIRECTIONS) and all(value in FORMATS for value in named.values())
+        known = named.keys() <= set(DIRECTIONS) and cls.SIZES.keys() >= set(named.values())
         if not known or len(named) < len(pairs):
-            formats = " or ".join(map(repr, FORMATS))
+            formats = " or ".join(map(repr, cls.SIZES))
             raise ConfigurationError(
                 f"wire is {text!r}, expected {formats}, or a format for each direction, such as "
                 "'gradients=bf16,weights=float32'."
@@ -588,14 +589,18 @@ class WireFormat(msgspec.Struct, frozen=True):
         """True if nothing is rounded."""
         return self == EXACT
 
+    @property
+    def codecs(self) -> set[str]:
+        """The codecs of a run."""
+        return {"float32", self.gradients, self.weights}
+
+    def sizes(self, slices: Sequence[ShardSlice]) -> dict[str, list[int]]:
+        """Return, for each codec of a run, the size of each shard in bytes."""
+        return {codec: [bounds.encoded_bytes(codec) for bounds in slices] for codec in self.codecs}
+
 
 EXACT = WireFormat()
 """The format in which nothing is rounded."""
-
-
-def encoded_sizes(slices: Sequence[ShardSlice]) -> dict[str, list[int]]:
-    """Return, for each codec, the size of each shard in bytes."""
-    return {codec: [bounds.encoded_bytes(codec) for bounds in slices] for codec in FORMATS}
 
 
 # -- What a shard's optimizer state consists of, without its vectors: enough to lay out the files of a checkpoint

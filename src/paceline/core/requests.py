@@ -17,9 +17,8 @@ from ..sync.actions import AnyAction
 from ..sync.events import RecordedEvent
 from ..sync.translation import Standing
 from .job_cut import JobCut, LoopCut
-from .layout import WireFormat
 from .lease import Split
-from .messages import Commit, MeanMeasured, Message, PullRepeated, Stage
+from .messages import MeanMeasured, Message
 
 
 class Peer(msgspec.Struct, frozen=True):
@@ -311,34 +310,6 @@ Request = (
     | Fail
     | EndWithout
 )
-
-
-# -- The codec with which the float32 values of a message travel (see `core.layout`) -------------------------
-#
-# Only the usual exchange of a gradient for new weights is encoded. These values always travel as they are:
-#
-# - the initial weights, on their way to the servers and to the workers, also after a late join or an
-#   extension;
-# - the values of an edit, the weights in the answer to it, and those that a worker pulls before it edits
-#   them;
-# - the weights that a worker pulls because its script evaluates the model;
-# - what readers receive, and so what a run saves;
-# - vectors with other dtypes, buffers and optimizer states.
-
-
-def codec_of_push(wire: WireFormat, message: Commit | Stage) -> str:
-    """Return the codec of the pieces of a gradient in a message. The values of an edit travel as they are."""
-    return "float32" if isinstance(message, Commit) and message.edit is not None else wire.gradients
-
-
-def codec_of_answer(wire: WireFormat, request: Commit | PullRepeated) -> str:
-    """Return the codec of the weights with which a shard answers.
-
-    They are encoded if the worker computes its next gradient with them. They are not in the answer to an edit, and if
-    the script evaluates or edits the model.
-    """
-    computes = request.edit is None and (isinstance(request, Commit) or request.restart)
-    return wire.weights if computes else "float32"
 
 
 # -- Carries out the requests of the cores. No other file tells the kinds of requests apart ------------------

@@ -87,7 +87,7 @@ ADDED = "DistributedOptimizer() or add_param_group() with parameters that are no
 
 NO_RESTART = (-1, -1)
 
-GRADIENT, EMPTY = PushFlags(), PushFlags(empty=True)
+EMPTY = PushFlags(empty=True)
 
 
 @stateful(
@@ -338,7 +338,7 @@ class Worker:
 
     def push(
         self,
-        flags: PushFlags = GRADIENT,
+        flags: PushFlags = PushFlags(),
         contents: Sequence[Content] | None = None,
         *,
         busy_s: float | None = None,

@@ -42,7 +42,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..core.layout import EXACT, FORMATS, ModelSpec, WireFormat, dtype_of
+from ..core.layout import EXACT, ModelSpec, WireFormat, dtype_of
 
 PROCESS_BYTES = 200 * 1024 * 1024
 """Estimated memory of a process that has imported torch and Paceline.
@@ -106,7 +106,7 @@ def _streams_bytes(size_bytes: int, workers: int, wire: WireFormat, *, ends: int
 
 def _encoded_bytes(size_bytes: int, codec: str) -> int:
     """Return the memory for a vector in the format in which it travels; 0 if it travels as it is."""
-    return 0 if codec == "float32" else FORMATS[codec](size_bytes) // FORMATS["float32"](1)
+    return 0 if codec == "float32" else WireFormat.SIZES[codec](size_bytes) // 4
 
 
 def state_vectors(

@@ -71,8 +71,6 @@ from ..core.requests import (
     Peer,
     TakeCut,
     Timer,
-    codec_of_answer,
-    codec_of_push,
     worker_peer,
 )
 from ..errors import ConfigurationError, PacelineError, ProtocolError, UserCodeError, first_line
@@ -306,9 +304,9 @@ class ServerHost(Host):
             case Commit():
                 self._commit(peer, message, memory)
             case Stage():
-                peer.inboxes[message.shard][0].take(message.pieces, codec_of_push(self._job.wire, message))
+                peer.inboxes[message.shard][0].take(message.pieces, message.codec(self._job.wire))
             case PullRepeated():
-                peer.pulls[message.shard] = Pull(codec=codec_of_answer(self._job.wire, message))
+                peer.pulls[message.shard] = Pull(codec=message.codec_of_answer(self._job.wire))
                 self._pass_on(peer, message)
             case InitialState():
                 self._core.require_beginning(message.shard, peer.index)
@@ -347,7 +345,7 @@ class ServerHost(Host):
         targets = [memoryview(part) for part in peer.payload]
         if isinstance(message, Stage | Commit) and message.pieces and message.shard in peer.inboxes:
             inbox, _ = peer.inboxes[message.shard]
-            return [*inbox.places(message.pieces, codec_of_push(self._job.wire, message)), *targets]
+            return [*inbox.places(message.pieces, message.codec(self._job.wire)), *targets]
         return targets
 
     def gone(self, peer: ServerCaller, reason: str) -> None:
@@ -479,9 +477,9 @@ class ServerHost(Host):
     def _commit(self, peer: ServerCaller, commit: Commit, memory: ServerMemory) -> None:
         inbox, gradient = peer.inboxes[commit.shard]
         push: Push | None = memory.read(commit, gradient)
-        inbox.take(commit.pieces, codec_of_push(self._job.wire, commit))
+        inbox.take(commit.pieces, commit.codec(self._job.wire))
         inbox.close(empty=commit.empty, set_index=commit.set_index)
-        peer.pulls[commit.shard] = Pull(commit.set_index, codec_of_answer(self._job.wire, commit))
+        peer.pulls[commit.shard] = Pull(commit.set_index, commit.codec_of_answer(self._job.wire))
         requests = self._core.handle(worker_peer(peer.index), commit, self._job.now_ticks())
         memory.keep(peer.index, commit, push, peer.payload)
         self.carry_out(requests)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypedDict, TypeVar, get_type_hints
 
 from ..core.guard import GUARD_MODES, ON_NAN
-from ..core.layout import FORMATS, SLICINGS, WireFormat
+from ..core.layout import SLICINGS, WireFormat
 from ..core.lease import BATCH_SIZINGS, SPLITS
 from ..errors import unknown_name
 from ..sync import SyncModel
@@ -212,7 +212,7 @@ class Settings(TypedDict, total=False):
             "so half as many bytes travel, which helps on a slow network. The servers keep and update float32 "
             "weights. gradients=bf16 or weights=bf16 rounds only one direction. Nothing travels between processes "
             "that share memory, so bf16 has no effect there.",
-            metavar=f"<{'|'.join(FORMATS)}>",
+            metavar=f"<{'|'.join(WireFormat.SIZES)}>",
             check=lambda name, value: WireFormat.read(value),
         ),
     ]

@@ -1,9 +1,9 @@
 """Codecs: the formats in which float32 vectors travel between processes, by the names of the option `--wire`.
 
 A codec is a subclass of `Codec`. Whoever sends or receives vectors takes the class from `CODECS` by its name, makes an
-object for each end, and knows nothing else of the format. `core.layout.FORMATS` has the sizes, which decide how long
-transfers take in a simulation, and `core.requests` says which messages are encoded. Vectors with other dtypes than
-float32 always travel as they are.
+object for each end, and knows nothing else of the format. `WireFormat.SIZES` in `core.layout` has the sizes, which
+decide how long transfers take in a simulation, and `core.messages.push` says what is encoded. Vectors with other dtypes
+than float32 always travel as they are.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import torch
 
-from ..core.layout import FLOAT32, Range
+from ..core.layout import Range
 from .vectors import Vectors, bytes_of
 
 
@@ -60,8 +60,8 @@ class Codec:
         return self.vectors
 
 
-CODECS: dict[str, type[Codec]] = {FLOAT32: Codec}
-"""Name -> codec. The names are those of `core.layout.FORMATS`."""
+CODECS: dict[str, type[Codec]] = {"float32": Codec}
+"""Name -> codec. The names are those of `WireFormat.SIZES`."""
 
 
 class Bfloat16(Codec, name="bf16"):

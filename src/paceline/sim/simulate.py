@@ -16,7 +16,7 @@ import msgspec
 
 from ..core.auto import Prospect
 from ..core.guard import DIVERGED, GoodWeights, Guard, guard_mode
-from ..core.layout import FORMATS, Layout, ModelSpec, OptimizerSpec, WireFormat, encoded_sizes
+from ..core.layout import Layout, ModelSpec, OptimizerSpec, WireFormat
 from ..core.lease import BatchSizing
 from ..core.metrics import MetricHistory
 from ..core.requests import Situation
@@ -199,8 +199,8 @@ def simulate(
             ]
             # The whole size counts as float32 values.
             encoded = {
-                codec: [-(-size_of(size) // FORMATS["float32"](1)) for size in sizes]
-                for codec, size_of in FORMATS.items()
+                codec: [-(-wire_format.SIZES[codec](size) // 4) for size in sizes]
+                for codec in wire_format.codecs
             }
             job = make_job(has_epochs=data is not None)
             clockwork = (
@@ -243,7 +243,7 @@ def simulate(
                     marks_outside=translated or schedule.auto,
                 )
                 stores = training.make_stores(first)
-                encoded = encoded_sizes([store.bounds for store in stores])
+                encoded = wire_format.sizes([store.bounds for store in stores])
                 if cluster.size_bytes:
                     total = max(1, sum(encoded["float32"]))
                     encoded = {

@@ -27,7 +27,7 @@ from ..core.auto import Planner
 from ..core.coordinator import Coordinator
 from ..core.guard import Guard
 from ..core.job_cut import JobCut
-from ..core.layout import EXACT, ModelSpec, WireFormat, encoded_sizes
+from ..core.layout import EXACT, ModelSpec, WireFormat
 from ..core.messages import (
     Activity,
     Answer,
@@ -66,14 +66,12 @@ from ..core.requests import (
     TakeOut,
     Timer,
     Warn,
-    codec_of_answer,
-    codec_of_push,
     server_peer,
     worker_peer,
 )
 from ..core.server import Server
 from ..core.standstill import held_for_ever, never_answered, standstill
-from ..core.worker import GRADIENT, Worker
+from ..core.worker import Worker
 from ..errors import RunFailedError
 from ..sync import SyncModel
 from ..sync.conditions import log as ln
@@ -348,7 +346,7 @@ class VirtualJob:
     def push(
         self,
         worker: int,
-        flags: PushFlags = GRADIENT,
+        flags: PushFlags = PushFlags(),
         pushes: Sequence[object] = (),
         *,
         shares: Sequence[float] = (),
@@ -772,7 +770,7 @@ class VirtualJob:
                 requests = self._servers[server].handle(COORDINATOR, message, self.kernel.now_ticks)
                 self._server_hosts[server].carry_out(requests)
                 if type(message) is ModelExtended and server == 0:
-                    self.shard_bytes = encoded_sizes(self.coordinator.slices)
+                    self.shard_bytes = self._wire.sizes(self.coordinator.slices)
                     self._driver.model_extended(self._servers[0].initializer)
             else:
                 self._tell_coordinator(server_peer(server), message)
@@ -903,8 +901,8 @@ class _WorkerHost(Host):
     def _push(self, to: Peer, commit: Commit) -> None:
         job, worker = self._job, self._worker
         state = job.workers[worker]
-        state.pull_codec = codec_of_answer(job._wire, commit)
-        size_bytes = job.shard_bytes[codec_of_push(job._wire, commit)][commit.shard]
+        state.pull_codec = commit.codec_of_answer(job._wire)
+        size_bytes = job.shard_bytes[commit.codec(job._wire)][commit.shard]
         if self.shares:
             size_bytes = round(size_bytes * self.shares[commit.shard])
         job.bytes_sent["push"] += HEADER_BYTES + size_bytes
@@ -912,7 +910,7 @@ class _WorkerHost(Host):
         state.to_server[to.index].send(size_bytes, job._at_server, to.index, worker, state.life, commit, push)
 
     def _pull_again(self, to: Peer, pull: PullRepeated) -> None:
-        self._job.workers[self._worker].pull_codec = codec_of_answer(self._job._wire, pull)
+        self._job.workers[self._worker].pull_codec = pull.codec_of_answer(self._job._wire)
         self.send(to, pull)
 
     senders: ClassVar = {Commit: _push, PullRepeated: _pull_again}

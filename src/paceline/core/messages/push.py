@@ -1,4 +1,14 @@
-"""Messages during an iteration: pushes, pulls, plans, restarts and changes of the sync model."""
+"""Messages during an iteration: pushes, pulls, plans, restarts and changes of the sync model.
+
+Three kinds of messages say with which codec float32 values travel (see `core.layout`). Only the usual exchange of a
+gradient for new weights is encoded. These values always travel as they are:
+
+- the initial weights, on their way to the servers and to the workers, also after a late join or an extension;
+- the values of an edit, the weights in the answer to it, and those that a worker pulls before it edits them;
+- the weights that a worker pulls because its script evaluates the model;
+- what readers receive, and so what a run saves;
+- vectors with other dtypes, buffers and optimizer states.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +17,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from ...sync.events import Change, Finish, JointNorm, Number, PushFlags, Repeat, Stop
+from ..layout import WireFormat
 from ..lease import PackedPushed
 from .table import Message, sent
 
@@ -24,6 +35,10 @@ class Stage(Message):
 
     shard: Number
     pieces: tuple[Number, ...]
+
+    def codec(self, wire: WireFormat) -> str:
+        """Return the codec of the pieces."""
+        return wire.gradients
 
 
 class Content(msgspec.Struct, frozen=True, array_like=True):
@@ -70,6 +85,14 @@ class Commit(PushFlags, Message):
         """Indices of the pieces of the gradient that are in the payload."""
         return self.content.pieces if self.content is not None else ()
 
+    def codec(self, wire: WireFormat) -> str:
+        """Return the codec of the pieces."""
+        return wire.gradients if self.edit is None else "float32"
+
+    def codec_of_answer(self, wire: WireFormat) -> str:
+        """Return the codec of the weights in the answer."""
+        return wire.weights if self.edit is None else "float32"
+
 
 @sent("server", to="worker")
 class Committed(Message):
@@ -112,6 +135,10 @@ class PullRepeated(Repeat, Message):
     """A worker that is computing an iteration needs the current weights. See `Repeat`."""
 
     shard: Number
+
+    def codec_of_answer(self, wire: WireFormat) -> str:
+        """Return the codec of the weights in the answer. They are encoded if the worker computes with them."""
+        return wire.weights if self.restart and self.edit is None else "float32"
 
 
 @sent("server", to="worker")
