@@ -26,14 +26,11 @@ from __future__ import annotations
 from .conditions import PUSH_SCALES, ApplyingModel, ConditionMachine, always
 
 
-class ASP(ApplyingModel, frozen=True, repr_omit_defaults=True):
+class ASP(ApplyingModel):
     """Asynchronous parallel: each push is applied on arrival, and each pull is answered on arrival."""
 
     name = "asp"
-
-    @property
-    def independent(self) -> bool:
-        return True
+    independent = True
 
     def at_shard(self, seed: int = 0, shard: int = 0) -> ConditionMachine:
         return ConditionMachine(always, scale=PUSH_SCALES[self.push_scale])

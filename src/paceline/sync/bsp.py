@@ -31,14 +31,8 @@ class BSP(SyncModel):
     """Bulk synchronous parallel: one barrier after each iteration."""
 
     name = "bsp"
-
-    @property
-    def lockstep(self) -> bool:
-        return True
-
-    @property
-    def agrees_on_means(self) -> bool:
-        return True
+    lockstep = True
+    agrees_on_means = True
 
     def at_shard(self, seed: int = 0, shard: int = 0) -> ConditionMachine:
         return ConditionMachine(lambda state: state.progress < state.v_train, average=True)

@@ -44,19 +44,13 @@ class DropStragglers(SyncModel):
     """
 
     name = "drop-stragglers"
+    whole_job = True
+    fresh = True
 
     quorum: int
 
     def __post_init__(self) -> None:
         require_count(self.name, "quorum", self.quorum, 1)
-
-    @property
-    def whole_job(self) -> bool:
-        return True
-
-    @property
-    def fresh(self) -> bool:
-        return True
 
     def require_runnable(self, workers: int) -> None:
         if self.quorum > workers:

@@ -48,6 +48,7 @@ class DSSP(SyncModel):
     """
 
     name = "dssp"
+    agrees_on_means = True
 
     lower: int = 3
     upper: int = 15
@@ -55,10 +56,6 @@ class DSSP(SyncModel):
     def __post_init__(self) -> None:
         require_count(self.name, "lower", self.lower, 0)
         require_order(self.name, "lower", self.lower, "upper", self.upper)
-
-    @property
-    def agrees_on_means(self) -> bool:
-        return True
 
     def require_runnable(self, workers: int) -> None:
         # The range is limited, because the server processes no pushes while it tries every r in [0, upper - lower].

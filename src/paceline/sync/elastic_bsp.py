@@ -72,6 +72,9 @@ class ElasticBSP(SyncModel):
     """
 
     name = "elastic-bsp"
+    whole_job = True
+    agrees_on_means = True
+    needs_plans = True
 
     lookahead: int = 15
 
@@ -81,18 +84,6 @@ class ElasticBSP(SyncModel):
     def require_runnable(self, workers: int) -> None:
         # The lookahead is limited, because the time needed to compute a plan grows with it.
         require_within(self.name, "lookahead", self.lookahead, 1, MOST_LOOKAHEAD)
-
-    @property
-    def whole_job(self) -> bool:
-        return True
-
-    @property
-    def agrees_on_means(self) -> bool:
-        return True
-
-    @property
-    def needs_plans(self) -> bool:
-        return True
 
     def at_shard(self, seed: int = 0, shard: int = 0) -> ElasticShard:
         return ElasticShard()

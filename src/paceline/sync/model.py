@@ -375,25 +375,11 @@ class SyncModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_om
 class OneShardModel(SyncModel):
     """Base class of the models that decide by the staleness of each push, and answer every pull on arrival."""
 
-    @property
-    def one_shard(self) -> bool:
-        return True
-
-    @property
-    def whole_job(self) -> bool:
-        return True
-
-    @property
-    def agrees_on_means(self) -> bool:
-        return True
-
-    @property
-    def independent(self) -> bool:
-        return True
-
-    @property
-    def needs_staleness(self) -> bool:
-        return True
+    one_shard = True
+    whole_job = True
+    agrees_on_means = True
+    independent = True
+    needs_staleness = True
 
 
 def agree_on_means(models: Sequence[SyncModel]) -> bool:

@@ -40,16 +40,10 @@ class NaiveWaiting(SyncModel):
     """
 
     name = "naive-waiting"
+    agrees_on_means = True
+    independent = True
 
     delay_s: Seconds
-
-    @property
-    def agrees_on_means(self) -> bool:
-        return True
-
-    @property
-    def independent(self) -> bool:
-        return True
 
     def __post_init__(self) -> None:
         require_seconds(self.name, "delay_s", self.delay_s, 0.0, math.inf)

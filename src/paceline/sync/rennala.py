@@ -42,15 +42,12 @@ class Rennala(OneShardModel):
     """
 
     name = "rennala"
+    fresh = True
 
     batch: int
 
     def __post_init__(self) -> None:
         require_count(self.name, "batch", self.batch, 1)
-
-    @property
-    def fresh(self) -> bool:
-        return True
 
     def at_shard(self, seed: int = 0, shard: int = 0) -> Collector:
         return Collector(self.batch)

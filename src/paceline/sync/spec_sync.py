@@ -77,6 +77,9 @@ class SpecSync(SyncModel):
     """
 
     name = "spec-sync"
+    whole_job = True
+    agrees_on_means = True
+    needs_starts = True
 
     base: ASP | SSP = ASP()
     abort_time_s: Seconds | None = None
@@ -95,14 +98,6 @@ class SpecSync(SyncModel):
             require_within(self.name, "abort_rate", self.abort_rate, 0.0, math.inf)
 
     @property
-    def whole_job(self) -> bool:
-        return True
-
-    @property
-    def agrees_on_means(self) -> bool:
-        return True
-
-    @property
     def independent(self) -> bool:
         return self.base.independent
 
@@ -113,10 +108,6 @@ class SpecSync(SyncModel):
     @property
     def needs_at_once(self) -> bool:
         return self.base.needs_at_once
-
-    @property
-    def needs_starts(self) -> bool:
-        return True
 
     def at_shard(self, seed: int = 0, shard: int = 0) -> ShardMachine:
         return self.base.at_shard(seed, shard)
