@@ -13,7 +13,7 @@ from pathlib import Path
 from paceline.look.models import Page, flowing, pages
 from paceline.look.timelines import activity_of, save, timeline_picture
 from paceline.sim import Cluster, Uniform, simulate
-from paceline.sync import Conditions
+from paceline.sync import MODELS, Conditions
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))  # `docs` is not installed
@@ -32,22 +32,7 @@ CLUSTER = Cluster(
 )
 WIDTH = 112
 
-SHOWN: dict[str, list[str]] = {
-    "bsp": ["bsp"],
-    "asp": ["asp"],
-    "ssp": ["ssp:staleness=3", "ssp:staleness=3,execution=lazy"],
-    "dssp": ["dssp:lower=1,upper=6"],
-    "dsps": ["dsps:lower=1,upper=15"],
-    "pssp": ["pssp:staleness=1,probability=0.5"],
-    "dynamic-pssp": ["dynamic-pssp:staleness=1"],
-    "drop-stragglers": ["drop-stragglers:quorum=3"],
-    "naive-waiting": ["naive-waiting:delay_s=0.3"],
-    "elastic-bsp": ["elastic-bsp:lookahead=5"],
-    "spec-sync": ["spec-sync:abort_time_s=0.3,abort_rate=0.2"],
-    "rennala": ["rennala:batch=4"],
-    "ringmaster": ["ringmaster:threshold=4", "ringmaster:threshold=4,stop=true"],
-    "conditions": ["conditions"],
-}
+SHOWN = {name: model.shown or (name,) for name, model in MODELS.items()}
 """For each model, the settings for which a timeline is drawn."""
 
 INTRODUCTION = """\

@@ -8,7 +8,7 @@ from matplotlib.lines import Line2D
 
 from paceline.lab.demo import EVERY_SETTING, SETTINGS
 from paceline.lab.ranking import EVERY_MODEL, rank
-from paceline.look.models import FURTHER_COLORS, MODEL_STYLES, styles_of
+from paceline.look.models import FURTHER_COLORS, model_styles, styles_of
 from paceline.look.summary import LossCurve, loss_picture
 from paceline.look.tables import ranking_picture, sweep_picture
 from paceline.sim import Cluster
@@ -19,23 +19,23 @@ OF_TIME = {*COLOR_OF.values()}
 
 
 def test_every_model_of_the_package_has_a_color_of_its_own_that_no_use_of_time_has() -> None:
-    assert set(MODEL_STYLES) >= {
+    assert set(model_styles()) >= {
         name for name, model in MODELS.items() if model.__module__.startswith("paceline.")
     }
-    colors = [style.color for style in MODEL_STYLES.values()] + [*FURTHER_COLORS]
+    colors = [style.color for style in model_styles().values()] + [*FURTHER_COLORS]
     assert len(colors) == len(set(colors))
     assert not OF_TIME & set(colors)
 
 
 def test_a_model_has_the_same_color_whatever_is_beside_it() -> None:
     alone, beside = styles_of(["asp"]), styles_of(["mine", "bsp", "ssp:staleness=3", "asp"])
-    assert alone["asp"] == beside["asp"] == MODEL_STYLES["asp"]
+    assert alone["asp"] == beside["asp"] == model_styles()["asp"]
 
 
 def test_what_is_special_about_a_run_changes_only_its_dashes() -> None:
     names = [run_name("bsp", "equal"), run_name("bsp", "balanced"), run_name("bsp", "equal", "translated")]
     styles = styles_of(names)
-    assert {style.color for style in styles.values()} == {MODEL_STYLES["bsp"].color}
+    assert {style.color for style in styles.values()} == {model_styles()["bsp"].color}
     assert len({style.dashes for style in styles.values()}) == 3
     assert styles_of(names[1:])[names[1]] == styles[names[1]]
 
@@ -53,7 +53,7 @@ def test_models_of_the_user_and_schedules_have_further_colors_in_their_order() -
     assert colors == [
         *(
             FURTHER_COLORS[0],
-            MODEL_STYLES["bsp"].color,
+            model_styles()["bsp"].color,
             FURTHER_COLORS[1],
             FURTHER_COLORS[2],
             FURTHER_COLORS[0],
@@ -68,7 +68,7 @@ def _drawn(lines: list[Line2D]) -> dict[str, str]:
 
 
 def test_all_pictures_use_them() -> None:
-    expected = {name: MODEL_STYLES[name].color for name in ("bsp", "asp")}
+    expected = {name: model_styles()[name].color for name in ("bsp", "asp")}
     losses = loss_picture("t", "n", [LossCurve(name, [(0.0, 1.0)]) for name in expected])
     assert _drawn([*losses.axes[0].lines]) == expected
     rows = rank(Cluster(compute_s=[1.0, 3.0]), EVERY_MODEL, iterations=5)

@@ -14,7 +14,7 @@ from torch import nn
 
 import paceline
 from paceline import DistributedOptimizer, simulate, worker_index
-from paceline.core.layout import EXACT, Layout, Parameter, ShardSlice, WireFormat
+from paceline.core.layout import Layout, Parameter, ShardSlice, WireFormat
 from paceline.core.messages import Commit, PullRepeated, Stage
 from paceline.errors import ConfigurationError
 from paceline.run import worker as worker_module
@@ -84,8 +84,8 @@ def test_what_is_not_the_usual_exchange_is_not_rounded() -> None:
     assert restart.codec_of_answer(both) == "bf16"
     assert {each.codec_of_answer(both) for each in (edit, evaluation, before_edit)} == {"float32"}
     for message in (gradient, edit):
-        assert message.codec(EXACT) == "float32"
-        assert message.codec_of_answer(EXACT) == "float32"
+        assert message.codec(WireFormat()) == "float32"
+        assert message.codec_of_answer(WireFormat()) == "float32"
     assert gradient.codec(WireFormat(weights="bf16")) == "float32"
     assert gradient.codec_of_answer(WireFormat(gradients="bf16")) == "float32"
 

@@ -587,7 +587,7 @@ class WireFormat(msgspec.Struct, frozen=True):
     @property
     def exact(self) -> bool:
         """True if nothing is rounded."""
-        return self == EXACT
+        return self == WireFormat()
 
     @property
     def codecs(self) -> set[str]:
@@ -597,10 +597,6 @@ class WireFormat(msgspec.Struct, frozen=True):
     def sizes(self, slices: Sequence[ShardSlice]) -> dict[str, list[int]]:
         """Return, for each codec of a run, the size of each shard in bytes."""
         return {codec: [bounds.encoded_bytes(codec) for bounds in slices] for codec in self.codecs}
-
-
-EXACT = WireFormat()
-"""The format in which nothing is rounded."""
 
 
 # -- What a shard's optimizer state consists of, without its vectors: enough to lay out the files of a checkpoint

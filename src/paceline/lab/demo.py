@@ -35,7 +35,7 @@ from ..run.job_options import make_job
 from ..start.launch import launch
 from ..start.results import RunResult
 from ..start.terminal import print_sentence
-from ..sync import PullState
+from ..sync import MODELS, PullState, parse
 from ..trace.run_dir import write_metrics
 from ..train.data import distribute
 from ..train.optimizer import DistributedOptimizer
@@ -266,29 +266,17 @@ SETTINGS = (_bsp, _balanced, *TRANSLATED, _ssp, _asp, _elastic)
 """The settings of the demo: first those with the hyper-parameters of BSP, then each model with its own best ones."""
 
 
-def _like(setting: DemoSetting, sync: str) -> DemoSetting:
-    """Return a setting for another sync model, with the learning rate and momentum of the given setting."""
-    return msgspec.structs.replace(setting, sync=sync)
+def _like(sync: str) -> DemoSetting:
+    """Return a setting for another sync model, with the learning rate and momentum of a similar one."""
+    model = parse(sync)
+    similar = _bsp if model.fresh else _asp if model.independent else _ssp
+    return msgspec.structs.replace(similar, sync=sync)
 
 
 EVERY_SETTING = (
-    _bsp,
-    _balanced,
-    _like(_bsp, "drop-stragglers:quorum=3"),
-    _ssp,
-    _like(_ssp, "ssp:staleness=3,execution=lazy"),
-    _like(_ssp, "ssp:staleness=5"),
-    _like(_ssp, "pssp:staleness=3,probability=0.333333"),
-    _like(_ssp, "dynamic-pssp:staleness=3"),
-    _like(_ssp, "dssp:lower=3,upper=15"),
-    _like(_ssp, "dsps:lower=1,upper=15"),
-    _like(_ssp, "conditions:pull=paceline.lab.demo:within_two_of_the_slowest"),
-    _asp,
-    _like(_asp, "naive-waiting:delay_s=0.004"),
-    _like(_asp, "spec-sync"),
-    _like(_asp, "spec-sync:abort_time_s=0.01,abort_rate=0.2"),
-    _like(_ssp, "spec-sync:base=ssp:staleness=3"),
-    _elastic,
+    *OWN_BEST,
+    *(_like(sync) for model in MODELS.values() for sync in model.demo),
+    _like("conditions:pull=paceline.lab.demo:within_two_of_the_slowest"),
 )
 """The settings of `paceline demo --all`, each with a learning rate and momentum.
 

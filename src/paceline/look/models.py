@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from itertools import zip_longest
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from rich.text import Text
 from ..sync import MODELS
 from ..sync.notation import AUTO, misplaced_auto, unknown_model
 from ..words import Sentence, wrapped
-from .timelines import COLOURS, DASHES, Dashes
+from .timelines import DASHES, Dashes
 
 LABELS = ("Reference", "Admission", "State", "Guarantee", "Use", "Deviations")
 
@@ -174,27 +174,21 @@ MARKERS = ("o", "s", "D", "^")
 """The marker of a model, and those of other runs of the same model."""
 
 
-_BLUE, _ORANGE, _GREEN, _PURPLE, _BROWN, _BLACK = COLOURS
+AUTO_STYLE = Style("#2D004B", DASHES[1])
+"""The style of a run that chooses its models itself."""
 
-MODEL_STYLES: Mapping[str, Style] = {
-    "bsp": Style(_BLUE, DASHES[0]),
-    "asp": Style(_ORANGE, DASHES[0]),
-    "elastic-bsp": Style(_GREEN, DASHES[0]),
-    "ssp": Style(_PURPLE, DASHES[0]),
-    "drop-stragglers": Style(_BROWN, DASHES[0]),
-    "spec-sync": Style(_BLACK, DASHES[0]),
-    # Models with a bound on the gap are purple, too, and models that drop gradients brown.
-    "dssp": Style("#AF8DC3", DASHES[1]),
-    "dsps": Style("#4D004B", DASHES[2]),
-    "pssp": Style("#7A0177", DASHES[3]),
-    "dynamic-pssp": Style("#C51B8A", DASHES[4]),
-    "rennala": Style("#BF812D", DASHES[1]),
-    "ringmaster": Style("#543005", DASHES[2]),
-    "naive-waiting": Style("#01665E", DASHES[1]),
-    "auto": Style("#2D004B", DASHES[1]),
-    "conditions": Style("#7FBC41", DASHES[1]),
-}
-"""The style of each model of the package. The most important models have the colors that differ most."""
+
+def model_styles() -> dict[str, Style]:
+    """Return the style of each registered model that has one (see `SyncModel.style`), and of "auto".
+
+    The most important models have the colors that differ most (`COLOURS`). Models with a bound on the gap are purple,
+    and models that drop gradients brown.
+    """
+    styles = ((name, *model.style) for name, model in MODELS.items())
+    return {AUTO: AUTO_STYLE} | {
+        name: Style(color, DASHES[number]) for name, color, number in styles if color
+    }
+
 
 FURTHER_COLORS = ("#276419", "#8E0152", "#4575B4", "#A50026", "#35978F", "#B35806")
 """The colors of all other models, schedules and lists of models for each shard, in the order of their appearance.
@@ -210,19 +204,20 @@ def styles_of(names: Iterable[str]) -> dict[str, Style]:
         names: the names of the runs (see `names.run_name`), in the order of the legend.
 
     >>> styles = styles_of(["asp", "bsp", "bsp, balanced batches"])
-    >>> [styles[name].color == MODEL_STYLES["bsp"].color for name in styles]
+    >>> [styles[name].color == MODELS["bsp"].style[0] for name in styles]
     [False, True, True]
     >>> styles["bsp"].dashes, styles["bsp, balanced batches"].dashes
     ('-', '--')
     >>> [styles[name].marker for name in styles]
     ['o', 'o', 's']
     """
-    own: dict[str, Style] = dict(MODEL_STYLES)
+    own = model_styles()
+    models = len(own)
     found: dict[str, Style] = {}
     for name in dict.fromkeys(names):
         model = _model(name)
         if model not in own:
-            number = len(own) - len(MODEL_STYLES)
+            number = len(own) - models
             dashes = DASHES[(1 + number // len(FURTHER_COLORS)) % len(DASHES)]
             own[model] = Style(FURTHER_COLORS[number % len(FURTHER_COLORS)], dashes)
         color, first = own[model].color, DASHES.index(own[model].dashes)

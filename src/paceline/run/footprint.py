@@ -42,7 +42,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..core.layout import EXACT, ModelSpec, WireFormat, dtype_of
+from ..core.layout import ModelSpec, WireFormat, dtype_of
 
 PROCESS_BYTES = 200 * 1024 * 1024
 """Estimated memory of a process that has imported torch and Paceline.
@@ -74,7 +74,7 @@ UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
 def footprint(
-    parameters_bytes: int, vectors: int, workers: int, *, shared: bool, wire: WireFormat = EXACT
+    parameters_bytes: int, vectors: int, workers: int, *, shared: bool, wire: WireFormat = WireFormat()
 ) -> int:
     """Return the memory that a run still needs when training begins, if all of its processes are on this machine.
 
@@ -184,7 +184,7 @@ def served_shortage(
     available: int | None,
     *,
     read_bytes: int = 0,
-    wire: WireFormat = EXACT,
+    wire: WireFormat = WireFormat(),
 ) -> str:
     """Return an error message if this machine has too little memory for its servers, else "". Workers join the run.
 

@@ -14,7 +14,7 @@ import msgspec
 
 from ..core.data_feed import Work
 from ..core.guard import GuardMode
-from ..core.layout import EXACT, Placement, WireFormat, round_robin
+from ..core.layout import Placement, WireFormat, round_robin
 from ..core.lease import BatchSizing, Split
 from ..errors import ConfigurationError
 from ..settings import SETTINGS
@@ -156,7 +156,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     version: str = ""
     remote_servers: int = 0
     traces: KeptTraces = KeptTraces()
-    wire: WireFormat = EXACT
+    wire: WireFormat = WireFormat()
     joint_batch: bool = False
     optimizers: OptimizerSources = OptimizerSources()
     devices: tuple[Device, ...] = ()

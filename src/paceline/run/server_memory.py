@@ -15,7 +15,6 @@ import safetensors.torch
 
 from ..checkpoints.reading import Checkpoint
 from ..core.layout import (
-    EXACT,
     BufferSpec,
     Layout,
     ModelSpec,
@@ -96,7 +95,7 @@ class ServerMemory:
         servers: int,
         master: Region | None,
         before_update: Callable[[int], None],
-        wire: WireFormat = EXACT,
+        wire: WireFormat = WireFormat(),
     ) -> None:
         self.stores: dict[int, Store] = {}
         self.weights: dict[int, dict[str, memoryview]] = {}

@@ -27,7 +27,7 @@ from ..core.auto import Planner
 from ..core.coordinator import Coordinator
 from ..core.guard import Guard
 from ..core.job_cut import JobCut
-from ..core.layout import EXACT, ModelSpec, WireFormat
+from ..core.layout import ModelSpec, WireFormat
 from ..core.messages import (
     Activity,
     Answer,
@@ -148,7 +148,7 @@ class VirtualJob:
         guard: Guard | None = None,
         planner: Planner = lambda situation: (),
         relaxes: bool = True,
-        wire: WireFormat = EXACT,
+        wire: WireFormat = WireFormat(),
         resumed: JobCut | None = None,
         cut_at_s: Sequence[float] = (),
         marks_outside: bool = True,

@@ -30,6 +30,7 @@ class ASP(ApplyingModel):
     """Asynchronous parallel: each push is applied on arrival, and each pull is answered on arrival."""
 
     name = "asp"
+    style = "#E69F00", 0
     independent = True
 
     def at_shard(self, seed: int = 0, shard: int = 0) -> ConditionMachine:

@@ -31,6 +31,7 @@ class BSP(SyncModel):
     """Bulk synchronous parallel: one barrier after each iteration."""
 
     name = "bsp"
+    style = "#0072B2", 0
     lockstep = True
     agrees_on_means = True
 

@@ -44,6 +44,9 @@ class DropStragglers(SyncModel):
     """
 
     name = "drop-stragglers"
+    style = "#8C510A", 0
+    shown = ("drop-stragglers:quorum=3",)
+    demo = ("drop-stragglers:quorum=3",)
     whole_job = True
     fresh = True
 

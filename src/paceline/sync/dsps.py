@@ -45,6 +45,9 @@ class DSPS(ConditionModel):
     """
 
     name = "dsps"
+    style = "#4D004B", 2
+    shown = ("dsps:lower=1,upper=15",)
+    demo = ("dsps:lower=1,upper=15",)
 
     lower: int = 1
     upper: int = 15

@@ -48,6 +48,9 @@ class DSSP(SyncModel):
     """
 
     name = "dssp"
+    style = "#AF8DC3", 1
+    shown = ("dssp:lower=1,upper=6",)
+    demo = ("dssp:lower=3,upper=15",)
     agrees_on_means = True
 
     lower: int = 3

@@ -72,6 +72,8 @@ class ElasticBSP(SyncModel):
     """
 
     name = "elastic-bsp"
+    style = "#009E73", 0
+    shown = ("elastic-bsp:lookahead=5",)
     whole_job = True
     agrees_on_means = True
     needs_plans = True

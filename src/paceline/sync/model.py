@@ -262,9 +262,16 @@ class SyncModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_om
 
     Attributes:
         name: name of the model on the command line, before the colon.
+        style: the color of the model in pictures, as a hexadecimal number, and the number of its dashes. Without a
+            color, the picture chooses both.
+        shown: the settings whose timelines the documentation shows; () for the default setting.
+        demo: settings that `paceline demo --all` compares, besides those with the best hyper-parameters.
     """
 
     name: ClassVar[str]
+    style: ClassVar[tuple[str, int]] = "", 0
+    shown: ClassVar[tuple[str, ...]] = ()
+    demo: ClassVar[tuple[str, ...]] = ()
 
     @property
     def needs_staleness(self) -> bool:

@@ -40,6 +40,9 @@ class NaiveWaiting(SyncModel):
     """
 
     name = "naive-waiting"
+    style = "#01665E", 1
+    shown = ("naive-waiting:delay_s=0.3",)
+    demo = ("naive-waiting:delay_s=0.004",)
     agrees_on_means = True
     independent = True
 

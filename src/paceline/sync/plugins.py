@@ -98,6 +98,7 @@ class Conditions(ConditionModel):
     """
 
     name = "conditions"
+    style = "#7FBC41", 1
 
     pull: Any
     push: Any = ""

@@ -50,6 +50,9 @@ class PSSP(ConditionModel):
     """
 
     name = "pssp"
+    style = "#7A0177", 3
+    shown = ("pssp:staleness=1,probability=0.5",)
+    demo = ("pssp:staleness=3,probability=0.333333",)
 
     staleness: int = 3
     probability: float = 0.5
@@ -77,6 +80,9 @@ class DynamicPSSP(ConditionModel):
     """
 
     name = "dynamic-pssp"
+    style = "#C51B8A", 4
+    shown = ("dynamic-pssp:staleness=1",)
+    demo = ("dynamic-pssp:staleness=3",)
 
     staleness: int = 3
     alpha: float | str = 1.0

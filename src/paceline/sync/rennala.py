@@ -42,6 +42,8 @@ class Rennala(OneShardModel):
     """
 
     name = "rennala"
+    style = "#BF812D", 1
+    shown = ("rennala:batch=4",)
     fresh = True
 
     batch: int

@@ -56,6 +56,8 @@ class Ringmaster(OneShardModel):
     """
 
     name = "ringmaster"
+    style = "#543005", 2
+    shown = ("ringmaster:threshold=4", "ringmaster:threshold=4,stop=true")
 
     threshold: int
     stop: bool = False

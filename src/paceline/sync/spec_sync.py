@@ -77,6 +77,9 @@ class SpecSync(SyncModel):
     """
 
     name = "spec-sync"
+    style = "#000000", 0
+    shown = ("spec-sync:abort_time_s=0.3,abort_rate=0.2",)
+    demo = ("spec-sync", "spec-sync:abort_time_s=0.01,abort_rate=0.2", "spec-sync:base=ssp:staleness=3")
     whole_job = True
     agrees_on_means = True
     needs_starts = True

@@ -39,6 +39,9 @@ class SSP(ConditionModel):
     """
 
     name = "ssp"
+    style = "#762A83", 0
+    shown = ("ssp:staleness=3", "ssp:staleness=3,execution=lazy")
+    demo = ("ssp:staleness=3,execution=lazy", "ssp:staleness=5")
 
     staleness: float = 3
 
