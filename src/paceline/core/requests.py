@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any, ClassVar, Literal, NoReturn, Protocol
+from typing import Any, ClassVar, Literal, NoReturn, Protocol, dataclass_transform
 
 import msgspec
 
@@ -51,14 +51,19 @@ def server_peer(index: int) -> Peer:
     return Peer("server", index)
 
 
-class Send(msgspec.Struct, frozen=True, gc=False):
+@dataclass_transform(frozen_default=True, field_specifiers=(msgspec.field,))
+class HostRequest(msgspec.Struct, frozen=True, gc=False):
+    """Base class of the requests. Its subclasses are frozen, too, and nothing looks for cycles of them."""
+
+
+class Send(HostRequest):
     """Send a message. If it is an `Answer`, the host adds the current weights of the shard."""
 
     to: Peer
     message: Message
 
 
-class Timer(msgspec.Struct, frozen=True, order=True, gc=False):
+class Timer(HostRequest, order=True):
     """Call the core's `fire` with this object when the timer is due.
 
     Attributes:
@@ -74,7 +79,7 @@ class Timer(msgspec.Struct, frozen=True, order=True, gc=False):
     shard: int = -1
 
 
-class Apply(msgspec.Struct, frozen=True, gc=False):
+class Apply(HostRequest):
     """Update a shard: sum the scaled gradients of the pushes in this order, and take one optimizer step.
 
     Attributes:
@@ -91,7 +96,7 @@ class Apply(msgspec.Struct, frozen=True, gc=False):
     standing: Standing | None = None
 
 
-class Measure(msgspec.Struct, frozen=True, gc=False):
+class Measure(HostRequest):
     """Compute the squared L2 norm of the sum of scaled gradients that `Apply` would use, then send `report(square)`.
 
     The pushes remain unchanged: a later `Apply` lists them again.
@@ -113,7 +118,7 @@ class Measure(msgspec.Struct, frozen=True, gc=False):
         return Send(COORDINATOR, MeanMeasured(self.shard, self.pushes, self.max_norm, square))
 
 
-class Discard(msgspec.Struct, frozen=True, gc=False):
+class Discard(HostRequest):
     """Discard the gradient of a push, if it has one."""
 
     shard: int
@@ -121,7 +126,7 @@ class Discard(msgspec.Struct, frozen=True, gc=False):
     iteration: int
 
 
-class Overwrite(msgspec.Struct, frozen=True, gc=False):
+class Overwrite(HostRequest):
     """Set the parameters that are present in a push to the values in the push. The optimizer takes no step.
 
     Attributes:
@@ -137,7 +142,7 @@ class Overwrite(msgspec.Struct, frozen=True, gc=False):
     number: int
 
 
-class Preserve(msgspec.Struct, frozen=True, gc=False):
+class Preserve(HostRequest):
     """Copy the gradient of a held push. The next request answers the worker, which then overwrites the gradient."""
 
     shard: int
@@ -145,14 +150,14 @@ class Preserve(msgspec.Struct, frozen=True, gc=False):
     iteration: int
 
 
-class Proceed(msgspec.Struct, frozen=True, gc=False):
+class Proceed(HostRequest):
     """Let the worker continue: everything that the worker waited for has arrived."""
 
 
 PROCEED = Proceed()
 
 
-class Abort(msgspec.Struct, frozen=True, gc=False):
+class Abort(HostRequest):
     """Abort the computation of this iteration if possible, and pull again."""
 
     iteration: int
@@ -186,7 +191,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     joint: bool = False
 
 
-class TakeCut(msgspec.Struct, frozen=True, gc=False):
+class TakeCut(HostRequest):
     """Copy the weights, the optimizer state and the buffers of a shard as they are now, for a cut of the job.
 
     A copy for a cut with a smaller number is no longer needed.
@@ -200,7 +205,7 @@ class TakeCut(msgspec.Struct, frozen=True, gc=False):
     number: int
 
 
-class SaveCut(msgspec.Struct, frozen=True, gc=False):
+class SaveCut(HostRequest):
     """Begin to write a cut: every shard has been copied. Its number is that of the `TakeCut`.
 
     It is not whole before a `CompleteCut`.
@@ -209,7 +214,7 @@ class SaveCut(msgspec.Struct, frozen=True, gc=False):
     cut: JobCut
 
 
-class CompleteCut(msgspec.Struct, frozen=True, gc=False):
+class CompleteCut(HostRequest):
     """Complete a cut: all workers that are still present have given what their scripts hold.
 
     Attributes:
@@ -223,7 +228,7 @@ class CompleteCut(msgspec.Struct, frozen=True, gc=False):
     loop: LoopCut
 
 
-class AbandonCut(msgspec.Struct, frozen=True, gc=False):
+class AbandonCut(HostRequest):
     """Write no more of a cut, which cannot be completed. The job is cut again.
 
     Attributes:
@@ -235,7 +240,7 @@ class AbandonCut(msgspec.Struct, frozen=True, gc=False):
     reason: str
 
 
-class Rehearse(msgspec.Struct, frozen=True, gc=False):
+class Rehearse(HostRequest):
     """Simulate a run under several sync models, then call `Coordinator.rehearsed` with the results.
 
     In a live run, this happens beside the run, which goes on meanwhile.
@@ -244,13 +249,13 @@ class Rehearse(msgspec.Struct, frozen=True, gc=False):
     situation: Situation
 
 
-class Warn(msgspec.Struct, frozen=True, gc=False):
+class Warn(HostRequest):
     """Report a problem that does not end the run."""
 
     words: str
 
 
-class TakeOut(msgspec.Struct, frozen=True, gc=False):
+class TakeOut(HostRequest):
     """Continue without a worker whose process goes on, and end its connection.
 
     Attributes:
@@ -262,7 +267,7 @@ class TakeOut(msgspec.Struct, frozen=True, gc=False):
     reason: str
 
 
-class Fail(msgspec.Struct, frozen=True, gc=False):
+class Fail(HostRequest):
     """End the run, because a part of it has failed.
 
     Attributes:
@@ -276,7 +281,7 @@ class Fail(msgspec.Struct, frozen=True, gc=False):
     traceback: str = ""
 
 
-class EndWithout(msgspec.Struct, frozen=True, gc=False):
+class EndWithout(HostRequest):
     """End the run, because it cannot continue without a server that is lost.
 
     How the process of the server has ended may say more than the reason. A host that learns it names it instead.
