@@ -231,7 +231,7 @@ class Server:
             case Commit():
                 return self._commit(worker, message, now_ticks)
             case messages.PullRequested():
-                pull = PullRequested.of(message, now_ticks=now_ticks, worker=worker)
+                pull = PullRequested(now_ticks=now_ticks, worker=worker, iteration=message.iteration)
                 return self.shard(message.shard).handle(pull)
             case messages.PullRepeated():
                 repeat = PullRepeated.of(message, now_ticks=now_ticks, worker=worker)
@@ -409,7 +409,8 @@ class Server:
         if self._paces is not None and commit.shard == 0 and (report := self._paces.report()) is not None:
             requests.append(Send(COORDINATOR, report))
         if commit.pulls:
-            return requests + shard.handle(PullRequested.of(commit, now_ticks=now_ticks, worker=worker))
+            pull = PullRequested(now_ticks=now_ticks, worker=worker, iteration=commit.iteration)
+            return requests + shard.handle(pull)
         return [*requests, Send(worker_peer(worker), Committed(commit.shard, commit.iteration))]
 
     def _join(self, message: messages.WorkerJoined, now_ticks: int) -> list[Request]:

@@ -379,9 +379,9 @@ class Shard:
             self.standing.note(event)
         if type(event) is PushReceived:
             if event.samples is not None or event.clip is not None:
-                key = event.worker, event.iteration
-                self._details[key] = Details(event.samples, event.counted, event.clip)
-                self.samples += event.counted
+                key, counted = (event.worker, event.iteration), event.counted
+                self._details[key] = Details(event.samples, counted, event.clip)
+                self.samples += counted
             if event.edit is not None:
                 self._edits.receive((event.worker, event.iteration), event.edit)
         elif type(event) is WorkerLost or type(event) is WorkerFinished:

@@ -371,17 +371,17 @@ class Worker:
         if not idle:
             self._unsent.pushed(samples)
             self._calls_since_step = 0
-        flags = structs.replace(
-            flags,
+        warm_up = data.warm_up and not idle
+        fields = structs.asdict(flags)
+        fields.update(
             stop=stop,
             change=self._flagged,
             progress=progress,
             samples=samples,
             repeated=again,
-            warm_up=data.warm_up and not idle,
+            warm_up=warm_up,
         )
         ahead = data.push(None if flags.empty else busy_s) if data.used and not idle else []
-        fields = structs.asdict(flags)
         # Every worker sends to the shards in descending order, because the last layers' gradients are ready first.
         for shard, server in self._last_first:
             content = contents[shard] if contents is not None else None
@@ -394,7 +394,7 @@ class Worker:
                 superstep=stop.superstep if stop is not None else None,
                 change=self._flagged.number if self._flagged is not None else None,
                 attempt=self._attempt,
-                warm_up=flags.warm_up,
+                warm_up=warm_up,
                 outside_ticks=flags.outside_ticks,
             )
             requests.append(Send(COORDINATOR, finished))

@@ -89,12 +89,17 @@ class Event(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     @classmethod
     def of(cls, message: msgspec.Struct, **own: Any) -> Self:
         """Return the event that a message causes: with the fields that both have, and with the event's `own`."""
-        return cls(**own, **{name: getattr(message, name) for name in _shared(cls, type(message))})
+        # This is faster than to read one field after the other, and every push becomes an event.
+        fields = msgspec.structs.asdict(message)
+        for name in _left_out(cls, type(message)):
+            del fields[name]
+        fields.update(own)
+        return cls(**fields)
 
 
 @cache
-def _shared(event: type[msgspec.Struct], message: type[msgspec.Struct]) -> tuple[str, ...]:
-    return tuple(name for name in event.__struct_fields__ if name in message.__struct_fields__)
+def _left_out(event: type[msgspec.Struct], message: type[msgspec.Struct]) -> tuple[str, ...]:
+    return tuple(name for name in message.__struct_fields__ if name not in event.__struct_fields__)
 
 
 class WorkerEvent(Event, kw_only=True):

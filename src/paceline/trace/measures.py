@@ -687,11 +687,11 @@ class _ShardMeter(msgspec.Struct, dict=True):
             self.without_gradient[push.worker] = self.without_gradient.get(push.worker, 0) + 1
         if push.clipped:
             self.clipped.add((push.worker, push.iteration))
-        if push.counted:
-            self.samples += push.counted
+        if counted := push.counted:
+            self.samples += counted
             self.sampled_gradients += 1
-            self.worker_samples[push.worker] = self.worker_samples.get(push.worker, 0) + push.counted
-            self.pending[push.worker, push.iteration] = push.counted
+            self.worker_samples[push.worker] = self.worker_samples.get(push.worker, 0) + counted
+            self.pending[push.worker, push.iteration] = counted
 
     def _change(self, event: AnyEvent) -> None:
         """Process a restart, or the arrival or departure of a worker."""
