@@ -175,15 +175,8 @@ def advise(
         balances=summary.get("divisible", True),
         tell=tell,
     )
-    numbers = {
-        name: value
-        for name, value in (
-            ("workers", changes.workers),
-            ("servers", changes.servers),
-            ("shards", changes.servers),
-        )
-        if value is not None
-    }
+    changed = {"workers": changes.workers, "servers": changes.servers, "shards": changes.servers}
+    numbers = {name: value for name, value in changed.items() if value is not None}
     return MachineReport(
         sync=own,
         emulated=cluster.emulated,

@@ -120,14 +120,14 @@ def families(report: RunReport) -> Iterator[Metric]:
 def _of_workers(report: RunReport) -> Iterator[Metric]:
     """Yield what each worker has done, and the number of workers in each state."""
     workers = [(str(worker.worker), worker) for worker in report.workers]
-    yield _labelled(
-        CounterMetricFamily("paceline_worker_iterations", "Iterations of a worker.", labels=["worker"]),
-        (((name,), worker.iterations) for name, worker in workers),
-    )
-    yield _labelled(
-        CounterMetricFamily("paceline_worker_samples", "Samples that a worker has used.", labels=["worker"]),
-        (((name,), worker.samples) for name, worker in workers),
-    )
+    for of, text in (
+        ("iterations", "Iterations of a worker."),
+        ("samples", "Samples that a worker has used."),
+    ):
+        yield _labelled(
+            CounterMetricFamily(f"paceline_worker_{of}", text, labels=["worker"]),
+            (((name,), getattr(worker, of)) for name, worker in workers),
+        )
     yield _labelled(
         CounterMetricFamily(
             "paceline_worker", "What a worker spends its time on.", labels=["worker", "use"], unit="seconds"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -223,10 +224,7 @@ def _times(result: StudyResult, look: Drawing) -> Figure:
         for place, name in enumerate(names):
             if name in rows:
                 _draw_times(axes, rows[name], place, right, look.styles[name].color)
-        axes.set_yticks(
-            range(len(names)), [*map(_in_lines, names)] if index % MOST_COLUMNS == 0 else [""] * len(names)
-        )
-        axes.set_ylim(len(names) - 0.5, -0.5)
+        _name_rows(axes, names, index)
         if min(shown) > 0 and right > 12 * min(shown):
             axes.set_xscale("log")
             _label_decades(axes.xaxis)
@@ -247,6 +245,13 @@ def _times(result: StudyResult, look: Drawing) -> Figure:
     ]
     _legend(figure, handles, labels)
     return figure
+
+
+def _name_rows(axes: Axes, names: Sequence[str], panel: int) -> None:
+    """Give each model a row, with its name in the panels at the left."""
+    shown = [*map(_in_lines, names)] if panel % MOST_COLUMNS == 0 else [""] * len(names)
+    axes.set_yticks(range(len(names)), shown)
+    axes.set_ylim(len(names) - 0.5, -0.5)
 
 
 def _draw_times(axes: Axes, row: StudyRow, place: int, right: float, color: str) -> None:
@@ -407,10 +412,9 @@ def _staleness(result: StudyResult, look: Drawing) -> Figure:
 
 
 def _pooled(outcomes: Sequence[Outcome] | Any) -> dict[int, int]:
-    counts: dict[int, int] = {}
+    counts = Counter[int]()
     for outcome in outcomes:
-        for staleness, count in outcome.staleness.items():
-            counts[staleness] = counts.get(staleness, 0) + count
+        counts.update(outcome.staleness)
     return dict(sorted(counts.items())) or {0: 1}
 
 
@@ -438,10 +442,7 @@ def _time_of_workers(result: StudyResult) -> Figure:
                 if share > 0.0005:
                     [used[kind]] = axes.barh([place], [share], left=left, height=0.7, color=COLOR_OF[kind])
                 left += share
-        axes.set_yticks(
-            range(len(names)), [*map(_in_lines, names)] if index % MOST_COLUMNS == 0 else [""] * len(names)
-        )
-        axes.set_ylim(len(names) - 0.5, -0.5)
+        _name_rows(axes, names, index)
         axes.set_xlim(0, 1)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
         axes.set_xlabel("share of the workers' time", fontsize=SMALL)

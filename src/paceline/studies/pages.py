@@ -114,19 +114,9 @@ def _table(result: StudyResult, rows: Sequence[StudyRow]) -> str:
         ["---"] * (len(keys) + 7),
     ]
     for row in rows:
-        values = dict(row.choice.point)
-        lines.append(
-            [
-                f"**{row.contender.name}**" if row.front else row.contender.name,
-                *(str(values.get(key, "-")) for key in keys),
-                interval_text(row.time["seconds"]),
-                "1" if row.ratio is None else _starred(Estimate(*row.ratio[:3]), row.ratio_p),
-                f"{row.reached} of {len(row.outcomes)}",
-                interval_text(row.final) if row.lead is None else _starred(row.final, row.lead_p),
-                value_text(fmean(each.mean_staleness for each in row.outcomes.values())),
-                whole_percent(fmean(each.time["waiting"] for each in row.outcomes.values())),
-            ]
-        )
+        name, *cells = _cells(row, keys, "-", " of ")
+        marked = [cell.replace(MARK, " \\*") for cell in cells]
+        lines.append([f"**{name}**" if row.front else name, *marked])
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return (
         f"{table}\n\nBold: no other model is sooner at the target and ends with a better value. "
@@ -134,8 +124,33 @@ def _table(result: StudyResult, rows: Sequence[StudyRow]) -> str:
     )
 
 
-def _starred(estimate: Estimate, p: float) -> str:
-    return interval_text(estimate) + (" \\*" if p <= 1 - CONFIDENCE else "")
+MARK = "\N{DAGGER}"  # significantly different from the reference
+
+
+def _cells(row: StudyRow, keys: Sequence[str], missing: str, of: str) -> list[str]:
+    """Return the cells of a row of the table, with `MARK` after each comparison that is significant.
+
+    Args:
+        row: the row.
+        keys: the hyper-parameters of the columns.
+        missing: what stands for a hyper-parameter that a model does not have.
+        of: what stands between two numbers of runs.
+    """
+    values = dict(row.choice.point)
+    significant = 1 - CONFIDENCE
+    outcomes = row.outcomes.values()
+    return [
+        row.contender.name,
+        *(str(values.get(key, missing)) for key in keys),
+        interval_text(row.time["seconds"]),
+        "1"
+        if row.ratio is None
+        else interval_text(Estimate(*row.ratio[:3])) + MARK * (row.ratio_p <= significant),
+        f"{row.reached}{of}{len(outcomes)}",
+        interval_text(row.final) + MARK * (row.lead is not None and row.lead_p <= significant),
+        value_text(fmean(each.mean_staleness for each in outcomes)),
+        whole_percent(fmean(each.time.get("waiting", 0.0) for each in outcomes)),
+    ]
 
 
 def _sentences(study: Study, rows: Sequence[StudyRow]) -> Iterator[str]:
@@ -361,38 +376,17 @@ def table_tex(result: StudyResult) -> str:
             lines += [
                 r"\midrule",
                 rf"\multicolumn{{{len(columns)}}}{{l}}{{\emph{{{_escaped(cluster)}}}, {_escaped(target)}}} \\",
-                *(_row_tex(row, keys, study.reference) for row in rows),
+                *(_row_tex(row, keys) for row in rows),
             ]
     lines += [r"\bottomrule", r"\end{tabular}"]
     return "\n".join(lines) + "\n"
 
 
-def _row_tex(row: StudyRow, keys: Sequence[str], reference: str) -> str:
-    values = dict(row.choice.point)
-    name = _escaped(row.contender.name)
-    cells = [
-        rf"\textbf{{{name}}}" if row.front else name,
-        *(_escaped(str(values.get(key, "--"))) for key in keys),
-        interval_text(row.time["seconds"]),
-        "1" if row.ratio is None else interval_text(Estimate(*row.ratio[:3])) + _dagger(row.ratio_p),
-        f"{row.reached}/{len(row.outcomes)}",
-        interval_text(row.final) + (_dagger(row.lead_p) if row.lead is not None else ""),
-        value_text(_mean_staleness(row)),
-        whole_percent(_share(row, "waiting")).replace("%", r"\%"),
-    ]
-    return " & ".join(cells) + r" \\"
-
-
-def _dagger(p: float) -> str:
-    return r"$^\dagger$" if p <= 1 - CONFIDENCE else ""
-
-
-def _mean_staleness(row: StudyRow) -> float:
-    return sum(each.mean_staleness for each in row.outcomes.values()) / len(row.outcomes)
-
-
-def _share(row: StudyRow, name: str) -> float:
-    return sum(each.time.get(name, 0.0) for each in row.outcomes.values()) / len(row.outcomes)
+def _row_tex(row: StudyRow, keys: Sequence[str]) -> str:
+    name, *cells = _cells(row, keys, "--", "/")
+    shown = [rf"\textbf{{{_escaped(name)}}}" if row.front else _escaped(name)]
+    shown += [_escaped(cell).replace(MARK, r"$^\dagger$") for cell in cells]
+    return " & ".join(shown) + r" \\"
 
 
 def _escaped(text: str) -> str:
