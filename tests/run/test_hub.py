@@ -148,7 +148,7 @@ def test_a_greeting_that_is_there_is_read_with_the_call(bench: Bench) -> None:
     assert bench.heard == [FetchOptimizerState(0)]
 
 
-def test_only_so_many_strangers_are_let_in_and_the_oldest_makes_room(
+def test_only_so_many_pending_are_let_in_and_the_oldest_makes_room(
     small: Bench, clock: Clock, few: int
 ) -> None:
     silent = [small.call() for _ in range(few + 2)]
@@ -169,9 +169,9 @@ def test_while_no_more_are_let_in_the_host_sleeps(small: Bench, clock: Clock, fe
         small.call()
     small.poll()
     assert small.hub._acceptor not in [key.fileobj for key in small.hub._selector.get_map().values()]
-    assert small.hub._strangers.left_s(5.0) == pytest.approx(strangers.GREETING_S, abs=0.01)
+    assert small.hub._pending.left_s(5.0) == pytest.approx(strangers.GREETING_S, abs=0.01)
     clock.now_ticks += 0.1
-    assert small.hub._strangers.left_s(5.0) == pytest.approx(strangers.GREETING_S - 0.1, abs=0.01)
+    assert small.hub._pending.left_s(5.0) == pytest.approx(strangers.GREETING_S - 0.1, abs=0.01)
 
 
 def test_a_stranger_that_stays_silent_is_dropped_in_the_end(bench: Bench, clock: Clock) -> None:
@@ -235,7 +235,7 @@ def test_without_a_descriptor_in_reserve_the_host_rests_and_does_not_spin(
     assert len(bench.hub.peers) == 1
 
 
-def test_what_strangers_do_is_logged_a_few_times_and_then_counted(
+def test_what_pending_do_is_logged_a_few_times_and_then_counted(
     bench: Bench, caplog: pytest.LogCaptureFixture, clock: Clock
 ) -> None:
     for _ in range(1000):
@@ -249,7 +249,7 @@ def test_what_strangers_do_is_logged_a_few_times_and_then_counted(
     for _ in range(10):
         bench.call(framed(Hello("another", "reader", 0))).close()
         bench.poll(2)
-    bench.hub._strangers.close()
+    bench.hub._pending.close()
     counts = [int(count) for count in re.findall(r"omitted (\d+) similar messages", caplog.text)]
     assert sum(counts) + strangers.LOGGED_IN_FULL == 1010
     assert len(counts) == 2

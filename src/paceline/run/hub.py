@@ -1,8 +1,8 @@
 """Connection management for the event loops of the *hosts*, which are the servers and the coordinator.
 
-A peer is accepted when its first message contains the run's token. Until then it is a *stranger* (see `listener`):
-only a small greeting and at most one descriptor are received from it, and nothing is sent to it. A stranger is
-dropped if it remains silent for too long, and is dropped earlier if other peers are waiting to connect.
+A peer is accepted when its first message contains the run's token. Until then it is a *pending connection* (see
+`listener`): only a small greeting and at most one descriptor are received from it, and nothing is sent to it. It is
+dropped if it remains silent for too long, and earlier if other peers are waiting to connect.
 
 If a peer violates the protocol, the violation is logged, the peer's connection is closed, and the host continues.
 The code that handles a message checks the message before it changes any state, and raises `ProtocolError` if the
@@ -158,7 +158,7 @@ class Hub(Generic[P]):
         self._name = name
         self._token = token.encode()
         self._acceptor = Acceptor(listener)
-        self._strangers: PendingConnections[P] = PendingConnections(name)
+        self._pending: PendingConnections[P] = PendingConnections(name)
         self._role = role
         self._make_peer = make_peer
         self._host = host
@@ -174,7 +174,7 @@ class Hub(Generic[P]):
         self._entrance = Entrance(
             name,
             self._acceptor,
-            self._strangers,
+            self._pending,
             self._selector,
             admit=self._register,
             drop=self.drop,
@@ -202,7 +202,7 @@ class Hub(Generic[P]):
                 return
             else:
                 timeout_s = min(LONGEST_SLEEP_S, math.inf if timeout_s is None else timeout_s)
-        timeout_s = self._strangers.left_s(timeout_s)
+        timeout_s = self._pending.left_s(timeout_s)
         if self._ending:
             timeout_s = min(ENDED_TIMEOUT_S, math.inf if timeout_s is None else timeout_s)
         ready = self._selector.select(timeout_s)
@@ -216,7 +216,7 @@ class Hub(Generic[P]):
             else:
                 key.data()
             self._drop_broken()
-        for peer in self._strangers.late():
+        for peer in self._pending.late():
             self.drop(peer, "it has not sent the run's token in time")
         self._entrance.watch()
         for peer in list(self._ending):
@@ -282,7 +282,7 @@ class Hub(Generic[P]):
         """Close every connection and the listening socket."""
         for peer in self.peers:
             peer.stream.close()
-        self._strangers.close()
+        self._pending.close()
         self._acceptor.close()
         self._selector.close()
 
@@ -327,7 +327,7 @@ class Hub(Generic[P]):
             self._host.payload_targets(peer, message, size_bytes) if peer.role else []
         )
         self.peers.add(peer)
-        self._strangers.add(peer)
+        self._pending.add(peer)
         return peer
 
     def _secured(self, sock: socket.socket, known: Contexts) -> SecureSocket:
@@ -359,13 +359,13 @@ class Hub(Generic[P]):
             self.drop(peer, str(error))
 
     def _greet(self, peer: P, message: Message) -> None:
-        assert isinstance(message, Hello)  # a stranger may send nothing else
+        assert isinstance(message, Hello)  # a pending connection may send nothing else
         if not hmac.compare_digest(message.token.encode(), self._token):
             raise ProtocolError("it did not send the run's token")
         phase = greeted(message.role, self._role)
         self._host.greeted(peer, message)
         peer.stream.expect(phase)
-        self._strangers.discard(peer)
+        self._pending.discard(peer)
         # Readers remain limited to small headers: they need no larger ones, and there may be many readers.
         peer.stream.trusted, peer.stream.takes_descriptor = peer.role != "reader", False
 
@@ -375,7 +375,7 @@ class Hub(Generic[P]):
         if peer.role in ("worker", "server"):
             log.warning("%s", text)
         else:
-            self._strangers.note(text)
+            self._pending.note(text)
 
     def drop(self, peer: P, reason: str) -> None:
         """Close a connection and notify the host."""
@@ -385,7 +385,7 @@ class Hub(Generic[P]):
         log.log(level, "%s closes the connection to %s: %s", self._name, peer, reason)
         self.peers.remove(peer)
         self._ending.discard(peer)
-        self._strangers.discard(peer)
+        self._pending.discard(peer)
         self._ringed.pop(peer.stream, None)
         self._selector.unregister(peer.stream)
         peer.stream.close()

@@ -3,7 +3,7 @@
 Each connection begins with a preface, which names the process that it is for (see `wire.preface`). The listener reads
 exactly the preface, and passes the socket on to this process, which does everything else. So the listener holds
 no secret, and a process does not notice the connections that never send a preface. Their number and lifetime are
-limited as those of all strangers are (see `PendingConnections`).
+limited as those of all pending connections are (see `PendingConnections`).
 
 The listener has a thread of its own, and never waits for a process. If a process has ended, or does not keep up, the
 connection is refused, and the client is told why.
@@ -69,7 +69,7 @@ class Listener:
     def __init__(self, sock: PushSource, mark: bytes) -> None:
         self._mark = mark
         self._acceptor = Acceptor(sock)
-        self._strangers: PendingConnections[Arrival] = PendingConnections("the listener")
+        self._pending: PendingConnections[Arrival] = PendingConnections("the listener")
         # target -> socket over which connections are passed to it
         self._senders: dict[int, socket.socket] = {}
         self._bell, self._bell_end = socket.socketpair()
@@ -78,7 +78,7 @@ class Listener:
         self._entrance = Entrance(
             "the listener",
             self._acceptor,
-            self._strangers,
+            self._pending,
             self._selector,
             admit=self._register,
             drop=self._drop,
@@ -126,15 +126,15 @@ class Listener:
 
     def _run(self) -> None:
         while True:
-            for key, _ in self._selector.select(self._strangers.left_s(None)):
+            for key, _ in self._selector.select(self._pending.left_s(None)):
                 if key.fileobj is self._bell_end:
-                    self._strangers.close()
+                    self._pending.close()
                     return
                 if not isinstance(key.data, Arrival):
                     self._entrance.accept()
                 elif key.data.sock.fileno() >= 0:  # an earlier iteration of this loop may have dropped it
                     self._read(key.data)
-            for arrival in self._strangers.late():
+            for arrival in self._pending.late():
                 self._drop(arrival, "it has not sent a preface in time")
             self._entrance.watch()
 
@@ -146,7 +146,7 @@ class Listener:
         except OSError:
             sock.close()
             raise
-        self._strangers.add(arrival)
+        self._pending.add(arrival)
         return arrival
 
     def _read(self, arrival: Arrival) -> None:
@@ -165,10 +165,10 @@ class Listener:
             try:
                 refusal = self._pass_on(arrival)
             except (ProtocolError, OSError) as error:
-                self._strangers.note(f"the listener refused a connection: {error}")
+                self._pending.note(f"the listener refused a connection: {error}")
             else:
                 if refusal is not None:
-                    self._strangers.note(f"the listener refused a connection: {refusal.words}")
+                    self._pending.note(f"the listener refused a connection: {refusal.words}")
                     with contextlib.suppress(OSError):
                         arrival.sock.send(refusal.encode())
             self._drop(arrival, "")
@@ -195,19 +195,19 @@ class Listener:
         """Close this process's descriptor of a connection."""
         if reason:
             log.debug("the listener closes a connection: %s", reason)
-        self._strangers.discard(arrival)
+        self._pending.discard(arrival)
         self._selector.unregister(arrival.sock)
         arrival.sock.close()
 
 
-# -- Limits for strangers, which are connections that have not sent the run's token yet ----------------------
+# -- Limits for pending connections, which are connections that have not sent the run's token yet ----------------------
 #
 # Any process on this machine can connect to a server or to the coordinator as often as the system permits. So
-# the number of strangers is limited to `MOST`. The limit is lower if the process may open only a few
-# descriptors, so that enough descriptors remain for the run. When the limit is reached, the next connection
-# replaces the oldest stranger, but only after this stranger has had enough time to send its greeting. Until
-# then, new connections wait in the system's queue. The first few messages about strangers are logged; further
-# messages are only counted.
+# the number of pending connections is limited to `MOST`. The limit is lower if the process may open only a
+# few descriptors, so that enough descriptors remain for the run. When the limit is reached, the next
+# connection replaces the oldest pending connection, but only after this pending connection has had enough
+# time to send its greeting. Until then, new connections wait in the system's queue. The first few messages
+# about pending connections are logged; further messages are only counted.
 #
 # If the process nevertheless runs out of descriptors, a spare descriptor is closed temporarily, so that the
 # next connection can be accepted and closed. Otherwise this connection would stay in the queue and keep the
@@ -218,11 +218,14 @@ hub_log = logging.getLogger("paceline.hub")
 LEAST, MOST = 4, 256
 # Maximum number of connections that are accepted before those that a host has are served again.
 ACCEPTED_AT_ONCE = 8
-SHARE_OF_DESCRIPTORS = 8  # strangers may use one eighth of the descriptors that this process may open
+SHARE_OF_DESCRIPTORS = (
+    8  # pending connections may use one eighth of the descriptors that this process may open
+)
 GREETING_TIMEOUT_S = 10.0
-# Peers send their greeting immediately, so a stranger that has been silent for this time may be dropped.
+# Peers send their greeting immediately, so a pending connection that has been silent for this time may be
+# dropped.
 GREETING_S = 0.25
-LOGGED_IN_FULL = 5  # number of messages about strangers that are logged in full
+LOGGED_IN_FULL = 5  # number of messages about pending connections that are logged in full
 COUNT_INTERVAL_S = 10.0  # minimum time between two log lines that state how many messages were omitted
 OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 GONE = (errno.ECONNABORTED, errno.EPROTO)  # the peer closed the connection before it was accepted
@@ -316,7 +319,7 @@ class PendingConnections(Generic[P]):
 
     @property
     def room(self) -> bool:
-        """True if another connection may be accepted, possibly in place of an existing stranger."""
+        """True if another connection may be accepted, possibly in place of a pending one."""
         if time.monotonic() < self._rests_until_s:
             return False
         return len(self._since_s) < self._most or self._oldest_s() > GREETING_S
@@ -330,7 +333,7 @@ class PendingConnections(Generic[P]):
         self._since_s.pop(peer, None)
 
     def to_make_room(self) -> P | None:
-        """Return the stranger to drop in favor of a new connection; None if there is enough room."""
+        """Return the pending connection to drop in favor of a new connection; None if there is enough room."""
         return next(iter(self._since_s)) if len(self._since_s) >= self._most else None
 
     def rest(self) -> None:
@@ -338,7 +341,7 @@ class PendingConnections(Generic[P]):
         self._rests_until_s = time.monotonic() + GREETING_S
 
     def late(self) -> Iterator[P]:
-        """Yield the strangers whose token is late. The caller must drop each one before requesting the next."""
+        """Yield the connections whose token is late. The caller must drop each one before requesting the next."""
         self._log_count()
         while self._since_s and self._oldest_s() > GREETING_TIMEOUT_S:
             yield next(iter(self._since_s))
@@ -347,7 +350,7 @@ class PendingConnections(Generic[P]):
         """Return the maximum time in seconds that a host may block, up to `timeout_s`; None if there is no limit."""
         left_s = math.inf if timeout_s is None else timeout_s
         if self._since_s:
-            # If there is no room, the host must wake up when the oldest stranger may be dropped.
+            # If there is no room, the host must wake up when the oldest pending connection may be dropped.
             is_full = len(self._since_s) >= self._most and self._oldest_s() <= GREETING_S
             patience_s = GREETING_S if is_full else GREETING_TIMEOUT_S
             left_s = min(left_s, max(0.0, patience_s - self._oldest_s()) + 1e-3)
@@ -358,7 +361,7 @@ class PendingConnections(Generic[P]):
         return None if left_s == math.inf else left_s
 
     def note(self, text: str) -> None:
-        """Log a message about a stranger. After the first few messages, log only the number of further messages."""
+        """Log a message about a pending connection. After the first few messages, only count further messages."""
         if self._logged < LOGGED_IN_FULL:
             self._logged += 1
             self._count_due_s = time.monotonic() + COUNT_INTERVAL_S
@@ -373,7 +376,7 @@ class PendingConnections(Generic[P]):
         self._log_count(final=True)
 
     def _oldest_s(self) -> float:
-        """Return the age of the oldest stranger in seconds."""
+        """Return the age of the oldest pending connection in seconds."""
         return time.monotonic() - next(iter(self._since_s.values()))
 
     def _log_count(self, *, final: bool = False) -> None:
@@ -387,24 +390,24 @@ class PendingConnections(Generic[P]):
 
 
 class Entrance(Generic[P]):
-    """Accepts the connections to a host while there is room for strangers.
+    """Accepts the connections to a host while there is room for more of them.
 
     Args:
         host: name of the host in log messages.
         acceptor: accepts a connection.
-        strangers: the strangers of the host.
+        pending: the pending connections of the host.
         selector: the host's selector. It reports waiting connections with `accept` as the data.
-        admit: function that starts watching a new connection, and returns the stranger. It raises `OSError` if the
+        admit: function that starts watching a new connection, and returns it. It raises `OSError` if the
             peer has already closed the connection.
-        drop: function that closes the connection to a stranger for the given reason.
-        serve: function that handles what a new stranger has already sent.
+        drop: function that closes a pending connection for the given reason.
+        serve: function that handles what a new pending connection has already sent.
     """
 
     def __init__(
         self,
         host: str,
         acceptor: Acceptor,
-        strangers: PendingConnections[P],
+        pending: PendingConnections[P],
         selector: selectors.BaseSelector,
         *,
         admit: Callable[[socket.socket], P],
@@ -413,7 +416,7 @@ class Entrance(Generic[P]):
     ) -> None:
         self._host = host
         self._acceptor = acceptor
-        self._strangers = strangers
+        self._pending = pending
         self._selector = selector
         self._admit = admit
         self._drop = drop
@@ -422,30 +425,30 @@ class Entrance(Generic[P]):
         self.watch()
 
     def watch(self) -> None:
-        """Let the selector report waiting connections if there is room for strangers."""
-        if not self._watching and self._strangers.room:
+        """Let the selector report waiting connections if there is room for pending connections."""
+        if not self._watching and self._pending.room:
             self._selector.register(self._acceptor, selectors.EVENT_READ, self.accept)
             self._watching = True
 
     def accept(self) -> None:
         """Accept waiting connections. If there is no room for others, the selector no longer reports them."""
         for _ in range(ACCEPTED_AT_ONCE):
-            if not self._strangers.room:
+            if not self._pending.room:
                 break
             try:
                 sock = self._acceptor.accept()
                 if sock is None:
                     return
-                if (silent := self._strangers.to_make_room()) is not None:
+                if (silent := self._pending.to_make_room()) is not None:
                     self._drop(silent, "it was silent while other connections were waiting")
-                stranger = self._admit(sock)
+                arrived = self._admit(sock)
             except OSError as error:
                 # There are no descriptors left, or the peer has already closed the connection.
-                self._strangers.note(f"{self._host} could not accept a connection: {error}")
+                self._pending.note(f"{self._host} could not accept a connection: {error}")
                 if self._acceptor.stuck:
-                    self._strangers.rest()
+                    self._pending.rest()
                 continue
-            self._serve(stranger)  # the greeting has usually arrived already
-        if not self._strangers.room:
+            self._serve(arrived)  # the greeting has usually arrived already
+        if not self._pending.room:
             self._selector.unregister(self._acceptor)
             self._watching = False

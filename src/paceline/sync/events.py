@@ -10,8 +10,9 @@ that is the same at all shards.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
-from typing import Annotated, Any, Literal, Self, dataclass_transform
+from typing import Annotated, Any, Literal, Self, cast, dataclass_transform
 
 import msgspec
 
@@ -89,17 +90,23 @@ class Event(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     @classmethod
     def of(cls, message: msgspec.Struct, **own: Any) -> Self:
         """Return the event that a message causes: with the fields that both have, and with the event's `own`."""
-        # This is faster than to read one field after the other, and every push becomes an event.
-        fields = msgspec.structs.asdict(message)
-        for name in _left_out(cls, type(message)):
-            del fields[name]
-        fields.update(own)
-        return cls(**fields)
+        made: Self = _maker(cls, type(message), tuple(own))(message, **own)
+        return made
 
 
 @cache
-def _left_out(event: type[msgspec.Struct], message: type[msgspec.Struct]) -> tuple[str, ...]:
-    return tuple(name for name in message.__struct_fields__ if name not in event.__struct_fields__)
+def _maker(event: type[Any], message: type[msgspec.Struct], own: tuple[str, ...]) -> Callable[..., Any]:
+    """Return a function that makes an event from a message and the event's own fields.
+
+    Every push becomes an event. So the function names all fields, as if it were written by hand: a loop over them would
+    take four times as long.
+    """
+    shared = [
+        name for name in event.__struct_fields__ if name in message.__struct_fields__ and name not in own
+    ]
+    fields = [*(f"{name}=message.{name}" for name in shared), *(f"{name}={name}" for name in own)]
+    source = f"lambda message, {', '.join(own)}: event({', '.join(fields)})"
+    return cast(Callable[..., Any], eval(source, {"event": event}))
 
 
 class WorkerEvent(Event, kw_only=True):
