@@ -38,7 +38,8 @@ from paceline.start import local as rejoining
 from paceline.start.join import join
 from paceline.start.processes import child
 from paceline.start.processes.child import EXIT_PEER_LOST
-from paceline.start.processes.orders import Descriptors, ProcessOrder, file_of, payload_of_server
+from paceline.start.processes.orders import Descriptors, ProcessOrder, payload_of_server
+from paceline.start.processes.program import file_of
 from paceline.wire.preface import COORDINATOR, PREFACE_BYTES, Preface
 from paceline.wire.secure import SecureSocket, contexts, new_secret
 from paceline.wire.stream import Stream

@@ -28,8 +28,7 @@ from ..look.show_process import Listening, Outlets, ServedSocket, ShowOrder
 from ..run.job import Job
 from ..run.traces import BestEffortFile
 from ..wire.secure import without_secret
-from .processes.orders import Companion
-from .processes.program import end_with_parent, main_of
+from .processes.program import Companion, end_with_parent, main_of
 from .terminal import plain_console, print_sentence
 
 

@@ -51,7 +51,8 @@ from .beside import Rehearsals, digesting, showing
 from .display import ProgressDisplay
 from .local import LocalEngine, ProcessPlacement
 from .processes.interruption import Interrupted, Interruption
-from .processes.orders import Companion, payload_of_server
+from .processes.orders import payload_of_server
+from .processes.program import Companion
 from .processes.spawn import Starter
 from .results import (
     REPORT,

@@ -34,7 +34,8 @@ from ...train import session as sessions
 from ...train.forward import watch_backward
 from ...train.gradients import watch_scalers
 from ...train.hooks import watch_torch
-from .orders import Descriptors, ProcessOrder, open_file
+from .orders import Descriptors, ProcessOrder
+from .program import open_file
 
 MEMORY_ADVICE = (
     "Reduce the batch size, or balance the batches (--batch balanced) and limit those of this worker with "

@@ -26,7 +26,7 @@ from msgspec import structs
 from ...errors import ConfigurationError
 from ...run.compute_devices import CPU, Device
 from ...sync.plugins import load_models
-from .orders import Companion
+from .program import Companion
 
 PROGRAM = str(Path(__file__).with_name("counting.py"))
 """Path of the program that counts accelerators; see `counting`."""

@@ -16,9 +16,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ...wire.secure import without_secret
 
@@ -137,3 +138,117 @@ def set_title(title: str) -> None:
     if 0 < start < end:
         # The last byte stays zero. Otherwise, the kernel takes the environment for a part of the title.
         ctypes.memmove(start, title.encode()[: end - start - 1].ljust(end - start, b"\0"), end - start)
+
+
+# -- What the launcher sends to a process that becomes a server or a worker, and how it is sent --------------
+#
+# The launcher starts a program (see `boot`) with a socket as its standard input, and sends *orders* over that socket.
+# An order consists of descriptors only: the standard streams of the new process, and two files without a name, which
+# contain the `ProcessOrder` and the payload. So an order may have any size, and is written once, however slowly it is
+# read. Each order also contains a socket on which its process is reported; see `report_start` and `report_end`.
+
+
+def file_of(data: bytes) -> int:
+    """Return the descriptor of a new file without a name that contains the data."""
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("paceline")
+    else:
+        with tempfile.TemporaryFile() as file:
+            descriptor = os.dup(file.fileno())
+    with open(descriptor, "wb", closefd=False) as file:
+        file.write(data)
+    return descriptor
+
+
+def open_file(descriptor: int) -> BinaryIO:
+    """Return a reader of the file from its start. Closing the reader closes the descriptor."""
+    file = open(descriptor, "rb")  # noqa: SIM115 - closed by the caller
+    file.seek(0)
+    return file
+
+
+# -- A program beside the processes of a run ----------------------------------------------------------------
+
+POLL_S = 0.05
+
+
+class Companion:
+    """A program beside a run: what it executes, what it is told, and how it has ended.
+
+    What it says goes to files without a name, so it never waits for a reader.
+
+    Args:
+        words: what Python executes.
+        number: the signal that ends it if it must not go on.
+        heard: False if its standard output and its standard error are those of this process.
+        options: see `execute`.
+
+    Attributes:
+        exit_code: exit code of the program, or minus the number of the signal that has terminated it; None until `end`
+            has returned.
+        said: what it has written to its standard output.
+        complaint: what it has written to its standard error.
+
+    Raises:
+        OSError: the program cannot be started.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        number: signal.Signals = signal.SIGKILL,
+        *,
+        heard: bool = True,
+        **options: Any,
+    ) -> None:
+        self.exit_code: int | None = None
+        self.said = b""
+        self.complaint = ""
+        self._number = number
+        self._files = [file_of(b""), file_of(b"")] if heard else []
+        streams = dict(zip(("stdout", "stderr"), self._files, strict=False))
+        try:
+            self._process = execute(words, **{"stdin": subprocess.PIPE, "bufsize": 0, **streams, **options})
+        except BaseException:
+            self._close()
+            raise
+
+    def tell(self, data: bytes) -> None:
+        """Write to its standard input. If the program has ended, this is noticed later."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(data)
+
+    def end(self, over: Callable[[], bool], told: bytes = b"") -> bool:
+        """Close its standard input, and wait until the program has ended. Return True if it has ended by itself.
+
+        Args:
+            over: called repeatedly. Once it returns True, the program gets its signal.
+            told: the rest of its standard input.
+        """
+        process = self._process
+        try:
+            while not over():
+                try:
+                    process.communicate(told or None, POLL_S)
+                    return True
+                except subprocess.TimeoutExpired:
+                    told = b""
+            process.send_signal(self._number)
+            process.communicate()
+            return False
+        finally:
+            process.kill()
+            self.exit_code = process.wait()
+            self._close()
+
+    @property
+    def last(self) -> str:
+        """The last line of its complaint; "" if there is none."""
+        return self.complaint.strip().rpartition("\n")[2]
+
+    def _close(self) -> None:
+        if self._files:
+            with open_file(self._files[0]) as said, open_file(self._files[1]) as complaint:
+                self.said, self.complaint = said.read(), complaint.read().decode(errors="replace")
+            self._files = []
