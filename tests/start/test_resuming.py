@@ -25,7 +25,7 @@ import paceline
 from paceline.checkpoints.manifest import numbers_in
 from paceline.errors import ConfigurationError, RunFailedError
 from tests.support.emulated import why_not_emulated
-from tests.support.live import await_that, of_the_run, processes, run_program, start_program
+from tests.support.live import await_that, kill_all, of_the_run, processes, run_program, start_program
 from tests.support.marks import chaos, thorough
 from tests.support.served import Served, output
 from tests.support.small_disk import fill, small_disk
@@ -101,9 +101,7 @@ def started(*more: str, within: Path = Path("run", "checkpoints")) -> subprocess
 
 def killed(program: subprocess.Popen[str], mark: str) -> None:
     """Kill all processes of a run, as a machine that loses its power does."""
-    program.kill()
-    for process_id in processes(mark).values():
-        os.kill(process_id, signal.SIGKILL)
+    kill_all(mark)
     program.communicate()
     await_that(lambda: not processes(mark), "all processes have ended")
 

@@ -119,6 +119,13 @@ def processes(mark: str) -> dict[str, int]:
     return found
 
 
+def kill_all(mark: str) -> None:
+    """Kill all processes that a test has started, the launchers first, because these are the oldest."""
+    for folder in started(mark):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(folder.name), signal.SIGKILL)
+
+
 def is_server(pid: int) -> bool:
     """Return True if a process is a server of the run in which this process is a worker."""
     try:
@@ -196,9 +203,7 @@ def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_starts: WarmStart
             yield mark
             assert processes(mark) == {}, "processes are left"
         finally:
-            for process_id in processes(mark).values():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process_id, signal.SIGKILL)
+            kill_all(mark)
             sys.modules.pop("workout", None)
         # torch's, torchrun's, and that of a killed process whose loader had processes of its own
         known = ("torchinductor", "torchelastic_", "pymp-")
