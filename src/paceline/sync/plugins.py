@@ -26,7 +26,6 @@ import contextlib
 import itertools
 import re
 import runpy
-import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -274,7 +273,13 @@ def _find(name: str) -> Condition:
 
 PACKAGE = str(Path(__file__).parent.parent)
 # Paceline calls code of the user inside context managers, with the module that runs scripts, and on threads.
-CALLERS = (PACKAGE, contextlib.__file__, runpy.__file__, threading.__file__, "<frozen ")
+CALLERS = (
+    PACKAGE,
+    contextlib.__file__,
+    runpy.__file__,
+    str(Path(contextlib.__file__).with_name("threading.py")),
+    "<frozen ",
+)
 
 EVENTS: dict[type, str] = {
     PushReceived: "it received the push of iteration {0.iteration} of worker {0.worker}",
