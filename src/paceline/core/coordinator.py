@@ -535,9 +535,9 @@ class Coordinator:
         worker = sender.index
         match message:
             case messages.IterationFinished():
-                return self.take(IterationFinished.of(message, now_ticks=now_ticks, worker=worker))
+                return self.take(IterationFinished.of(message, now_ticks, worker))
             case messages.IterationStarted():
-                return self.take(IterationStarted.of(message, now_ticks=now_ticks, worker=worker))
+                return self.take(IterationStarted.of(message, now_ticks, worker))
             case messages.SyncRequested():
                 return self._request_sync(worker, message, now_ticks)
             case Register() if self.expects_model(sender) and self.model is not None:
@@ -919,7 +919,7 @@ class Coordinator:
             return []
         self.collectives.grown = True
         worker = joined.worker
-        event = WorkerJoined.of(joined, now_ticks=now_ticks, pulls=True)
+        event = WorkerJoined.of(joined, now_ticks, worker, pulls=True)
         sync = self._sync.sync
         # The index of the initializer may have been used again, so nobody is named.
         became_main = self.main.joined(worker)
@@ -1155,7 +1155,7 @@ class Coordinator:
             ) from error
         if self.reconfigurations.postpones(worker, message):
             return []
-        return self.take(SyncRequested.of(message, now_ticks=now_ticks, worker=worker))
+        return self.take(SyncRequested.of(message, now_ticks, worker))
 
     def _may_use(self, sync: str) -> bool:
         """Return True if the run can change to a sync model."""

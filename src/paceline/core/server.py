@@ -234,14 +234,14 @@ class Server:
                 pull = PullRequested(now_ticks=now_ticks, worker=worker, iteration=message.iteration)
                 return self.shard(message.shard).handle(pull)
             case messages.PullRepeated():
-                repeat = PullRepeated.of(message, now_ticks=now_ticks, worker=worker)
+                repeat = PullRepeated.of(message, now_ticks, worker)
                 return self.shard(message.shard).handle(repeat)
             case messages.MeanClipped():
-                return self.shard(message.shard).handle(MeanClipped.of(message, now_ticks=now_ticks))
+                return self.shard(message.shard).handle(MeanClipped.of(message, now_ticks))
             case MeanAwaited():
                 return self.shard(message.shard).ask(message.pushes)
             case messages.RateTempered():
-                tempered = RateTempered.of(message, now_ticks=now_ticks)
+                tempered = RateTempered.of(message, now_ticks)
                 self._factor = message.factor
                 return [each for shard in self.shards.values() for each in shard.handle(tempered)]
             case messages.WorkerFinished():
@@ -404,7 +404,7 @@ class Server:
             raise ProtocolError(
                 f"its push clips the joint gradient, whose norm is not known under {shard.sync.sync}"
             )
-        push = PushReceived.of(commit, now_ticks=now_ticks, worker=worker)
+        push = PushReceived.of(commit, now_ticks, worker)
         requests = shard.handle(push, commit.drawn)
         if self._paces is not None and commit.shard == 0 and (report := self._paces.report()) is not None:
             requests.append(Send(COORDINATOR, report))
@@ -421,7 +421,7 @@ class Server:
             requests = self._leave(WorkerLost(now_ticks=now_ticks, worker=worker))
         if not all(shard.sync.may_join(count) for shard in self.shards.values()):
             return [*requests, self._offer(worker, message.incarnation)]
-        event = WorkerJoined.of(message, now_ticks=now_ticks, pulls=True)
+        event = WorkerJoined.of(message, now_ticks, worker, pulls=True)
         self.expected.add(worker)
         self._forget_drawn(worker)
         self._incarnations[worker] = message.incarnation

@@ -26,7 +26,7 @@ from msgspec import structs
 
 from ..errors import ConfigurationError, ProtocolError, TakenOutError
 from ..state import stateful
-from ..sync.events import Change, Edit, PushFlags, Stop
+from ..sync.events import Change, Edit, PushFlags, Stop, maker
 from ..sync.model import SyncModel, agree_on_means
 from ..sync.notation import notation, parse_shards, require_shards
 from ..sync.schedule import Schedule
@@ -88,6 +88,8 @@ ADDED = "DistributedOptimizer() or add_param_group() with parameters that are no
 NO_RESTART = (-1, -1)
 
 EMPTY = PushFlags(empty=True)
+
+COMMIT = maker(Commit, PushFlags, ("shard", "iteration", "content", "pulls", "drawn"))
 
 
 @stateful(
@@ -372,8 +374,8 @@ class Worker:
             self._unsent.pushed(samples)
             self._calls_since_step = 0
         warm_up = data.warm_up and not idle
-        fields = structs.asdict(flags)
-        fields.update(
+        flags = structs.replace(
+            flags,
             stop=stop,
             change=self._flagged,
             progress=progress,
@@ -385,7 +387,7 @@ class Worker:
         # Every worker sends to the shards in descending order, because the last layers' gradients are ready first.
         for shard, server in self._last_first:
             content = contents[shard] if contents is not None else None
-            commit = Commit(shard, iteration, content, self._overlap, data.pushed, **fields)
+            commit: Commit = COMMIT(flags, shard, iteration, content, self._overlap, data.pushed)
             self.last_commit = commit
             requests.append(Send(server, commit))
         if self._notifies or self._flagged is not None:

@@ -48,6 +48,7 @@ from ..sync.events import (
     PullRepeated,
     PullRequested,
     PushReceived,
+    RecordedEvent,
     TimerFired,
     WorkerFenced,
     WorkerFinished,
@@ -117,24 +118,32 @@ class Pulls(msgspec.Struct):
 
     def ended(self, entry: Entry) -> list[Wait]:
         """Process an entry that was not refused. Return the waits that it ends."""
-        event, now = entry.event, entry.event.now_ticks
-        waits = []
-        if isinstance(event, PullRequested):
-            self.asked[event.worker] = event.iteration, now
-        elif isinstance(event, WorkerLost | WorkerFinished) and event.worker in self.asked:
-            waits.append(Wait(event.worker, *self.asked.pop(event.worker), now, "left"))
-        if isinstance(event, PullRepeated):
+        event = entry.event
+        waits: list[Wait] = []
+        if type(event) is PullRequested:
+            self.asked[event.worker] = event.iteration, event.now_ticks
+        elif type(event) is WorkerLost or type(event) is WorkerFinished:
+            if event.worker in self.asked:
+                waits.append(Wait(event.worker, *self.asked.pop(event.worker), event.now_ticks, "left"))
+        elif type(event) is PullRepeated:
             return waits
         for action in entry.actions:
             if type(action) is AnswerPull:
-                _, begin = self.asked.pop(action.worker, (0, now))
-                reason = ENDS.get(type(event), "push")
-                if isinstance(event, PushReceived) and event.change is not None:
-                    reason = "change"
-                other = NOBODY if reason == "timer" else getattr(event, "worker", NOBODY)
-                awaited = NOBODY if other == action.worker else other
-                waits.append(Wait(action.worker, action.iteration, begin, now, reason, awaited))
+                now, worker = event.now_ticks, action.worker
+                _, begin = self.asked.pop(worker, (0, now))
+                reason, awaited = _cause(event)
+                waits.append(
+                    Wait(worker, action.iteration, begin, now, reason, NOBODY if awaited == worker else awaited)
+                )
         return waits
+
+
+def _cause(event: RecordedEvent) -> tuple[Reason, int]:
+    """Return how an event ends waits, and the worker whose event it is; -1 for nobody."""
+    if type(event) is PushReceived:
+        return "push" if event.change is None else "change", event.worker
+    reason = ENDS.get(type(event), "push")
+    return reason, NOBODY if reason == "timer" else getattr(event, "worker", NOBODY)
 
 
 class PushFates(msgspec.Struct, frozen=True, kw_only=True):
@@ -627,12 +636,12 @@ class _ShardMeter(msgspec.Struct, dict=True):
             self.max_gap = entry.gap
         if entry.version is not None:
             self.updates = entry.version
-        if isinstance(event, OfShard):
-            return
-        if kind is PushReceived:
-            self._receive(event)  # type: ignore[arg-type]
-        elif kind is PullRequested:
+        if type(event) is PushReceived:
+            self._receive(event)
+        elif type(event) is PullRequested:
             self.delayed_pulls += 1  # decremented below if the pull is answered by this entry
+        elif isinstance(event, OfShard):
+            return
         else:
             self._change(event)
         # longest waiting time of a worker that continues because of this event of another one
