@@ -2,9 +2,9 @@
 
 A *core* is an object that decides without I/O: a worker, a server, the coordinator, or the machine of a sync model.
 It consists of *parts*, which are objects with attributes of their own. The attributes of cores and parts are plain
-and mutable. A declaration next to the class says of each attribute, here called a *field*, what it means:
+and mutable. Each attribute, here called a *field*, has one of three meanings:
 
-    decides   what the core does from now on may depend on the field
+    decides   what the core does from now on may depend on the field. This is so unless the class declares otherwise
     history   the field is only shown or recorded. No request to the host depends on it
     fixed     whoever makes the object gives it the field, which is never assigned again: configuration, functions,
               and where entries are recorded
@@ -16,9 +16,10 @@ So there are three operations:
   does what the original does;
 - an `Outlook` returns a value that is equal for cores that do the same from now on. The exhaustive search uses it.
 
-A class without a declaration, such as a sync model of a user, is treated as if all of its attributes decided, except
-for functions, which are fixed. Functions are never part of a snapshot, because they may refer to the object: the new
-object has its own. So `makes` names the method with which an object makes a part that its constructor does not make.
+The decorator `stateful` declares which fields are history or fixed. So a new attribute decides until somebody says
+that it does not, which is never wrong. A class without this decorator, such as a sync model of a user, has functions
+that are fixed: they may refer to the object, and the new object has its own. `makes` names the method with which an
+object makes a part that its constructor does not make.
 
 Nothing here is called while a run goes on: declarations are tables that are read only by these operations.
 """
@@ -60,7 +61,6 @@ class Declaration(msgspec.Struct, frozen=True):
     """What the fields of a class mean. Each name is that of an attribute.
 
     Attributes:
-        decides: fields on which the decisions of the core may depend, in the order in which they are restored.
         history: fields on which no request depends.
         fixed: fields that are given when the object is made.
         about: field that decides -> the only subject that it decides about.
@@ -68,7 +68,6 @@ class Declaration(msgspec.Struct, frozen=True):
             parts, the method receives the key.
     """
 
-    decides: tuple[str, ...] = ()
     history: tuple[str, ...] = ()
     fixed: tuple[str, ...] = ()
     about: Mapping[str, Subject] = {}
@@ -90,25 +89,23 @@ DECLARED: dict[type, Declaration] = {}
 
 def stateful(
     *,
-    decides: str = "",
     history: str = "",
     fixed: str = "",
     about: Mapping[str, Subject] | None = None,
     makes: Mapping[str, str] | None = None,
 ) -> Callable[[Kind], Kind]:
-    """Declare the fields of a class, as a decorator. The names in a string are separated by spaces.
+    """Declare what the fields of a class mean, as a decorator. The names in a string are separated by spaces.
 
     A class may also have a method `outlook(most_workers)`, which returns a mapping from names of fields that decide
     to values that are compared instead. It is for fields of which only a part decides.
 
     Args:
-        decides: see `Declaration`.
         history: see `Declaration`.
         fixed: see `Declaration`.
         about: see `Declaration`.
-        makes: see `Declaration`.
+        makes: see `Declaration`. The method may use what the constructor sets before the field.
 
-    >>> @stateful(decides="waiting", history="seen", fixed="limit")
+    >>> @stateful(history="seen", fixed="limit")
     ... class Queue:
     ...     def __init__(self, limit):
     ...         self.limit, self.waiting, self.seen = limit, [], 0
@@ -124,9 +121,7 @@ def stateful(
     >>> Outlook()(queue) == Outlook()(other), snapshot(queue) == snapshot(other)
     (True, False)
     """
-    declaration = Declaration(
-        tuple(decides.split()), tuple(history.split()), tuple(fixed.split()), about or {}, makes or {}
-    )
+    declaration = Declaration(tuple(history.split()), tuple(fixed.split()), about or {}, makes or {})
 
     def declare(kind: Kind) -> Kind:
         DECLARED[kind] = declaration
@@ -139,18 +134,18 @@ def stateful(
 # -- fields -----------------------------------------------------------------------------------------------
 
 
-_fields: dict[type, dict[str, Field]] = {}  # class -> its declared fields, as soon as they are needed
+_fields: dict[type, dict[str, Field]] = {}  # class -> the fields that it and its base classes declare
 
 
 def _declared(kind: type) -> dict[str, Field]:
-    """Return the declared fields of a class by name, those of its base classes first."""
+    """Return the fields by name that a class and its base classes declare."""
     if kind in _fields:
         return _fields[kind]
     fields: dict[str, Field] = {}
     for base in reversed(kind.__mro__):
         if (own := DECLARED.get(base)) is not None:
             marks: dict[str, Mark] = {
-                **dict.fromkeys(own.decides, "decides"),
+                **dict.fromkeys([*own.about, *own.makes], "decides"),
                 **dict.fromkeys(own.history, "history"),
                 **dict.fromkeys(own.fixed, "fixed"),
             }
@@ -169,20 +164,14 @@ def own_names(thing: object) -> list[str]:
     return [name for name in names if name not in ("__dict__", "__weakref__") and hasattr(thing, name)]
 
 
-def undeclared(thing: object) -> list[str]:
-    """Return the names of the attributes of an object that no declaration contains."""
-    declared = _declared(type(thing))
-    return [name for name in own_names(thing) if name not in declared]
-
-
 def fields_of(thing: object) -> Iterator[tuple[Field, Any]]:
-    """Yield the fields of an object with their values, the declared ones first."""
-    for field in _declared(type(thing)).values():
-        if (value := getattr(thing, field.name, ABSENT)) is not ABSENT:
-            yield field, value
-    for name in undeclared(thing):
+    """Yield the fields of an object with their values, in the order in which its constructor sets them."""
+    declared = _declared(type(thing))
+    is_declared = type(thing) in DECLARED
+    for name in own_names(thing):
         value = getattr(thing, name)
-        yield Field(name, "fixed" if isinstance(value, FUNCTIONS) else "decides"), value
+        decides = is_declared or not isinstance(value, FUNCTIONS)
+        yield declared.get(name) or Field(name, "decides" if decides else "fixed"), value
 
 
 def parts(core: object) -> Iterator[object]:
@@ -205,7 +194,7 @@ def _is_part(thing: object) -> bool:
     """Return True if an object is a part: it is mutable, and has attributes of its own."""
     if isinstance(thing, (*ATOMS, *FUNCTIONS, type, tuple, msgspec.Struct)) or _is_generator(thing):
         return False
-    return bool(_declared(type(thing))) or hasattr(thing, "__dict__")
+    return type(thing) in DECLARED or hasattr(thing, "__dict__")
 
 
 def _is_generator(thing: object) -> bool:
@@ -365,6 +354,10 @@ class _Restorer:
             raise InternalError(f"a {type(thing).__name__} cannot have the state of a {state.kind.__name__}")
         self._parts[state.number] = thing
         declared = _declared(state.kind)
+        given = {name for name, _ in state.fields}
+        for field, _ in list(fields_of(thing)):
+            if field.mark != "fixed" and field.name not in given:
+                delattr(thing, field.name)  # the value is that of the class
         for name, value in state.fields:
             maker = (
                 getattr(thing, declared[name].maker) if name in declared and declared[name].maker else None
@@ -431,9 +424,8 @@ class Outlook:
     def __init__(self, without: Collection[Subject] = (), most_workers: int = 4) -> None:
         self._without = frozenset(without)
         self._most_workers = most_workers
-        self._compared: dict[
-            type, tuple[tuple[str, bool], ...]
-        ] = {}  # class -> its fields: (name, is it fixed)
+        # class -> the attributes of its objects that were met, and (name, is it fixed) of each that is compared
+        self._compared: dict[type, tuple[set[str], list[tuple[str, bool]]]] = {}
         self._met: dict[int, int] = {}  # id of a part of the core that is being looked at -> its number
 
     def __call__(self, core: object) -> Hashable:
@@ -446,29 +438,27 @@ class Outlook:
         if (number := self._met.get(id(thing))) is not None:
             return kind, number
         self._met[id(thing)] = len(self._met)
-        if (compared := self._compared.get(kind)) is None:
-            compared = self._compared[kind] = tuple(self._fields(kind))
+        if (known := self._compared.get(kind)) is None:
+            known = self._compared[kind] = set(), []
+        if not known[0] or not getattr(thing, "__dict__", {}).keys() <= known[0]:
+            self._meet(thing, *known)
         views = getattr(thing, "outlook", None)
         shown: Mapping[str, object] = views(self._most_workers) if views is not None else {}
         found = [
             self._fixed(getattr(thing, name, None))
             if fixed
             else self._value(shown[name] if name in shown else getattr(thing, name, None))
-            for name, fixed in compared
+            for name, fixed in known[1]
         ]
-        if not getattr(thing, "__dict__", {}).keys() <= _declared(kind).keys():
-            others = [(name, getattr(thing, name)) for name in undeclared(thing)]
-            found.append(
-                frozenset(
-                    (name, self._value(value)) for name, value in others if not isinstance(value, FUNCTIONS)
-                )
-            )
         return kind, *found
 
-    def _fields(self, kind: type) -> Iterator[tuple[str, bool]]:
-        for field in _declared(kind).values():
-            if field.mark != "history" and field.about not in self._without:
-                yield field.name, field.mark == "fixed"
+    def _meet(self, thing: object, met: set[str], compared: list[tuple[str, bool]]) -> None:
+        """Add the attributes of an object to those of its class."""
+        for field, _ in fields_of(thing):
+            if field.name not in met and field.mark != "history" and field.about not in self._without:
+                compared.append((field.name, field.mark == "fixed"))
+            met.add(field.name)
+        compared.sort()
 
     def _fixed(self, value: object) -> Hashable:
         if isinstance(value, (*ATOMS, tuple)):

@@ -54,7 +54,7 @@ class _Mark(NamedTuple):
     values: list[bytes]
 
 
-@stateful(decides="_marks _disagreed _said")
+@stateful()
 class Agreement:
     """Compares the hyper-parameters that the workers of a run report, and describes the first disagreement once."""
 
@@ -203,7 +203,7 @@ HASHED_ITERATIONS = 3
 NAMED = 8  # maximum number of workers that a message names
 
 
-@stateful(decides="_hashes _compared")
+@stateful()
 class Fingerprints:
     """Compares the hashes that the workers of a run report, once."""
 
@@ -254,7 +254,7 @@ def _report(workers: list[int], iterations: int) -> str:
 # Nothing here changes which worker waits. The guard may end the run or have a worker taken out (see `guard`).
 
 
-@stateful(decides="guard _fingerprints _agreement", history="findings")
+@stateful(history="findings")
 class Oversight:
     """The observers of a run's workers.
 

@@ -107,13 +107,7 @@ class _Point(msgspec.Struct, frozen=True):
     now_s: float
 
 
-@stateful(
-    decides=(
-        "sync choices _begun _stale _clips _cycles _computed _order _epoch _per_push _latest _since _begun_at "
-        "_simulated_at _simulated_in _simulated_speed _prospects _ratios _barred _losses _norms _loss"
-    ),
-    fixed="_allowed",
-)
+@stateful(fixed="_allowed")
 class Auto:
     """Decides which sync model a run uses.
 

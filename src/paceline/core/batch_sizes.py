@@ -180,7 +180,7 @@ def in_steps(
     return list(sizes)
 
 
-@stateful(decides="steps _observed _sizes _limits _fresh", history="changes")
+@stateful(history="changes")
 class BatchSizes:
     """The batch sizes of the workers that share joint batches.
 
@@ -284,7 +284,7 @@ class BatchSizes:
         )
 
 
-@stateful(decides="_latest _by_size _fixed_samples _estimate")
+@stateful()
 class _Observations:
     """The times that one worker has taken for its batches.
 
@@ -415,7 +415,7 @@ PART = 0.5  # maximum fraction of the epoch's remaining time for which a lease o
 PACE_WEIGHT = 0.25  # weight of the latest observation in a worker's mean time per batch
 
 
-@stateful(decides="balanced least _paces _rate")
+@stateful()
 class LeaseSizes:
     """The sizes of the leases of all workers of one loader.
 
@@ -517,7 +517,7 @@ class LeaseSizes:
         self._paces[worker].batches = batches
 
 
-@stateful(decides="asked_s batches batch_s")
+@stateful()
 class _Pace:
     """The mean time that a worker takes for a batch."""
 

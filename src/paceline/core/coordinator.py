@@ -136,16 +136,9 @@ MOST_WARNINGS = 100
 
 
 @stateful(
-    decides=(
-        "model slices addresses initializer started servers members main quorum losses data loops "
-        "collectives oversight history auto _metrics _norms _sync _connected _registered "
-        "reconfigurations _early _turns _earlier_models _lacking"
-    ),
     history="cut_off endings faults board waits time_ledger samples",
-    fixed=(
-        "resumed placement _seed _workers _shards _slicing _overlap _read_sync _shortage _recorder _first "
-        "_ticks_per_s"
-    ),
+    fixed="resumed placement _seed _workers _shards _slicing _overlap _read_sync _shortage _recorder _first "
+    "_ticks_per_s",
     about={"main": "scripts", "_connected": "connections"},
 )
 class Coordinator:

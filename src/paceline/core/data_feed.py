@@ -48,13 +48,7 @@ class Work(NamedTuple):
 ONE_BATCH = Work(1, 1.0)
 
 
-@stateful(
-    decides=(
-        "used again stopped entered states_wanted pushed least accelerated workers newest _loaders _asks _loop "
-        "_epoch _trained _last _samples _accumulated _decided"
-    ),
-    history="accumulations begins_pass _passes",
-)
+@stateful(history="accumulations begins_pass _passes")
 class DataFeed:
     """The data of one worker, for all loaders that its script distributes.
 
@@ -279,12 +273,7 @@ class DataFeed:
                 self._asks, self.states_wanted = False, message.wanted
 
 
-@stateful(
-    decides=(
-        "drawn committed ended requested epoch part number _feed _name _order _leases _taken _last "
-        "warm_up _sizes _unpushed _unpushed_positions _times"
-    ),
-)
+@stateful()
 class _LoaderFeed:
     """The data of one worker from one loader."""
 

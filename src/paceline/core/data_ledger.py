@@ -18,7 +18,7 @@ from .messages import EpochReached, LoopEntered, LoopLimits, LoopPosition, State
 from .requests import Request, Send, worker_peer
 
 
-@stateful(decides="keeps _loaders _names")
+@stateful()
 class DataLedger:
     """The ledger of the data of a job, for all loaders that its script distributes.
 
@@ -178,7 +178,7 @@ class DataLedger:
 AT_THE_BEGINNING = LoopCut()
 
 
-@stateful(decides="limits start stopped _newest _of _begun _ended", fixed="_first")
+@stateful(fixed="_first")
 class LoopPositions:
     """The position of the job, and the worker that keeps the states of tracked objects.
 

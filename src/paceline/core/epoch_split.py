@@ -76,7 +76,7 @@ class Rest(NamedTuple):
     left_out: int
 
 
-@stateful(decides="order opener shares unused endless ended total left_out _number _sizes _next _end _tail")
+@stateful()
 class EpochSplit(ABC):
     """An epoch that some workers have begun and not all workers have ended.
 
@@ -149,7 +149,7 @@ class EpochSplit(ABC):
         self.left_out += left_out
 
 
-@stateful(decides="_joint")
+@stateful()
 class StaticSplit(EpochSplit):
     """A static split between the workers that take part when the epoch begins."""
 
@@ -326,7 +326,7 @@ class DynamicSplit(EpochSplit):
         return leases
 
 
-@stateful(decides="_members _ahead")
+@stateful()
 class JointSplit(EpochSplit):
     """A static split whose joint batches are those of a single process.
 

@@ -123,12 +123,7 @@ class GuardVerdict(msgspec.Struct, frozen=True):
     takes_out: int | None = None
 
 
-@stateful(
-    decides=(
-        "factor points sound _said _courses _outliers _nan _last_updates _staleness _changed _wrong _patience"
-    ),
-    fixed="mode _skips_nan",
-)
+@stateful(fixed="mode _skips_nan")
 class Guard:
     """Judges the pushes of all workers of a run.
 
@@ -425,7 +420,7 @@ class Point(NamedTuple):
         )
 
 
-@stateful(decides="_first _begun _open _window _weights _gradients _usual _level _lowest _relapsed")
+@stateful()
 class Course:
     """The course of the training of one parameter set."""
 
@@ -657,7 +652,7 @@ class Deviation(NamedTuple):
     other: int | None
 
 
-@stateful(decides="_losses _gradients")
+@stateful()
 class Outliers:
     """The latest losses and norms of gradients of each worker."""
 
@@ -687,7 +682,7 @@ class Outliers:
         return None
 
 
-@stateful(decides="_share _rounding _first _latest _evidence")
+@stateful()
 class Values:
     """The latest values of one kind of each worker, and how much they say against it.
 
@@ -751,7 +746,7 @@ class Values:
         return smallest if known and 2 * known >= others else 0.0
 
 
-@stateful(decides="_values _logs _tail")
+@stateful()
 class Latest:
     """The latest values of one worker, and the tail of their logarithms."""
 

@@ -42,13 +42,7 @@ from .order import ReportOrder
 MOST_REQUESTED = 1000  # maximum number of requested changes that have not been published yet
 
 
-@stateful(
-    decides=(
-        "sync changes _order _seen _requested _change _certain _remaining _passed _early _to_start _machine"
-    ),
-    fixed="_first _seed _ticks_per_s",
-    makes={"_machine": "_new_machine"},
-)
+@stateful(fixed="_first _seed _ticks_per_s", makes={"_machine": "_new_machine"})
 class JobSync:
     """The coordinator's part of the sync model, for the whole run. A change of the model replaces the state machine.
 

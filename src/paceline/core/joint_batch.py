@@ -35,7 +35,7 @@ NEGLIGIBLE = 0.001
 """Part of the joint batch below which the samples of workers that have left are forgotten."""
 
 
-@stateful(decides="_usual _total _known _left")
+@stateful()
 class JointBatch:
     """Estimates the samples of a joint batch at one shard, in constant time for each push.
 
@@ -132,7 +132,7 @@ LIMIT_BYTES = 1024 * 1024
 """Maximum size of the numbers in one reduction, 8 bytes each."""
 
 
-@stateful(decides="waiting uneven grown", fixed="_extend", about={"grown": "scripts"})
+@stateful(fixed="_extend", about={"grown": "scripts"})
 class Collectives:
     """The call that is in progress.
 
@@ -259,7 +259,7 @@ def clip_factor(max_norm: float, norm: float) -> float:
     return min(1.0, max_norm / (norm + LEAST_DIVISOR))
 
 
-@stateful(decides="pushes reports missing asked")
+@stateful()
 class JointMean:
     """The parts of one mean that have been reported so far."""
 
@@ -270,7 +270,7 @@ class JointMean:
         self.asked = False  # True if the shards that have not reported were asked whether they will
 
 
-@stateful(decides="_open _lost", fixed="_placement _shards")
+@stateful(fixed="_placement _shards")
 class JointNorms:
     """The means that have been measured by some shards, but not yet by all.
 
@@ -368,7 +368,7 @@ RAMP = 2.0
 """Number of joint steps in which the reported delay follows the estimate, and a worker that has left is forgotten."""
 
 
-@stateful(decides="temper joint_steps _batch _pulled _pushes _dropped _model _mean _delay")
+@stateful()
 class StandingEstimator:
     """Estimates, from the events at one shard, how the hyper-parameters of its updates are translated.
 

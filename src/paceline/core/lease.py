@@ -279,7 +279,7 @@ def _size(order: DataOrder) -> str:
 # before a push, for example because it sets gradients by itself, the push contains all undecided batches.
 
 
-@stateful(decides="positions samples is_held passed watched contributes")
+@stateful()
 @dataclass(slots=True)
 class DrawnBatch:
     """A batch that a script has drawn.
@@ -305,7 +305,7 @@ MOST_BATCHES = 1024
 """Maximum number of undecided batches, for a script that draws batches and never pushes. More are not held."""
 
 
-@stateful(decides="count pushed _undecided _used _skipped")
+@stateful()
 class Drawn:
     """The batches that a script has drawn from one loader.
 

@@ -52,7 +52,7 @@ class PositionCounts(msgspec.Struct, frozen=True, kw_only=True):
     left_out: int
 
 
-@stateful(decides="epoch settled first counted skipped leases forgotten")
+@stateful()
 class _Account:
     """What one worker has of a loader.
 
@@ -95,12 +95,7 @@ NEW = LoaderCut(name="")
 """What a loader begins with in a run that resumes nothing."""
 
 
-@stateful(
-    decides=(
-        "moved _splits _closed _opened _order _accounts _returned _sizes _used _torn _total _left _left_out _rests "
-        "_resumed"
-    ),
-)
+@stateful()
 class LoaderLedger:
     """The ledger of one loader.
 

@@ -39,7 +39,7 @@ class Departure(NamedTuple):
     fate: Fate
 
 
-@stateful(decides="present invited gone incarnations departures _live _used _latest", fixed="_workers")
+@stateful(fixed="_workers")
 class Members:
     """The workers of a run.
 
@@ -203,7 +203,7 @@ class Members:
 # -- How many workers a run needs: to begin, and to go on without a pause ------------------------------------
 
 
-@stateful(decides="paused", fixed="least pause_below _members")
+@stateful(fixed="least pause_below _members")
 class Quorum:
     """Decides whether the workers of a run are enough.
 
@@ -273,7 +273,7 @@ class Quorum:
 NOBODY = -1
 
 
-@stateful(decides="worker directory _vacant", about={"directory": "scripts"})
+@stateful(about={"directory": "scripts"})
 class MainWorker:
     """The main worker of a job.
 
@@ -327,7 +327,7 @@ class MainWorker:
 # -- The servers of a run, as the coordinator knows them: who brings them, which are connected, and which are lost
 
 
-@stateful(decides="vacant addresses _ready", history="lost", fixed="_count _late")
+@stateful(history="lost", fixed="_count _late")
 class ServerRoster:
     """The servers of a run.
 
@@ -432,7 +432,7 @@ class ServerRoster:
 # them are kept.
 
 
-@stateful(decides="_worker _incarnation _missing _received")
+@stateful()
 class WorkerLoss:
     """The coordinator's record of a lost worker, until all servers have reported its pushes.
 
@@ -498,7 +498,7 @@ class WorkerLoss:
         return min((last for report in self._received.values() for last in report.last), default=-1)
 
 
-@stateful(decides="open torn")
+@stateful()
 class Losses:
     """The losses that are not settled yet.
 

@@ -140,7 +140,7 @@ class MetricHistory(Mapping[str, Metric]):
         return f"MetricHistory({', '.join(words)})"
 
 
-@stateful(decides="_names", history="noted _series")
+@stateful(history="noted _series")
 class History:
     """Merges the values that the workers of a job have logged. Other threads may call `metrics` at any time.
 
@@ -289,7 +289,7 @@ def _joined(one: MetricPoint | None, other: MetricPoint, worker: int) -> MetricP
 # -- Takes what the scripts have logged into the history of the run ------------------------------------------
 
 
-@stateful(decides="_crowded", fixed="_history")
+@stateful(fixed="_history")
 class MetricIntake:
     """Adds logged values to a history, and says once that there are too many names.
 
@@ -426,7 +426,7 @@ def merge(noted: Iterable[Noted]) -> list[Noted]:
     return list(merged.values())
 
 
-@stateful(decides="_values _weight _earlier_weight")
+@stateful()
 class UnsentMetrics:
     """What a worker has yet to report of its metrics.
 

@@ -49,7 +49,7 @@ STEPS: dict[type[AnyEvent], tuple[str, str, Phase, int]] = {
 }
 
 
-@stateful(decides="label phase _former", about={"_former": "returns"})
+@stateful(about={"_former": "returns"})
 class Order:
     """The phase and the label of every live worker at one shard.
 
@@ -148,7 +148,7 @@ class Order:
 UNKNOWN = -1
 
 
-@stateful(decides="label computing finishes starts")
+@stateful()
 class Reporter:
     """The coordinator's record of one live worker: which report the worker may send next.
 
@@ -176,7 +176,7 @@ class Reporter:
         self.label = iteration if self.finishes else UNKNOWN
 
 
-@stateful(decides="_reporters")
+@stateful()
 class ReportOrder:
     """Checks the order of the reports that the live workers send to the coordinator.
 

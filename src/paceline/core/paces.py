@@ -24,10 +24,7 @@ from .requests import Entry, EntryRecorder, Request, Send, worker_peer
 REPORTED_CYCLES = 6  # mean number of cycles of each worker in a report
 
 
-@stateful(
-    decides="_begun _live _cycles _unreported _samples_of _pushes _batches _samples _now_ticks _clips",
-    fixed="_recorder _ticks_per_s",
-)
+@stateful(fixed="_recorder _ticks_per_s")
 class PaceMeter:
     """A recorder of the entries of shard 0 that measures cycles, and passes the entries on.
 
@@ -116,7 +113,7 @@ class PaceMeter:
 # on, because only this push tells in which round the worker takes part for the first time.
 
 
-@stateful(decides="committed reached newcomers")
+@stateful()
 class PullBarrier:
     """The workers that wait for permission to pull.
 

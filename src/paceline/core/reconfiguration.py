@@ -68,9 +68,7 @@ WAITS_FOR: Mapping[Kind, frozenset[Kind]] = {
 """Kind of reconfiguration -> the kinds of which none may be in progress when it is agreed."""
 
 
-@stateful(
-    decides="join extension extensions cut cuts wants_cut giving joining _postponed", fixed="_placement _sync"
-)
+@stateful(fixed="_placement _sync")
 class Reconfigurations:
     """The reconfigurations of a run that are in progress, and those that wait.
 
@@ -263,7 +261,7 @@ class Reconfigurations:
 # coordinator. So the next incarnation of a worker joins only when the earlier one has left every shard.
 
 
-@stateful(decides="worker joined phase _incarnation _servers _offers _welcomed _margin")
+@stateful()
 class Join:
     """The coordinator's part of a join that is in progress.
 
@@ -373,7 +371,7 @@ class Join:
 # again what the earlier run had trained.
 
 
-@stateful(decides="slices phase _models _workers _placement _number _resumed _lacking _ready")
+@stateful()
 class Extension:
     """The coordinator's part of an extension that is in progress.
 
@@ -495,7 +493,7 @@ Key = tuple[int, int]
 """A push: (worker, iteration)."""
 
 
-@stateful(decides="pending _next _editors", fixed="_shard")
+@stateful(fixed="_shard")
 class Edits:
     """The edits of one shard that are yet to be carried out, and the editors that the shard has named.
 
@@ -595,7 +593,7 @@ MOST_LABELS = 4
 """Number of states of a worker that are remembered until all shards have been cut."""
 
 
-@stateful(decides="number taken _placement _left _offers _margin _round")
+@stateful()
 class Cut:
     """The coordinator's part of a cut that is in progress.
 
@@ -652,7 +650,7 @@ class Cut:
         return [Send(server_peer(server), message) for server in self._placement.servers]
 
 
-@stateful(decides="number labels _main _given _loop")
+@stateful()
 class StateCollection:
     """What the workers give for a cut: the states of their scripts.
 

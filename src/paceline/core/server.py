@@ -73,10 +73,6 @@ RecorderOf = Callable[[int], EntryRecorder | None]
 
 
 @stateful(
-    decides=(
-        "expected initializer extension ending _models _usual_samples _next _to_begin _connected "
-        "_observes _fetches _proposed _cut _fenced _incarnations _readers shards _paces _states _factor"
-    ),
     fixed="_seed _read_sync _recorder_of _ticks_per_s _translated",
     about={"_connected": "connections"},
     makes={"shards": "_new_shard"},
@@ -108,7 +104,6 @@ class Server:
         ticks_per_s: int = TICKS_PER_S,
         translated: bool = False,
     ) -> None:
-        self.shards: dict[int, Shard] = {}
         self.expected: set[int] = set()
         self.initializer = -1
         self.extension = 0
@@ -125,7 +120,10 @@ class Server:
         # connected worker -> number of the extension for which it has memory
         self._connected: dict[int, int] = {}
         self._observes = False  # True if the coordinator needs to know how fast the workers are
-        self._paces: PaceMeter | None = None  # at the server of shard 0, if so
+        self._readers: set[int] = set()  # connected workers that can read the weights directly from memory
+        self._states: dict[int, ShardState] = {}  # how far the shards have come with which the server begins
+        self.shards: dict[int, Shard] = {}  # made from what is set above
+        self._paces: PaceMeter | None = None  # at the server of shard 0, if `_observes`
         self._fetches: list[FetchSnapshot] = []  # the coordinator's requests that are not answered yet
         self._proposed: JoinProposed | None = None  # the worker that is about to join, until it is answered
         # lost workers of which a shard holds a push, until the loss is settled
@@ -134,9 +132,7 @@ class Server:
         self._incarnations: dict[int, int] = {}
         # the cut that is to be made, until this server has noticed all departures before it
         self._cut: CutProposed | CutAgreed | None = None
-        self._states: dict[int, ShardState] = {}  # how far the shards have come with which the server begins
         self._factor = 1.0  # the factor of the learning rate that the guard has sent last
-        self._readers: set[int] = set()  # connected workers that can read the weights directly from memory
 
     @property
     def awaits_factor(self) -> bool:

@@ -123,7 +123,6 @@ class _Outcome(NamedTuple):
 
 
 @stateful(
-    decides="sync samples clipped standing drawn _versions _held _details _edits _asked _cut _to_mark _orphans",
     fixed="index _first _readers _recorder _usual_samples _replays",
     about={
         "samples": "staleness",
@@ -600,14 +599,7 @@ def _max_norm(pushes: Sequence[Key], details: Sequence[Details]) -> float | None
 # applied, averaged or dropped exactly once.
 
 
-@stateful(
-    decides=(
-        "sync needs_staleness changed_to order at_once _machine _worked _change _changed _passed _orphans _to_pull"
-    ),
-    about={"at_once": "factors"},
-    fixed="_seed _shard _ticks_per_s",
-    makes={"_machine": "_new_machine"},
-)
+@stateful(about={"at_once": "factors"}, fixed="_seed _shard _ticks_per_s", makes={"_machine": "_new_machine"})
 class ShardSync:
     """Runs the sync model of one shard, and replaces it when the model changes.
 
@@ -896,7 +888,7 @@ Pushes = tuple[tuple[int, int], ...]
 """The (worker, iteration) of each push in a mean."""
 
 
-@stateful(decides="measured _kept")
+@stateful()
 class ClippedMeans:
     """The measured means of one shard, and the requests that wait for their factors.
 
@@ -986,7 +978,7 @@ MOST_ENTRIES = 16
 """Number of entries of a worker above which those are forgotten that are no longer needed."""
 
 
-@stateful(decides="_entries")
+@stateful()
 class DrawnAtShard:
     """What the workers had drawn before their pushes to one shard.
 
@@ -1036,9 +1028,7 @@ class DrawnAtShard:
 # -- Computes the staleness of each push at a shard: how many updates its gradient does not take into account
 
 
-@stateful(
-    decides="version lost dropped_samples _pulled _computed_on _means _averaged _dropped", fixed="_first"
-)
+@stateful(fixed="_first")
 class Versions:
     """Counts the updates at one shard and computes the staleness of each push.
 

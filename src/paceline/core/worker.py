@@ -93,14 +93,6 @@ COMMIT = maker(Commit, PushFlags, ("shard", "iteration", "content", "pulls", "dr
 
 
 @stateful(
-    decides=(
-        "iteration waiting_for left _paused in_place described main_worker asks_for_main directory started data "
-        "updates samples combined extended extension cut needs_significance may_restart lockstep _awaited "
-        "_first _pulls_again _steps _epoch _wanted _calls _calls_since_step _asked _early _change "
-        "_flagged _plan _uneven "
-        "_restart _attempt _progress _clips _edit _batch_samples _edits_begun _observed _unsent _relaxed "
-        "_models _notifies _independent _checkpoints _wanted_state _given"
-    ),
     history="last_commit",
     fixed="placement _schedule _workers _shards _servers _last_first _every_shard _overlap",
     about={"main_worker": "scripts", "asks_for_main": "scripts", "directory": "scripts"},

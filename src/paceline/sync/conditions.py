@@ -214,10 +214,7 @@ class ConditionModel(ApplyingModel, frozen=True, kw_only=True, repr_omit_default
         )
 
 
-@stateful(
-    decides="v_train _pushed _entering _coming _held _delayed _filed_under _significance",
-    fixed="_pull_condition _push_condition _average _execution _scale",
-)
+@stateful(fixed="_pull_condition _push_condition _average _execution _scale")
 class ConditionMachine(ShardMachine):
     """The state machine of models that are defined by conditions. It runs Algorithm 1 of FluentPS at one shard.
 
@@ -594,7 +591,7 @@ def _polynomial(coefficients: tuple[float, ...], x: float) -> float:
 # about the next ones.
 
 
-@stateful(decides="last_ticks interval_ticks")
+@stateful()
 class Intervals:
     """For each live worker, when its current interval began, and how long its last interval was.
 

@@ -61,7 +61,7 @@ class DSPS(ConditionModel):
         return AdaptiveMachine(self)
 
 
-@stateful(decides="staleness _intervals", fixed="_model")
+@stateful(fixed="_model")
 class AdaptiveMachine(ConditionMachine):
     """The state machine of SSP, with a bound on the gap that changes over time.
 

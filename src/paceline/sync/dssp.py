@@ -68,7 +68,7 @@ class DSSP(SyncModel):
         return SpendingMachine(self)
 
 
-@stateful(decides="_intervals _left", fixed="_model")
+@stateful(fixed="_model")
 class SpendingMachine(ConditionMachine):
     """The state machine of SSP(lower), with extra iterations that let a worker exceed `lower`."""
 

@@ -94,7 +94,7 @@ class ElasticBSP(SyncModel):
         return Planner(self.lookahead)
 
 
-@stateful(decides="remaining held pulls")
+@stateful()
 class Barrier:
     """The state, at one shard, of the barrier that ends a superstep."""
 
@@ -108,7 +108,7 @@ class Barrier:
         return {"held": frozenset(self.held)}
 
 
-@stateful(decides="_open _closed _stopped_at _first")
+@stateful()
 class ElasticShard(ShardMachine):
     """The state machine at a shard. It handles unflagged pushes as ASP does, and holds flagged pushes.
 
@@ -242,7 +242,7 @@ class ElasticShard(ShardMachine):
         return actions
 
 
-@stateful(decides="iteration pushes last_ticks interval_ticks")
+@stateful()
 class _Pace:
     """The planner's record of one live worker."""
 
@@ -264,7 +264,7 @@ class _Pace:
         self.pushes = 0
 
 
-@stateful(decides="_pace _superstep _members _begun _unmonitored _remaining", fixed="_lookahead")
+@stateful(fixed="_lookahead")
 class Planner(JobMachine):
     """The state machine at the coordinator: it monitors the workers and publishes one plan per superstep.
 

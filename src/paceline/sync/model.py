@@ -79,7 +79,7 @@ class Handover(NamedTuple):
     significance: dict[int, float]
 
 
-@stateful(decides="counts frozen fault", fixed="ticks_per_s")
+@stateful(fixed="ticks_per_s")
 class ShardMachine:
     """Base class of the machines that run a model at one shard.
 
@@ -464,7 +464,7 @@ def require_count(model: str, key: str, value: float, least: int, *, infinite: b
 # next value that a worker has.
 
 
-@stateful(decides="count slowest fastest furthest joins _at")
+@stateful()
 class Counts:
     """Tracks the progress of the live workers.
 

@@ -59,7 +59,7 @@ class NaiveWaiting(SyncModel):
         return DelayingMachine(self.delay_s)
 
 
-@stateful(decides="_deferred", fixed="_delay_s")
+@stateful(fixed="_delay_s")
 class DelayingMachine(ShardMachine):
     """The state machine of ASP, with a timer for each pull."""
 

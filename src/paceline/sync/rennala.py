@@ -55,7 +55,7 @@ class Rennala(OneShardModel):
         return Collector(self.batch)
 
 
-@stateful(decides="_held", fixed="_batch")
+@stateful(fixed="_batch")
 class Collector(ShardMachine):
     """The state machine of the shard: it collects the gradients for the next mean."""
 

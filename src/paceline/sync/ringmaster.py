@@ -93,7 +93,7 @@ class Filter(ShardMachine):
         return [AnswerPull(pull.worker, pull.iteration)]
 
 
-@stateful(decides="iteration running attempt delay")
+@stateful()
 class Computation:
     """The coordinator's record of a live worker's current computation."""
 
@@ -104,7 +104,7 @@ class Computation:
         self.delay = 0  # number of updates since the weights were sent to the worker, at most R
 
 
-@stateful(decides="_computations", fixed="_threshold")
+@stateful(fixed="_threshold")
 class Stopper(JobMachine):
     """The state machine of the coordinator: it restarts computations whose delay has reached R.
 

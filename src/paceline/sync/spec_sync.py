@@ -149,7 +149,7 @@ class Span(msgspec.Struct, frozen=True):
         return self.end_ticks - self.start_ticks
 
 
-@stateful(decides="iteration start_ticks last pushes_before speculation")
+@stateful()
 class Watched:
     """The coordinator's record of one live worker."""
 
@@ -161,7 +161,7 @@ class Watched:
         self.speculation: Speculation | None = None  # None if the current iteration is not watched
 
 
-@stateful(decides="speculation _workers _push_count _pushes _yet_to_push", fixed="_model _adaptive")
+@stateful(fixed="_model _adaptive")
 class Speculator(JobMachine):
     """The scheduler from the paper's Algorithm 2. Each event takes O(1) time, except for an event that ends an epoch.
 

@@ -133,7 +133,9 @@ class Pulls(msgspec.Struct):
                 _, begin = self.asked.pop(worker, (0, now))
                 reason, awaited = _cause(event)
                 waits.append(
-                    Wait(worker, action.iteration, begin, now, reason, NOBODY if awaited == worker else awaited)
+                    Wait(
+                        worker, action.iteration, begin, now, reason, NOBODY if awaited == worker else awaited
+                    )
                 )
         return waits
 
