@@ -15,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import paceline
 from paceline.errors import WeightsChangedError
+from paceline.train.generator_states import generators_lock
 
 if TYPE_CHECKING:
     from tests.conftest import RunOnThreads
@@ -25,9 +26,10 @@ INPUTS = torch.linspace(-1, 1, 12).reshape(4, 3)
 
 
 def make() -> nn.Sequential:
-    torch.manual_seed(0)
-    # more elements than are compared in each step, so that loading weights needs the help of a hook
-    return nn.Sequential(nn.Linear(3, 8000), nn.BatchNorm1d(8000), nn.Tanh(), nn.Linear(8000, 1))
+    with generators_lock:  # another worker's thread may be making its model
+        torch.manual_seed(0)
+        # more elements than are compared in each step, so that loading weights needs the help of a hook
+        return nn.Sequential(nn.Linear(3, 8000), nn.BatchNorm1d(8000), nn.Tanh(), nn.Linear(8000, 1))
 
 
 def deepcopied(model: nn.Sequential) -> nn.Module:

@@ -38,9 +38,12 @@ def train(make: Callable[[Any], torch.optim.Optimizer] | None = None, epochs: in
     """Return a training function with batches of 16, the last of which in an epoch are smaller."""
 
     def run() -> None:
-        torch.manual_seed(0)
-        x = torch.randn(150, 6)
-        model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        from paceline.train.generator_states import generators_lock  # here, because a lock cannot be sent
+
+        with generators_lock:  # another worker's thread may be making its model
+            torch.manual_seed(0)
+            x = torch.randn(150, 6)
+            model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
         optimizer = (
             torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
             if make is None

@@ -22,6 +22,7 @@ from paceline.run.worker_links import Links, WorkerMemory
 from paceline.shard.vectors import bits
 from paceline.sim import Cluster, Presence, simulate
 from paceline.train.device import EarlyCopies, _Checksum
+from paceline.train.generator_states import generators_lock
 from paceline.train.gradients import Gradients
 from paceline.train.weights import Copying, Weights
 from paceline.wire import stream
@@ -179,7 +180,7 @@ def outcome_of(program: Program, let_run: Callable[[], None] = lambda: None) -> 
         records: list[Any] = []
         seen[paceline.worker_index()] = records
         torch.manual_seed(paceline.worker_index())
-        with torch.random.fork_rng():
+        with generators_lock, torch.random.fork_rng():  # another worker's thread may be making its model
             torch.manual_seed(7)
             model = Model()
         groups = [

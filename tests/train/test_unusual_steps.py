@@ -23,6 +23,7 @@ from paceline.errors import ConfigurationError, UsageError, WeightsChangedError
 from paceline.shard.optimizers import encode_states
 from paceline.shard.vectors import digest, digest_of
 from paceline.train.data import EpochOrder
+from paceline.train.generator_states import generators_lock
 from paceline.train.job_model import Buffers, JointModel
 from paceline.train.weights import WATCHED_PULLS
 
@@ -38,8 +39,9 @@ WORKERS = 2
 
 
 def network(width: int = 8) -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, 1)).double()
+    with generators_lock:  # another worker's thread may be making its model
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, 1)).double()
 
 
 def batch(worker: int, iteration: int) -> torch.Tensor:
@@ -426,8 +428,9 @@ def test_quantization_aware_training_is_that_of_one_process(
     run_on_threads: RunOnThreads, workers: int
 ) -> None:
     def make() -> nn.Module:
-        torch.manual_seed(3)
-        layers = [quantization.QuantStub(), nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 1)]
+        with generators_lock:
+            torch.manual_seed(3)
+            layers = [quantization.QuantStub(), nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 1)]
         model = nn.Sequential(*layers, quantization.DeQuantStub()).train()
         model.qconfig = quantization.get_default_qat_qconfig("fbgemm")
         prepared: nn.Module = quantization.prepare_qat(model)
