@@ -30,7 +30,7 @@ import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from fractions import Fraction
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -57,42 +57,29 @@ FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, pa
 ABSENT = object()
 
 
-class Declaration(msgspec.Struct, frozen=True):
-    """What the fields of a class mean. Each name is that of an attribute.
+class Field(NamedTuple):
+    """What one field of an object means.
 
     Attributes:
-        history: fields on which no request depends.
-        fixed: fields that are given when the object is made.
-        about: field that decides -> the only subject that it decides about.
-        makes: field that decides -> name of the method that makes the part in this field. If the field is a dict of
-            parts, the method receives the key.
+        name: the name of the attribute.
+        mark: whether the field decides, is history, or is fixed.
+        about: the only subject that the field decides about; "" if there is none.
+        maker: name of the method that makes the part in this field. If the field is a dict of parts, the method
+            receives the key. "" if there is none.
     """
 
-    history: tuple[str, ...] = ()
-    fixed: tuple[str, ...] = ()
-    about: Mapping[str, Subject] = {}
-    makes: Mapping[str, str] = {}
-
-
-class Field(NamedTuple):
-    """One field of an object."""
-
     name: str
-    mark: Mark
+    mark: Mark = "decides"
     about: str = ""
     maker: str = ""
 
 
-DECLARED: dict[type, Declaration] = {}
-"""Class -> what its own fields mean, without those of its base classes."""
+DECLARED: dict[type, dict[str, Field]] = {}
+"""Class -> the fields that it declares, by name, without those of its base classes."""
 
 
 def stateful(
-    *,
-    history: str = "",
-    fixed: str = "",
-    about: Mapping[str, Subject] | None = None,
-    makes: Mapping[str, str] | None = None,
+    *, history: str = "", fixed: str = "", about: Mapping[str, Subject] = {}, makes: Mapping[str, str] = {}
 ) -> Callable[[Kind], Kind]:
     """Declare what the fields of a class mean, as a decorator. The names in a string are separated by spaces.
 
@@ -100,10 +87,11 @@ def stateful(
     to values that are compared instead. It is for fields of which only a part decides.
 
     Args:
-        history: see `Declaration`.
-        fixed: see `Declaration`.
-        about: see `Declaration`.
-        makes: see `Declaration`. The method may use what the constructor sets before the field.
+        history: fields on which no request depends.
+        fixed: fields that are given when the object is made.
+        about: field that decides -> the only subject that it decides about.
+        makes: field that decides -> name of the method that makes the part in this field. The method may use what the
+            constructor sets before the field.
 
     >>> @stateful(history="seen", fixed="limit")
     ... class Queue:
@@ -121,11 +109,17 @@ def stateful(
     >>> Outlook()(queue) == Outlook()(other), snapshot(queue) == snapshot(other)
     (True, False)
     """
-    declaration = Declaration(tuple(history.split()), tuple(fixed.split()), about or {}, makes or {})
+    marks: dict[str, Mark] = {
+        **dict.fromkeys([*about, *makes], "decides"),
+        **dict.fromkeys(history.split(), "history"),
+        **dict.fromkeys(fixed.split(), "fixed"),
+    }
 
     def declare(kind: Kind) -> Kind:
-        DECLARED[kind] = declaration
-        _fields.clear()
+        DECLARED[kind] = {
+            name: Field(name, mark, about.get(name, ""), makes.get(name, "")) for name, mark in marks.items()
+        }
+        _declared.cache_clear()
         return kind
 
     return declare
@@ -134,25 +128,11 @@ def stateful(
 # -- fields -----------------------------------------------------------------------------------------------
 
 
-_fields: dict[type, dict[str, Field]] = {}  # class -> the fields that it and its base classes declare
-
-
+@cache
 def _declared(kind: type) -> dict[str, Field]:
     """Return the fields by name that a class and its base classes declare."""
-    if kind in _fields:
-        return _fields[kind]
-    fields: dict[str, Field] = {}
-    for base in reversed(kind.__mro__):
-        if (own := DECLARED.get(base)) is not None:
-            marks: dict[str, Mark] = {
-                **dict.fromkeys([*own.about, *own.makes], "decides"),
-                **dict.fromkeys(own.history, "history"),
-                **dict.fromkeys(own.fixed, "fixed"),
-            }
-            for name, mark in marks.items():
-                fields[name] = Field(name, mark, own.about.get(name, ""), own.makes.get(name, ""))
-    _fields[kind] = fields
-    return fields
+    bases = reversed(kind.__mro__)
+    return {name: field for base in bases for name, field in DECLARED.get(base, {}).items()}
 
 
 def own_names(thing: object) -> list[str]:
@@ -166,12 +146,12 @@ def own_names(thing: object) -> list[str]:
 
 def fields_of(thing: object) -> Iterator[tuple[Field, Any]]:
     """Yield the fields of an object with their values, in the order in which its constructor sets them."""
-    declared = _declared(type(thing))
-    is_declared = type(thing) in DECLARED
+    kind: type = type(thing)
+    declared, is_declared = _declared(kind), kind in DECLARED
     for name in own_names(thing):
         value = getattr(thing, name)
-        decides = is_declared or not isinstance(value, FUNCTIONS)
-        yield declared.get(name) or Field(name, "decides" if decides else "fixed"), value
+        usual: Mark = "decides" if is_declared or not isinstance(value, FUNCTIONS) else "fixed"
+        yield declared.get(name) or Field(name, usual), value
 
 
 def parts(core: object) -> Iterator[object]:
@@ -350,18 +330,18 @@ class _Restorer:
 
     def fill(self, thing: object, state: StatePart) -> None:
         """Set the fields of an object. Those that it has already keep their identity: others may refer to them."""
-        if type(thing) is not state.kind:
-            raise InternalError(f"a {type(thing).__name__} cannot have the state of a {state.kind.__name__}")
+        kind: type = type(thing)
+        if kind is not state.kind:
+            raise InternalError(f"a {kind.__name__} cannot have the state of a {state.kind.__name__}")
         self._parts[state.number] = thing
-        declared = _declared(state.kind)
+        declared = _declared(kind)
         given = {name for name, _ in state.fields}
         for field, _ in list(fields_of(thing)):
             if field.mark != "fixed" and field.name not in given:
                 delattr(thing, field.name)  # the value is that of the class
         for name, value in state.fields:
-            maker = (
-                getattr(thing, declared[name].maker) if name in declared and declared[name].maker else None
-            )
+            made_by = declared.get(name, Field(name)).maker
+            maker = getattr(thing, made_by) if made_by else None
             setattr(thing, name, self._value(value, getattr(thing, name, None), maker))
 
     def _value(self, value: Any, present: Any = None, maker: Callable[..., object] | None = None) -> Any:
@@ -424,7 +404,7 @@ class Outlook:
     def __init__(self, without: Collection[Subject] = (), most_workers: int = 4) -> None:
         self._without = frozenset(without)
         self._most_workers = most_workers
-        # class -> the attributes of its objects that were met, and (name, is it fixed) of each that is compared
+        # class -> the attributes of its first object, and (name, is it fixed) of each that is compared
         self._compared: dict[type, tuple[set[str], list[tuple[str, bool]]]] = {}
         self._met: dict[int, int] = {}  # id of a part of the core that is being looked at -> its number
 
@@ -439,26 +419,30 @@ class Outlook:
             return kind, number
         self._met[id(thing)] = len(self._met)
         if (known := self._compared.get(kind)) is None:
-            known = self._compared[kind] = set(), []
-        if not known[0] or not getattr(thing, "__dict__", {}).keys() <= known[0]:
-            self._meet(thing, *known)
+            known = self._compared[kind] = {*own_names(thing)}, self._fields(thing)
+        met, compared = known
         views = getattr(thing, "outlook", None)
         shown: Mapping[str, object] = views(self._most_workers) if views is not None else {}
         found = [
             self._fixed(getattr(thing, name, None))
             if fixed
             else self._value(shown[name] if name in shown else getattr(thing, name, None))
-            for name, fixed in known[1]
+            for name, fixed in compared
         ]
+        if not getattr(thing, "__dict__", {}).keys() <= met:  # the class of a user may have defaults
+            late = [field for field in self._fields(thing) if field[0] not in met]
+            found.append(
+                frozenset((name, self._value(getattr(thing, name))) for name, fixed in late if not fixed)
+            )
         return kind, *found
 
-    def _meet(self, thing: object, met: set[str], compared: list[tuple[str, bool]]) -> None:
-        """Add the attributes of an object to those of its class."""
-        for field, _ in fields_of(thing):
-            if field.name not in met and field.mark != "history" and field.about not in self._without:
-                compared.append((field.name, field.mark == "fixed"))
-            met.add(field.name)
-        compared.sort()
+    def _fields(self, thing: object) -> list[tuple[str, bool]]:
+        """Return (name, is it fixed) of each field of an object that is compared."""
+        return sorted(
+            (field.name, field.mark == "fixed")
+            for field, _ in fields_of(thing)
+            if field.mark != "history" and field.about not in self._without
+        )
 
     def _fixed(self, value: object) -> Hashable:
         if isinstance(value, (*ATOMS, tuple)):

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import msgspec
+from functools import cache
+
 import pytest
 
 from paceline import state
-from paceline.state import DECLARED
+from paceline.state import DECLARED, Field
 
 __all__ = ["declare_as_history"]
 
 
 def declare_as_history(kind: type, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plant a mistake: declare that a field is history, although it decides."""
-    declaration = DECLARED[kind]
-    assert name not in (*declaration.history, *declaration.fixed)
-    wrong = msgspec.structs.replace(declaration, history=(*declaration.history, name))
-    monkeypatch.setitem(DECLARED, kind, wrong)
-    monkeypatch.setattr(state, "_fields", {})
+    declared = DECLARED[kind]
+    assert declared.get(name, Field(name)).mark == "decides"
+    monkeypatch.setitem(DECLARED, kind, declared | {name: Field(name, "history")})
+    monkeypatch.setattr(state, "_declared", cache(state._declared.__wrapped__))

@@ -106,7 +106,7 @@ WHOLE_UPDATE = Standing(1.0)
 """The standing of an update that uses its hyper-parameters as they are."""
 
 
-class _Outcome(NamedTuple):
+class _Outcome(msgspec.Struct):
     """What follows from one event.
 
     Attributes:
@@ -117,9 +117,9 @@ class _Outcome(NamedTuple):
     """
 
     model: SyncModel
-    requests: list[Request]
-    staleness: list[tuple[int, int, int]]
-    standings: list[Standing | None]
+    requests: list[Request] = []
+    staleness: list[tuple[int, int, int]] = []
+    standings: list[Standing | None] = []
 
 
 @stateful(
@@ -245,7 +245,7 @@ class Shard:
                 event = msgspec.structs.replace(event, staleness=self._versions.missed(event.worker))
             if type(event) is PushReceived and not self._replays and self.sync.sync.needs_at_once:
                 event = msgspec.structs.replace(event, at_once=self.sync.at_once)
-            outcome = _Outcome(self.sync.sync, [], [], [])
+            outcome = _Outcome(self.sync.sync)
             if self._cut is not None and drawn and drawn != self.drawn.last(event.worker):
                 self._cut_if_due(outcome.requests, asked=True)
             actions = self.sync.handle(event)
@@ -287,7 +287,7 @@ class Shard:
                 raise InternalError(f"a shard cannot carry out {action}", (event,))
         if self._cut is not None:
             self._cut_if_due(requests)
-        standings = outcome.standings if any(outcome.standings) else []
+        standings = outcome.standings if outcome.standings and any(outcome.standings) else []
         self._record(Entry(event, actions, None, self._versions.version, outcome.staleness, gap, standings))
         if self.clipped.measured:
             if type(event) is WorkerLost or type(event) is WorkerFinished:

@@ -26,7 +26,7 @@ from msgspec import structs
 
 from ..errors import ConfigurationError, ProtocolError, TakenOutError
 from ..state import stateful
-from ..sync.events import Change, Edit, PushFlags, Stop, maker
+from ..sync.events import Change, Edit, PushFlags, Stop
 from ..sync.model import SyncModel, agree_on_means
 from ..sync.notation import notation, parse_shards, require_shards
 from ..sync.schedule import Schedule
@@ -88,8 +88,6 @@ ADDED = "DistributedOptimizer() or add_param_group() with parameters that are no
 NO_RESTART = (-1, -1)
 
 EMPTY = PushFlags(empty=True)
-
-COMMIT = maker(Commit, PushFlags, ("shard", "iteration", "content", "pulls", "drawn"))
 
 
 @stateful(
@@ -366,8 +364,10 @@ class Worker:
             self._unsent.pushed(samples)
             self._calls_since_step = 0
         warm_up = data.warm_up and not idle
-        flags = structs.replace(
-            flags,
+        ahead = data.push(None if flags.empty else busy_s) if data.used and not idle else []
+        commit = Commit(0, iteration, None, self._overlap, data.pushed, **structs.asdict(flags))
+        commit = structs.replace(
+            commit,
             stop=stop,
             change=self._flagged,
             progress=progress,
@@ -375,12 +375,10 @@ class Worker:
             repeated=again,
             warm_up=warm_up,
         )
-        ahead = data.push(None if flags.empty else busy_s) if data.used and not idle else []
         # Every worker sends to the shards in descending order, because the last layers' gradients are ready first.
         for shard, server in self._last_first:
             content = contents[shard] if contents is not None else None
-            commit: Commit = COMMIT(flags, shard, iteration, content, self._overlap, data.pushed)
-            self.last_commit = commit
+            self.last_commit = commit = structs.replace(commit, shard=shard, content=content)
             requests.append(Send(server, commit))
         if self._notifies or self._flagged is not None:
             finished = IterationFinished(

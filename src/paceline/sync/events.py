@@ -98,7 +98,7 @@ class Event(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
             heard: the time of the event and, if a worker has caused it, the index of the worker.
             own: further fields.
         """
-        event: Self = maker(cls, type(message), HEARD[: len(heard)])(message, *heard)
+        event: Self = _maker(cls, type(message), HEARD[: len(heard)])(message, *heard)
         return structs.replace(event, **own) if own else event
 
 
@@ -107,7 +107,7 @@ HEARD = ("now_ticks", "worker")
 
 
 @cache
-def maker(made: type[Any], source: type[msgspec.Struct], own: tuple[str, ...]) -> Callable[..., Any]:
+def _maker(made: type[Any], source: type[msgspec.Struct], own: tuple[str, ...]) -> Callable[..., Any]:
     """Return a function that makes a struct from another struct, whose fields it has too, and from its `own` fields.
 
     Every push becomes an event. So the function names all fields, as if it were written by hand: a loop over them would
@@ -115,7 +115,7 @@ def maker(made: type[Any], source: type[msgspec.Struct], own: tuple[str, ...]) -
     dictionary, which takes ten times as long.
 
     Example:
-        >>> push = maker(PushReceived, PushFlags, ("now_ticks", "worker", "iteration"))(PushFlags(samples=32), 7, 0, 1)
+        >>> push = _maker(PushReceived, PushFlags, ("now_ticks", "worker", "iteration"))(PushFlags(samples=32), 7, 0, 1)
         >>> push.worker, push.samples
         (0, 32)
     """
@@ -225,7 +225,7 @@ class PushFlags(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def counted(self) -> int:
         """Number of samples that count as used because of this push. An unknown number counts as 0."""
-        return 0 if self.repeated or self.samples is None else self.samples
+        return 0 if self.repeated else self.samples or 0
 
 
 class PushReceived(PushFlags, Event):

@@ -48,7 +48,6 @@ from ..sync.events import (
     PullRepeated,
     PullRequested,
     PushReceived,
-    RecordedEvent,
     TimerFired,
     WorkerFenced,
     WorkerFinished,
@@ -78,8 +77,10 @@ ENDS: dict[type, Reason] = {
 }
 """The reasons of events other than pushes and pulls."""
 
+LEAVE = (WorkerLost, WorkerFinished)
 
-class Wait(NamedTuple):
+
+class Wait(msgspec.Struct, frozen=True, gc=False):
     """What one pull has waited at one shard, in ticks on the clock of the shard.
 
     Attributes:
@@ -119,33 +120,30 @@ class Pulls(msgspec.Struct):
     def ended(self, entry: Entry) -> list[Wait]:
         """Process an entry that was not refused. Return the waits that it ends."""
         event = entry.event
-        waits: list[Wait] = []
+        waits = self.left(event.worker, event.now_ticks) if type(event) in LEAVE else []  # type: ignore[union-attr]
         if type(event) is PullRequested:
             self.asked[event.worker] = event.iteration, event.now_ticks
-        elif type(event) is WorkerLost or type(event) is WorkerFinished:
-            if event.worker in self.asked:
-                waits.append(Wait(event.worker, *self.asked.pop(event.worker), event.now_ticks, "left"))
-        elif type(event) is PullRepeated:
-            return waits
-        for action in entry.actions:
-            if type(action) is AnswerPull:
-                now, worker = event.now_ticks, action.worker
-                _, begin = self.asked.pop(worker, (0, now))
-                reason, awaited = _cause(event)
-                waits.append(
-                    Wait(
-                        worker, action.iteration, begin, now, reason, NOBODY if awaited == worker else awaited
-                    )
-                )
+        answers = [action for action in entry.actions if type(action) is AnswerPull]
+        if type(event) is not PullRepeated:  # its answer is never delayed, and answers no other pull
+            waits += [self.answered(event, answer) for answer in answers]
         return waits
 
+    def answered(self, event: AnyEvent | OfShard, action: AnswerPull) -> Wait:
+        """Return the wait that an answer ends, given the event that has caused the answer."""
+        now, worker = event.now_ticks, action.worker
+        _, begin = self.asked.pop(worker, (0, now))
+        if type(event) is PushReceived:
+            reason: Reason = "push" if event.change is None else "change"
+            other = event.worker
+        else:
+            reason = ENDS.get(type(event), "push")
+            other = NOBODY if reason == "timer" else getattr(event, "worker", NOBODY)
+        return Wait(worker, action.iteration, begin, now, reason, NOBODY if other == worker else other)
 
-def _cause(event: RecordedEvent) -> tuple[Reason, int]:
-    """Return how an event ends waits, and the worker whose event it is; -1 for nobody."""
-    if type(event) is PushReceived:
-        return "push" if event.change is None else "change", event.worker
-    reason = ENDS.get(type(event), "push")
-    return reason, NOBODY if reason == "timer" else getattr(event, "worker", NOBODY)
+    def left(self, worker: int, now: int) -> list[Wait]:
+        """Return the wait that ends because its worker leaves, if there is one."""
+        asked = self.asked.pop(worker, None)
+        return [] if asked is None else [Wait(worker, *asked, now, "left")]
 
 
 class PushFates(msgspec.Struct, frozen=True, kw_only=True):
@@ -500,7 +498,7 @@ class _Waiting(msgspec.Struct):
         """Record that a wait at one of the shards has ended."""
         key = wait.worker, wait.iteration
         answered, longest = self.open.pop(key, (0, 0))
-        awaited = self.awaited_by.pop(key, NOBODY)
+        awaited = self.awaited_by.pop(key, NOBODY) if self.awaited_by else NOBODY
         if wait.end - wait.begin > longest:
             longest, awaited = wait.end - wait.begin, wait.awaited
         if answered + 1 == self.shards:
@@ -638,27 +636,29 @@ class _ShardMeter(msgspec.Struct, dict=True):
             self.max_gap = entry.gap
         if entry.version is not None:
             self.updates = entry.version
+        # longest waiting time of a worker that continues because of this event of another one
+        longest = -1
         if type(event) is PushReceived:
             self._receive(event)
         elif type(event) is PullRequested:
+            self.pulls.asked[event.worker] = event.iteration, event.now_ticks
             self.delayed_pulls += 1  # decremented below if the pull is answered by this entry
         elif isinstance(event, OfShard):
             return
         else:
             self._change(event)
-        # longest waiting time of a worker that continues because of this event of another one
-        longest = -1
-        for wait in self.pulls.ended(entry):
-            self._waiting.ended(wait)
-            if wait.worker != event.worker:
-                longest = max(longest, wait.end - wait.begin)
-                superstep = self.current[wait.worker].superstep
-                if superstep is not None and self.plans is not None:
-                    self.plans.ended(superstep)
-            elif kind is PullRequested:
-                self.delayed_pulls -= 1
         for action in entry.actions:
-            if type(action) is ApplyPush:
+            if type(action) is AnswerPull and kind is not PullRepeated:
+                wait = self.pulls.answered(event, action)
+                self._waiting.ended(wait)
+                if wait.worker != event.worker:
+                    longest = max(longest, wait.end - wait.begin)
+                    superstep = self.current[wait.worker].superstep
+                    if superstep is not None and self.plans is not None:
+                        self.plans.ended(superstep)
+                elif kind is PullRequested:
+                    self.delayed_pulls -= 1
+            elif type(action) is ApplyPush:
                 self.applied += 1
                 self._decide((action.worker, action.iteration), "applied")
             elif type(action) is ApplyMean:
@@ -698,7 +698,7 @@ class _ShardMeter(msgspec.Struct, dict=True):
             self.without_gradient[push.worker] = self.without_gradient.get(push.worker, 0) + 1
         if push.clipped:
             self.clipped.add((push.worker, push.iteration))
-        if counted := push.counted:
+        if push.samples and (counted := push.counted):
             self.samples += counted
             self.sampled_gradients += 1
             self.worker_samples[push.worker] = self.worker_samples.get(push.worker, 0) + counted
@@ -718,6 +718,8 @@ class _ShardMeter(msgspec.Struct, dict=True):
             )
             self.ordered.append(member)
         elif kind is WorkerLost or kind is WorkerFinished:
+            for wait in self.pulls.left(event.worker, self.now):
+                self._waiting.ended(wait)
             member = self.current.pop(event.worker)
             member.left = self.now
             member.finished, member.lost = kind is WorkerFinished, kind is WorkerLost
