@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from paceline.errors import ConfigurationError
-from paceline.zipline import LastInterval, Solution, generate_pushes, solve, solve_periodic
+from paceline.zipline import LastInterval, Solution, generate_pushes, solve, solve_periodic, solver
 from paceline.zipline import zipline as sweep
 
 Floats = NDArray[np.float64]
@@ -46,6 +46,7 @@ def test_it_agrees_with_solve_where_end_times_nearly_meet(
     for per_bucket in (1, 6):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sweep, "FEW", 0)
+            patch.setattr(solver, "FEW", 0)
             patch.setattr(sweep, "PER_BUCKET", per_bucket)
             assert answer(solve_periodic(last, interval, lookahead)) == expected
             assert answer(solve(built(last, interval, lookahead))) == expected
@@ -57,6 +58,7 @@ def test_it_agrees_with_solve_on_thousands_of_small_inputs(
 ) -> None:
     generator = np.random.default_rng(int(abs(base)))
     monkeypatch.setattr(sweep, "FEW", 0)
+    monkeypatch.setattr(solver, "FEW", 0)
     for _ in range(800):
         n, lookahead = generator.integers(1, 13), int(generator.integers(1, 25))
         last = base + generator.integers(0, 20, n) * 0.1

@@ -26,6 +26,7 @@ from .elastic_bsp import ElasticBSP
 from .model import JobMachine, Machine, ShardMachine, SyncModel
 from .naive_waiting import NaiveWaiting
 from .notation import MODELS, parse, register
+from .plugins import Conditions
 from .pssp import PSSP, DynamicPSSP
 from .rennala import Rennala
 from .ringmaster import Ringmaster
@@ -57,10 +58,6 @@ __all__ = [
     "parse",
     "register",
 ]
-
-# `Conditions` is exported here but defined in `plugins`, because this class imports the user's functions by
-# name.
-from .plugins import Conditions
 
 for _model in (
     BSP,

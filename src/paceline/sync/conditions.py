@@ -247,9 +247,8 @@ class ConditionMachine(ShardMachine):
         self._average = average
         self._execution = execution
         self._scale = None if scale is PUSH_SCALES["1"] else scale
-        self._pushed = (
-            0  # Count[V_train], the number of live workers with c_p > V_train that are not in `_coming`
-        )
+        # Count[V_train]: the number of live workers with c_p > V_train that are not in `_coming`
+        self._pushed = 0
         # Workers that have joined a run in progress and have not pulled their first weights yet.
         self._entering: set[int] = set()
         self._coming: dict[int, int] = {}  # worker that joins in a later round -> this round, its c_p
@@ -288,8 +287,7 @@ class ConditionMachine(ShardMachine):
                 return self._join(event)
             case WorkerLost() | WorkerFinished():
                 ahead = self.counts.left(event.worker) > self.v_train
-                self._pushed -= ahead and event.worker not in self._coming
-                self._coming.pop(event.worker, None)
+                self._pushed -= self._coming.pop(event.worker, None) is None and ahead
                 self._entering.discard(event.worker)
                 self._significance.pop(event.worker, None)
                 self._forget_pull(event.worker)
@@ -476,15 +474,13 @@ class ConditionMachine(ShardMachine):
 
 # -- Exponential, logarithm and normal quantile, computed only with + - * / and the square root --------------
 #
-# The results of the C library's functions can differ in the last bit between machines. The functions in this
-# module return the same results on every machine, because IEEE 754 defines the rounding of every operation
-# that they use. Therefore simulations that use these functions also give bit-identical results on every
-# machine. The errors of `exp` and `log` are at most a few units in the last place; the relative error of
-# `normal_quantile` is at most 1.2e-9.
+# The results of the C library's functions can differ in the last bit between machines. These functions return
+# the same results on every machine, because IEEE 754 defines the rounding of every operation that they use.
+# So simulations give bit-identical results on every machine. The errors of `exp` and `log` are at most a few
+# units in the last place; the relative error of `normal_quantile` is at most 1.2e-9.
 
-LN2_HIGH = (
-    0.693147180369123816490  # the leading 32 bits of ln 2, so that the product with a small integer is exact
-)
+# The leading 32 bits of ln 2, so that the product with a small integer is exact.
+LN2_HIGH = 0.693147180369123816490
 LN2_LOW = 1.90821492927058770002e-10  # ln 2 - LN2_HIGH
 SQRT_HALF = 0.7071067811865476
 MOST, LEAST = 709.0, -745.0  # `exp` returns infinity above MOST and 0 below LEAST
@@ -584,11 +580,10 @@ def _polynomial(coefficients: tuple[float, ...], x: float) -> float:
 
 # -- Tracks how long each worker's iterations take, for models that depend on the workers' speeds ------------
 #
-# An interval ends with a push. It begins with the worker's previous push, as DSSP defines it, unless the
-# model calls `begin` when it answers the worker's pull. Then the time for which the worker has waited is left
-# out. The interval that ends with the warm-up of an accelerator is left out, because the next ones are
-# shorter. Time outside of training that a push names is not part of its interval, because it says nothing
-# about the next ones.
+# An interval ends with a push. It begins with the worker's previous push, as DSSP defines it. If the model
+# calls `begin` when it answers the worker's pull, the interval begins with the answer, and so does not contain
+# the time for which the worker has waited. The warm-up of an accelerator is no interval, because later
+# iterations are shorter. What a script does outside of training is not part of an interval either.
 
 
 @stateful()
@@ -618,9 +613,7 @@ class Intervals:
             case WorkerLost() | WorkerFinished():
                 del self.last_ticks[event.worker]
                 self.interval_ticks.pop(event.worker, None)
-            case _:
-                pass
 
     def begin(self, worker: int, now_ticks: int) -> None:
-        """Begin a worker's current interval now instead of with its last push."""
+        """Begin a worker's current interval now, whenever its last push was."""
         self.last_ticks[worker] = now_ticks

@@ -16,10 +16,10 @@ Deviations: The rule for s is an interpretation (see Reference). Intervals do no
 delayed: a worker that waits for the slowest one would seem to be as slow, and s would shrink. They include the
 transfers and, with several shards, the time for which a worker waits for other shards. Unless the run has
 `--hyperparameters raw`, they do not contain what the script did outside of training, such as evaluating the model;
-each push says how long that was. At first, s is `lower`. It
-does not change while a live worker has yet to push. With the soft barrier, a delayed pull waits for the current round
-to close, even if s has grown or shrunk in the meantime. With `push_scale="1/n"`, n is the largest number of workers
-that have been present at once (see `paceline.sync.conditions`). In the paper, N is a constant.
+each push says how long that was. At first, s is `lower`. It does not change while a live worker has yet to push. With
+the soft barrier, a delayed pull waits for the current round to close, even if s has grown or shrunk in the meantime.
+With `push_scale="1/n"`, n is the largest number of workers that have been present at once (see
+`paceline.sync.conditions`). In the paper, N is a constant.
 
 >>> DSPS(lower=1, upper=9).at_shard().staleness
 1
@@ -32,7 +32,7 @@ import math
 from ..state import stateful
 from .actions import AnswerPull, AnyAction
 from .conditions import EXECUTIONS, PUSH_SCALES, ConditionMachine, ConditionModel, Intervals, PullState
-from .events import AnyEvent, WorkerJoined
+from .events import AnyEvent
 from .model import Handover, require_count, require_order
 
 
@@ -93,7 +93,7 @@ class AdaptiveMachine(ConditionMachine):
 
     def take_over(self, handover: Handover, now_ticks: int) -> list[AnyAction]:
         for worker in handover.counts.count:
-            self._intervals.note(WorkerJoined(now_ticks=now_ticks, worker=worker))
+            self._intervals.begin(worker, now_ticks)
         return super().take_over(handover, now_ticks)
 
     def _within(self, state: PullState) -> bool:

@@ -33,7 +33,7 @@ import math
 from ..state import stateful
 from .actions import AnyAction
 from .conditions import ConditionMachine, Intervals, PullState
-from .events import AnyEvent, WorkerFinished, WorkerJoined, WorkerLost
+from .events import AnyEvent, WorkerFinished, WorkerLost
 from .model import Handover, SyncModel, require_count, require_order, require_within
 
 MOST_TO_SPEND = 10_000  # largest allowed value of upper - lower
@@ -92,7 +92,7 @@ class SpendingMachine(ConditionMachine):
 
     def take_over(self, handover: Handover, now_ticks: int) -> list[AnyAction]:
         for worker in handover.counts.count:
-            self._intervals.note(WorkerJoined(now_ticks=now_ticks, worker=worker))
+            self._intervals.begin(worker, now_ticks)
         return super().take_over(handover, now_ticks)
 
     def _answers(self, state: PullState) -> bool:

@@ -250,18 +250,14 @@ class _Pace:
         self.iteration = iteration  # the next iteration that the worker will finish
         self.pushes = 0  # number of pushes since the worker's last barrier, without warm-ups
         self.last_ticks = 0  # time of the worker's last push
-        self.interval_ticks = (
-            0  # time between the worker's last two pushes, without what was outside of training
-        )
+        # time between the worker's last two pushes, without what was outside of training
+        self.interval_ticks = 0
 
     def finished(self, event: IterationFinished) -> None:
         if not event.warm_up:
             self.pushes += 1
             self.interval_ticks = max(0, event.now_ticks - self.last_ticks - event.outside_ticks)
         self.last_ticks = event.now_ticks
-
-    def stopped(self) -> None:
-        self.pushes = 0
 
 
 @stateful(fixed="_lookahead")
@@ -301,7 +297,7 @@ class Planner(JobMachine):
         pace.iteration = event.iteration + 1
         self._begun = True
         if event.superstep is not None:
-            pace.stopped()
+            pace.pushes = 0
             assert self._remaining is not None
             self._remaining.discard(worker)
         else:
@@ -343,7 +339,7 @@ class Planner(JobMachine):
             self._superstep += 1
             self._remaining = None
             for newcomer in self._pace.keys() - self._members:  # they are monitored from this barrier on
-                self._pace[newcomer].stopped()
+                self._pace[newcomer].pushes = 0
             self._members = set(self._pace)
             self._unmonitored = {worker for worker, pace in self._pace.items() if pace.pushes < 2}
         if self._remaining is not None or self._unmonitored or not self._members:

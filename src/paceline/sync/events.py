@@ -86,7 +86,7 @@ class Event(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Base class of the events. Its subclasses are frozen and tagged, too.
 
     Each has `now_ticks`, which never decreases between successive events of the same host. What an event has in common
-    with the message of a worker that causes it is declared once, in a base class of both, such as `PushFlags`.
+    with the message that causes the event is declared once, in a base class of both, such as `PushFlags`.
     """
 
     @classmethod
@@ -95,38 +95,38 @@ class Event(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
         Args:
             message: the message.
-            heard: the time of the event and, if a worker has caused it, the index of the worker.
-            own: further fields.
+            heard: the values of `HEARD`: the time of the event and, if a worker has caused it, the worker.
+            own: further fields of the event.
         """
         event: Self = _maker(cls, type(message), HEARD[: len(heard)])(message, *heard)
         return structs.replace(event, **own) if own else event
 
 
 HEARD = ("now_ticks", "worker")
-"""What an event says of the message that causes it."""
+"""The fields of an event that its message does not have: when the message arrived, and from whom."""
 
 
 @cache
-def _maker(made: type[Any], source: type[msgspec.Struct], own: tuple[str, ...]) -> Callable[..., Any]:
-    """Return a function that makes a struct from another struct, whose fields it has too, and from its `own` fields.
+def _maker(made: type[Any], source: type[msgspec.Struct], heard: tuple[str, ...]) -> Callable[..., Any]:
+    """Return a function that makes a struct from a `source`, with the fields that both have, and from `heard` fields.
 
-    Every push becomes an event. So the function names all fields, as if it were written by hand: a loop over them would
-    take four times as long. Fields are positional where they can be, because CPython packs more than 15 keywords into a
-    dictionary, which takes ten times as long.
+    Every push becomes an event. So the function names all fields, as if it were written by hand: a loop over the fields
+    would take four times as long. Fields are positional where they can be, because CPython packs more than 15 keywords
+    into a dictionary, which takes ten times as long.
 
     Example:
         >>> push = _maker(PushReceived, PushFlags, ("now_ticks", "worker", "iteration"))(PushFlags(samples=32), 7, 0, 1)
         >>> push.worker, push.samples
         (0, 32)
     """
-    known = {name: f"source.{name}" for name in source.__struct_fields__} | {name: name for name in own}
+    known = {name: f"source.{name}" for name in source.__struct_fields__} | {name: name for name in heard}
     arguments: list[str] = []
     keywords = False  # True from the first field that must be named
     for name, parameter in signature(made).parameters.items():
         keywords = keywords or name not in known or parameter.kind is Parameter.KEYWORD_ONLY
         if name in known:
             arguments.append(f"{name}={known[name]}" if keywords else known[name])
-    code = f"lambda source, {', '.join(own)}: made({', '.join(arguments)})"
+    code = f"lambda source, {', '.join(heard)}: made({', '.join(arguments)})"
     return cast(Callable[..., Any], eval(code, {"made": made}))
 
 
@@ -201,7 +201,7 @@ class PushFlags(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         clipped: True if the script has clipped this worker's own gradient with `torch.nn.utils.clip_grad_norm_`.
         edit: set if the push contains new values of parameters instead of a gradient. No model depends on it.
         set_index: the parameter set whose gradient is pushed, and whose weights are pulled; None for all sets.
-        repeated: True if an earlier push of the worker was computed from the same samples. They are counted once.
+        repeated: True if an earlier push of the worker was computed from the same samples, which are counted once.
         warm_up: True if this was the worker's first iteration on an accelerator with batches of this size, for which
             programs are compiled or tuned. Its duration says nothing about the next ones.
         outside_ticks: time since the worker's last pull was answered in which its script did not train, in ticks; see

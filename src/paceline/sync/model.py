@@ -13,7 +13,8 @@ forbids some legal events as well, the machine rejects them in its method `check
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from fractions import Fraction
 from typing import ClassVar, Literal, NamedTuple, Protocol, dataclass_transform
 
@@ -368,13 +369,10 @@ class SyncModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_om
 
         Numbers are always included; other values are included only if they differ from the default.
         """
-        fields = msgspec.structs.fields(self)
-        values = [(field, getattr(self, field.name)) for field in fields]
         shown = [
             f"{field.name}={_plain(value)}"
-            for field, value in values
-            if value != field.default
-            or (isinstance(value, int | float | Fraction) and not isinstance(value, bool))
+            for field in msgspec.structs.fields(self)
+            if (value := getattr(self, field.name)) != field.default or _is_number(value)
         ]
         return f"{self.name}:{','.join(shown)}" if shown else self.name
 
@@ -396,6 +394,10 @@ def agree_on_means(models: Sequence[SyncModel]) -> bool:
         models: one model for all shards, or one for each shard.
     """
     return len(set(models)) == 1 and models[0].agrees_on_means
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float | Fraction) and not isinstance(value, bool)
 
 
 def _plain(value: object) -> object:
@@ -421,8 +423,7 @@ def without_torn(
 
 def require_within(model: str, key: str, value: float | Fraction, least: float, most: float) -> None:
     """Raise `ConfigurationError` unless a parameter is a number in [least, most]."""
-    number = isinstance(value, int | float | Fraction) and not isinstance(value, bool)
-    if not (number and least <= value <= most):
+    if not (_is_number(value) and least <= value <= most):
         and_most = "" if math.isinf(most) else f" and <= {most:g}"
         shown = value if isinstance(value, Fraction) else repr(value)  # -1/3, not Fraction(-1, 3)
         raise ConfigurationError(f"{model}: {key} is {shown}, expected a number >= {least:g}{and_most}.")
@@ -458,10 +459,10 @@ def require_count(model: str, key: str, value: float, least: int, *, infinite: b
 
 # -- Keeps c_p, the number of iterations that each live worker p has pushed, and the minimum and maximum of c_p
 #
-# Only legal events reach a model (see `paceline.core.order`), so this module does not check them. Joins and
-# pushes take amortized constant time, regardless of the number of workers, because this module stores the
-# number of workers for each value of c_p. If no worker is left at the minimum, the minimum moves up to the
-# next value that a worker has.
+# Only legal events reach a model (see `paceline.core.order`), so `Counts` does not check them. Joins and pushes
+# take amortized constant time, regardless of the number of workers, because the number of workers is stored
+# for each value of c_p. If no worker is left at the minimum, the minimum moves up to the next value that a
+# worker has.
 
 
 @stateful()
@@ -538,15 +539,10 @@ class Counts:
 
     def validate(self) -> None:
         """Check that the derived values agree with c_p; raise `InternalError` if they do not."""
-        tally: dict[int, int] = {}
-        for count in self.count.values():
-            tally[count] = tally.get(count, 0) + 1
-        if tally != self._at:
+        counts = self.count.values()
+        if Counter(counts) != self._at:
             raise InternalError(f"the tally of c_p is {self._at}, but the values of c_p are {self.count}")
-        if self.count and (self.slowest, self.fastest) != (
-            min(self.count.values()),
-            max(self.count.values()),
-        ):
+        if counts and (self.slowest, self.fastest) != (min(counts), max(counts)):
             raise InternalError(
                 f"slowest is {self.slowest} and fastest is {self.fastest}, but the values of c_p are {self.count}"
             )
@@ -581,8 +577,8 @@ class Counts:
 # is.
 #
 # The number of samples in an update belongs to what a model does, too: with n workers, an update of one model
-# uses n batches, and an update of another one uses a single batch. The hyper-parameters of a script are
-# usually made for one.
+# uses n batches, and an update of another model uses a single batch. The hyper-parameters of a script are
+# usually made for a single batch.
 
 Effect = Literal["exact", "fresh", "stale"]
 
@@ -627,13 +623,15 @@ def backup_quorum(workers: int, slow: int = 1) -> int | None:
 Kind = Literal["rounds", "quorum", "collected", "barriers", "arrival"]
 """How a model makes updates of pushes.
 
-rounds: the mean of one push of every worker; quorum: of the first ones of a round; collected: of a fixed number of
-pushes, whichever workers they are from; barriers: single pushes, and the mean of all workers at a barrier; arrival:
-single pushes.
+rounds      the mean of one push of every worker
+quorum      the mean of the first pushes of a round
+collected   the mean of a fixed number of pushes, whichever workers they are from
+barriers    single pushes, and the mean of one push of every worker at a barrier
+arrival     single pushes
 """
 
 KINDS: dict[str, Kind] = {"drop-stragglers": "quorum", "rennala": "collected", "elastic-bsp": "barriers"}
-"""Name of a model -> its kind. Of the others, those that average are "rounds", and all others "arrival"."""
+"""Name of a model -> its kind. Any other model is "rounds" if it averages, and "arrival" otherwise."""
 
 
 class Samples(NamedTuple):
@@ -707,12 +705,12 @@ def samples_words(models: Sequence[SyncModel], samples: Samples, option: str = "
     """
     if samples.workers < 2:
         return ""
-    told = {_kind(model): model for model in models}
+    kinds = {_kind(model): model for model in models}
     clauses = [
-        (f"{model.name}: " if len(told) > 1 else "") + _TABLE[kind](model, samples)
-        for kind, model in told.items()
+        (f"{model.name}: " if len(kinds) > 1 else "") + _CLAUSES[kind](model, samples)
+        for kind, model in kinds.items()
     ]
-    return "; ".join([*clauses, *_remedy(set(told), samples, option)])
+    return "; ".join([*clauses, *_remedy(kinds, samples, option)])
 
 
 def _kind(model: SyncModel) -> Kind:
@@ -750,22 +748,17 @@ def _collected(model: SyncModel, samples: Samples) -> str:
     return f"{count} pushes x {samples.part} = {samples.pushes(count)} {_unit(samples)} an update"
 
 
-def _with_barriers(model: SyncModel, samples: Samples) -> str:
+def _singly(samples: Samples, besides: str) -> str:
     of = f": {samples.batch}, {_divided(samples)}" if samples.joint else ""
-    return f"{samples.part} {_unit(samples, 1)} an update, and {samples.joint_batch} at a barrier{of}"
+    return f"{samples.part} {_unit(samples, 1)} an update, {besides}{of}"
 
 
-def _on_arrival(model: SyncModel, samples: Samples) -> str:
-    of = f": {samples.batch}, {_divided(samples)}" if samples.joint else ""
-    return f"{samples.part} {_unit(samples, 1)} an update, {samples.workers} under way at once{of}"
-
-
-_TABLE: dict[Kind, Callable[[SyncModel, Samples], str]] = {
+_CLAUSES: dict[Kind, Callable[[SyncModel, Samples], str]] = {
     "rounds": _in_rounds,
     "quorum": _with_quorum,
     "collected": _collected,
-    "barriers": _with_barriers,
-    "arrival": _on_arrival,
+    "barriers": lambda model, samples: _singly(samples, f"and {samples.joint_batch} at a barrier"),
+    "arrival": lambda model, samples: _singly(samples, f"{samples.workers} under way at once"),
 }
 
 
@@ -780,8 +773,8 @@ def _divided(samples: Samples) -> str:
     return f"divided over {samples.workers} workers{speeds}"
 
 
-def _remedy(kinds: set[Kind], samples: Samples, option: str) -> list[str]:
-    """Return what the script says, and how the joint batch becomes what it says."""
+def _remedy(kinds: Collection[Kind], samples: Samples, option: str) -> list[str]:
+    """Return which batch size the script says, and by which option the joint batch gets this size."""
     batch = samples.batch
     if not samples.loader:
         return ["it has distributed no loader" + f", so {option} divides nothing" * samples.asked]
@@ -793,6 +786,6 @@ def _remedy(kinds: set[Kind], samples: Samples, option: str) -> list[str]:
         refers = f"{samples.workers} x {batch} = {samples.joint_batch} samples"
         said = f"the hyper-parameters refer to {refers}, the script says {batch}"
     else:
-        return [f"the script says {batch}"] if kinds & {"quorum", "collected"} else []
+        return [f"the script says {batch}"] if "quorum" in kinds or "collected" in kinds else []
     possible = samples.divisible and batch >= samples.workers
     return [f"{said}: {option} keeps {batch}" if possible else said]

@@ -308,9 +308,7 @@ def blame(model: SyncModel, where: str, event: object, error: Exception) -> NoRe
     if isinstance(error, ProtocolError | UserCodeError) or type(model).__module__.startswith("paceline."):
         raise error
     told = user_traceback(error)
-    when = next((clause for kind, clause in EVENTS.items() if isinstance(event, kind)), str(event)).format(
-        event
-    )
+    when = EVENTS.get(type(event), str(event)).format(event)
     if told:
         # The context would show Paceline's frames, too.
         raise UserCodeError(

@@ -62,11 +62,10 @@ class PSSP(ConditionModel):
         super().__post_init__()
         require_count(self.name, "staleness", self.staleness, 0)
         require_within(self.name, "probability", self.probability, 0.0, 1.0)
-        require_draws(self.name, self.draws)
+        _require_draws(self.name, self.draws)
 
     def at_shard(self, seed: int = 0, shard: int = 0) -> ConditionMachine:
-        key = (seed,) if self.draws == "shared" else (seed, shard)
-        return self.machine(delaying(self.staleness, lambda state: self.probability, key))
+        return self.machine(_delaying(self, lambda state: self.probability, seed, shard))
 
 
 class DynamicPSSP(ConditionModel):
@@ -96,27 +95,27 @@ class DynamicPSSP(ConditionModel):
                 raise unknown_name(f"alpha of {self.name}", self.alpha, ["significance"])
         else:
             require_within(self.name, "alpha", self.alpha, 0.0, math.inf)
-        require_draws(self.name, self.draws)
+        _require_draws(self.name, self.draws)
 
     @property
     def needs_significance(self) -> bool:
         return self.alpha == "significance"
 
     def at_shard(self, seed: int = 0, shard: int = 0) -> ConditionMachine:
-        key = (seed,) if self.draws == "shared" else (seed, shard)
-
         def probability(state: PullState) -> float:
             alpha = (state.significance or 0.0) if isinstance(self.alpha, str) else self.alpha
             k = state.progress - state.v_train
             return min(1.0, alpha / (1.0 + exp(self.staleness - k)))
 
-        return self.machine(delaying(self.staleness, probability, key))
+        return self.machine(_delaying(self, probability, seed, shard))
 
 
-def delaying(
-    staleness: int, probability: Callable[[PullState], float], key: tuple[int, ...]
+def _delaying(
+    model: PSSP | DynamicPSSP, probability: Callable[[PullState], float], seed: int, shard: int
 ) -> PullCondition:
     """Return the pull condition of Table III, row PSSP: a pull with k >= s is delayed with the given probability."""
+    key = (seed,) if model.draws == "shared" else (seed, shard)
+    staleness = model.staleness
 
     def answers(state: PullState) -> bool:
         if state.progress < state.v_train + staleness:
@@ -126,7 +125,7 @@ def delaying(
     return answers
 
 
-def require_draws(model: str, draws: str) -> None:
+def _require_draws(model: str, draws: str) -> None:
     """Raise `ConfigurationError` unless `draws` is "shared" or "per-shard"."""
     if draws not in DRAWS:
         raise unknown_name(f"draws of {model}", draws, DRAWS)

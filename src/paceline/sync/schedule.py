@@ -85,8 +85,7 @@ class Schedule(msgspec.Struct, frozen=True):
 
     def require_overlap(self, overlap: str) -> None:
         """Raise `ConfigurationError` if a step cannot run with this `overlap`: "off" requires `lockstep` models."""
-        lockstep = all(model.lockstep for step in self.steps for model in step.models)
-        if overlap == "off" and (self.auto or not lockstep):
+        if overlap == "off" and (self.auto or not all(model.lockstep for model in self.models)):
             raise ConfigurationError(
                 f"overlap is 'off', which requires the sync model bsp, but the sync model is {self}. With 'off', "
                 "workers pull only after all workers have pushed."
@@ -106,20 +105,17 @@ def read_schedule(sync: str | SyncModel | Sequence[SyncModel] | Schedule) -> Sch
     """
     if isinstance(sync, Schedule):
         return sync
-    if isinstance(sync, SyncModel):
-        return Schedule((ScheduleStep((_known(sync),)),))
-    if not isinstance(sync, str):
-        if not isinstance(sync, Sequence):
-            raise ConfigurationError(
-                f"sync is {sync!r}, expected a sync model such as paceline.sync.SSP(staleness=3), a list of "
-                "models (one for each shard), or text such as 'ssp:staleness=3'."
-            )
-        if not sync:
-            raise ConfigurationError(
-                "sync is an empty sequence, expected one sync model, or one for each shard."
-            )
-        return Schedule((ScheduleStep(tuple(_known(model) for model in sync)),))
-    return _read_text(sync)
+    if isinstance(sync, str):
+        return _read_text(sync)
+    models = (sync,) if isinstance(sync, SyncModel) else sync
+    if not isinstance(models, Sequence):
+        raise ConfigurationError(
+            f"sync is {sync!r}, expected a sync model such as paceline.sync.SSP(staleness=3), a list of "
+            "models (one for each shard), or text such as 'ssp:staleness=3'."
+        )
+    if not models:
+        raise ConfigurationError("sync is an empty sequence, expected one sync model, or one for each shard.")
+    return Schedule((ScheduleStep(tuple(map(_known, models))),))
 
 
 def _read_text(sync: str) -> Schedule:

@@ -220,7 +220,7 @@ class Speculator(JobMachine):
         self._workers[event.worker] = Watched(event.iteration, None if event.pulls else event.now_ticks)
         self._yet_to_push.add(event.worker)
         if self.speculation is None:
-            self.speculation = self._fixed()
+            self.speculation = self._stated()
         return []
 
     def left(self, event: WorkerLost | WorkerFinished) -> list[AnyAction]:
@@ -256,8 +256,8 @@ class Speculator(JobMachine):
             workers[worker] = watched.iteration, watched.start_ticks, watched.last, watched.speculation, since
         return {"_push_count": None, "_workers": workers}
 
-    def _fixed(self) -> Speculation | None:
-        """Return the parameters that the model states, or None if they are tuned."""
+    def _stated(self) -> Speculation | None:
+        """Return the parameters that the model states; None if the parameters are tuned."""
         time_s, rate = self._model.abort_time_s, self._model.abort_rate
         if time_s is None or rate is None:
             return None
@@ -268,13 +268,11 @@ class Speculator(JobMachine):
         """Tune the parameters if every live worker has pushed since the last tuning."""
         if not self._adaptive or self._yet_to_push or not self._workers:
             return
-        spans = {
-            worker: watched.last for worker, watched in self._workers.items() if watched.last is not None
-        }
+        spans = {worker: each.last for worker, each in self._workers.items() if each.last is not None}
         self.speculation = tune(spans, self._pushes)
         self._yet_to_push = set(self._workers)
         # The next tuning needs only the pushes since the earliest start of an iteration that is still being computed.
-        starts = [w.start_ticks for w in self._workers.values() if w.start_ticks is not None]
+        starts = [each.start_ticks for each in self._workers.values() if each.start_ticks is not None]
         self._pushes = [push for push in self._pushes if starts and push[0] > min(starts)]
 
 

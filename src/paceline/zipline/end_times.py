@@ -21,7 +21,7 @@ Indices = NDArray[np.intp]
 
 INFINITY_BITS = np.float64(np.inf).view(np.uint64)
 BLOCK = 2**15  # number of floats in a block of 256 KiB, which fits into the cache
-SMALL = 4096  # for at most this many end times, the search does not use `gaps`
+FEW = 4096  # for at most this many end times, sorting all of them is fastest, and the search does not use `gaps`
 
 
 class EndTimes(Protocol):
@@ -67,22 +67,17 @@ class Matrix:
     def gaps(self) -> Floats:
         # In an ascending row, only a step from 0.0 to -0.0 has the sign bit set. The gap of such a rare row is
         # reported as infinite. The search then includes the row, so its result is still correct.
-        gaps: Floats = np.minimum(self._steps, INFINITY_BITS).view(np.float64)
+        gaps: Floats = np.minimum(self._gap_bits, INFINITY_BITS).view(np.float64)
         return gaps
 
     def surely_valid(self) -> bool:
-        """Return True if all rows are certainly ascending and finite. The result may be False for valid rows.
-
-        The differences computed here are stored and used again by `gaps`.
-        """
-        # If all steps are finite, all times are finite.
-        return self.lookahead > 1 and bool(self._steps.max() < INFINITY_BITS)
+        """Return True if all rows are certainly ascending and finite. The result may be False for valid rows."""
+        # If all gaps are finite, all times are finite.
+        return self.lookahead > 1 and bool(self._gap_bits.max() < INFINITY_BITS)
 
     @cached_property
-    def _steps(self) -> NDArray[np.uint64]:
-        """For each worker, the largest interval between its successive end times, as the bits of the float.
-
-        The integer is larger than INFINITY_BITS if any interval of the worker is negative, -0.0 or NaN.
+    def _gap_bits(self) -> NDArray[np.uint64]:
+        """For each worker, the bits of its largest interval; above INFINITY_BITS if one is negative, -0.0 or NaN.
 
         Read as unsigned integers, the bits of the floats from 0.0 to infinity have the same order as the floats, and
         the bits of all other floats are larger. So a single maximum yields the largest gap and also shows whether
@@ -186,21 +181,21 @@ def checked_matrix(times: ArrayLike) -> Matrix:
             f"times must have the shape (workers, end times) with at least one of each; its shape is {array.shape}"
         )
     matrix = Matrix(array)
-    if array.size <= SMALL or not matrix.surely_valid():
+    if array.size <= FEW or not matrix.surely_valid():
         _refuse_invalid(array)
     return matrix
 
 
-def _refuse_invalid(matrix: Floats) -> None:
+def _refuse_invalid(times: Floats) -> None:
     """Raise ConfigurationError if a time is not finite or a row is not ascending. The error names the worker."""
-    flat, lookahead = matrix.ravel(), matrix.shape[1]
+    flat, lookahead = times.ravel(), times.shape[1]
     finite = np.isfinite(flat)
     # If any element is False, argmin returns the index of the first one. For small arrays, it is faster than all().
     index = finite.argmin()
     if not finite[index]:
         p, i = divmod(int(index), lookahead)
         raise ConfigurationError(
-            f"every time must be finite; the time of worker {p} in column {i} is {matrix[p, i]}"
+            f"every time must be finite; the time of worker {p} in column {i} is {times[p, i]}"
         )
     # Reuse the array `finite`, whose last element remains True.
     ascending = finite
@@ -247,8 +242,8 @@ def checked_progressions(last: ArrayLike, interval: ArrayLike, lookahead: int) -
 #
 # Floats represent all integers below 2^53, and the search (see `zipline`) only adds, subtracts and compares end
 # times. It is therefore exact for small integers. To make the integers small, the earliest time is subtracted
-# from all times, and if necessary, the times are divided by their greatest common divisor. If some of them
-# are still too large, a slower search computes the result with Python's own integers.
+# from all times, and if necessary, the times are divided by their greatest common divisor. If some times are
+# still too large, a slower search computes the result with Python's own integers.
 
 EXACT = 2**53
 
@@ -330,9 +325,9 @@ def _whole(times: ArrayLike) -> list[int]:
 
 # -- The result of every method: one end time per worker -----------------------------------------------------
 #
-# This module also defines the canonical choice: once the barrier is known, each worker stops at its latest
-# end time at or before the barrier. If the worker stopped earlier, the set Z would not become narrower, and
-# the worker would wait although it could have run another iteration.
+# The canonical choice: once the barrier is known, each worker stops at its latest end time at or before the
+# barrier. If the worker stopped earlier, the set Z would not become narrower, and the worker would wait
+# although it could have run another iteration.
 
 
 @dataclass(frozen=True, eq=False)

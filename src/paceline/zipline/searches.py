@@ -1,6 +1,6 @@
 """The searches that are not ZipLine: GridScan and FullGridScan, the naive search, and two baselines.
 
-GridScan and FullGridScan are heuristics that look for end times near the end times of one worker.
+GridScan and FullGridScan are heuristics that look for end times near the end times of one worker, which is designated.
 
 For each end time e of a designated worker, the scan forms a set that contains e and, for every other worker, the end
 time nearest to e. The scan returns the narrowest of these sets. GridScan designates the worker with the earliest end
@@ -32,7 +32,7 @@ their columns is kept. Therefore, unlike the exact methods, the scans do not ret
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from itertools import product
 from math import inf
 
@@ -44,28 +44,25 @@ from .end_times import Floats, Solution, checked_times, solution_at
 
 def grid_scan(times: Floats) -> Solution:
     """Run Algorithm 1 on an (n, R) matrix. The row with the earliest end time is designated."""
-    return _scan(times, [int(times[:, 0].argmin())])
+    return _narrowest_near(times, [int(times[:, 0].argmin())])
 
 
 def full_grid_scan(times: Floats) -> Solution:
     """Run Algorithm 1 on an (n, R) matrix, but designate every row in turn, instead of the row chosen in line 4."""
-    return _scan(times, range(len(times)))
+    return _narrowest_near(times, range(len(times)))
 
 
-def _scan(times: Floats, designated: Iterable[int]) -> Solution:
-    workers = np.arange(len(times))
-    best = Solution(inf, inf, workers, 0)
-    candidates = 0
+def _narrowest_near(times: Floats, designated: Sequence[int]) -> Solution:
+    workers, candidates = np.arange(len(times)), len(designated) * times.shape[1]
+    best = Solution(inf, inf, workers, candidates)
     for p in designated:
         for i, e in enumerate(times[p]):
             picks = np.abs(times - e).argmin(axis=1)
             picks[p] = i
             z = times[workers, picks]
-            wait, barrier = float(z.max() - z.min()), float(z.max())
-            candidates += 1
-            if wait < best.wait:
-                best = Solution(wait, barrier, picks, 0)
-    return Solution(best.wait, best.barrier, best.picks, candidates)
+            if (wait := float(z.max() - z.min())) < best.wait:
+                best = Solution(wait, float(z.max()), picks, candidates)
+    return best
 
 
 # -- Naive search of all possible sets of end times ----------------------------------------------------------

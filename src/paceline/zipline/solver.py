@@ -10,8 +10,8 @@ from collections.abc import Callable
 from numpy.typing import ArrayLike
 
 from ..errors import unknown_name
-from . import zipline as sweep
 from .end_times import (
+    FEW,
     EndTimes,
     Floats,
     Matrix,
@@ -22,11 +22,11 @@ from .end_times import (
     whole_times,
 )
 from .searches import full_grid_scan, grid_scan, naive
-from .zipline import zipline, zipline_opt, zipline_opt_bs
+from .zipline import narrowest_window, zipline, zipline_opt, zipline_opt_bs
 
 
 def _auto(times: EndTimes) -> Solution:
-    window = sweep.narrowest_window(times)
+    window = narrowest_window(times)
     return Solution(window.wait, window.barrier, times.picks(window.barrier), window.candidates)
 
 
@@ -69,6 +69,7 @@ def solve(times: ArrayLike, method: str = "auto") -> Solution:
     if method not in METHODS:
         raise unknown_name("ZipLine method", method, METHODS)
     matrix = checked_matrix(times)
+    # With "auto", the search uses again what the check of this matrix has computed.
     return _auto(matrix) if method == "auto" else METHODS[method](matrix.times)
 
 
@@ -98,16 +99,16 @@ def solve_periodic(last: ArrayLike, interval: ArrayLike, lookahead: int) -> Solu
     if whole is None:
         return _periodic(checked_progressions(last, interval, lookahead))
     times = checked_progressions(whole.base, whole.interval, lookahead)
-    if whole.fit(lookahead):
-        return whole.restored(_periodic(times))
-    whole = whole.reduced()
-    if whole.fit(lookahead):
-        return whole.restored(_periodic(checked_progressions(whole.base, whole.interval, lookahead)))
-    return whole.restored(whole.search(lookahead))
+    if not whole.fit(lookahead):
+        whole = whole.reduced()
+        if not whole.fit(lookahead):
+            return whole.restored(whole.search(lookahead))
+        times = checked_progressions(whole.base, whole.interval, lookahead)
+    return whole.restored(_periodic(times))
 
 
 def _periodic(times: Progressions) -> Solution:
     # If there are few end times, it is faster to build the whole matrix.
-    if len(times.base) * times.lookahead <= sweep.FEW:
+    if len(times.base) * times.lookahead <= FEW:
         return _auto(Matrix(times.rows(slice(None))))
     return _auto(times)

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .end_times import EndTimes, Floats, Indices, Solution, checked_times, solution_at
+from .end_times import FEW, EndTimes, Floats, Indices, Solution, checked_times, solution_at
 
 
 def timeline(times: Floats) -> list[tuple[float, int, int]]:
@@ -65,18 +65,15 @@ def _candidates(times: Floats) -> Iterator[tuple[float, float]]:
 # Z is a list in the order of the timeline, so its first element is min(Z) and its last element is max(Z).
 # When a new end time replaces the previous one of the same worker, there are two cases:
 #
-# 1. The previous end time was the first element of Z. Then min(Z) may have increased, so the new Z is
-# evaluated. 2. Otherwise min(Z) is unchanged and max(Z) does not decrease, so the new Z is not narrower
-# (Theorem 3) and is
-#    skipped.
+# 1. The previous end time was the first element of Z. Then min(Z) may have increased, so the new Z is evaluated.
+# 2. Otherwise, min(Z) is unchanged and max(Z) does not decrease. The new Z is not narrower (Theorem 3), so it
+#    is skipped.
 #
-# The two methods differ in how they find the previous end time in Z. ZipLineOpt scans Z in O(n) time.
-# ZipLineOptBS reads the previous end time from the matrix and finds it in Z by binary search in O(log n)
-# time.
+# ZipLineOpt finds the previous end time by scanning Z in O(n) time. ZipLineOptBS reads the previous end time
+# from the matrix, and finds its place in Z by binary search in O(log n) time.
 #
 # Source: Zhao et al., ElasticBSP (2021), sections 5.3.1 and 5.3.2. Deviation: Z is sorted by (end time,
-# worker, column). All three numbers are known for the previous end time, so it is found even if several end
-# times are equal.
+# worker, column). These three numbers identify the previous end time, even if several end times are equal.
 
 Element = tuple[float, int, int]  # end time, worker, column
 
@@ -161,10 +158,7 @@ def _scan(times: Floats, position: Callable[[list[Element], int, int], int]) -> 
 # ZipLine (Theorem 2). The search itself is not from the paper, whose methods maintain a complete set Z at
 # every step.
 
-# If there are at most this many end times, sorting all of them is fastest.
-FEW = 4096
-# Mean number of end times per bucket. Smaller buckets slow down the running maximum, larger ones the final
-# sort.
+# Mean number of end times per bucket. Smaller buckets slow down the running maximum, larger ones the final sort.
 PER_BUCKET = 6
 
 
@@ -186,46 +180,45 @@ def narrowest_window(times: EndTimes) -> Window:
     """Return the narrowest window that contains an end time of every worker."""
     first = times.first
     n, size = len(first), len(first) * times.lookahead
-    every_first = first.max()
+    first_barrier = first.max()
     if size <= FEW:
-        return _sort_all(times.rows(slice(None)), every_first)
-    # One window contains the first end times of all workers. If even this window is narrower than a bucket, no bucket
-    # can be excluded.
-    first_width = every_first - first.min()
+        return _sort_all(times.rows(slice(None)), first_barrier)
+    # If even the window of all first end times is narrower than a bucket, no bucket can be excluded.
+    first_width = first_barrier - first.min()
     if first_width * size < (times.last.min() - first.min()) * PER_BUCKET:
-        return _sort_all(times.rows(slice(None)), every_first)
+        return _sort_all(times.rows(slice(None)), first_barrier)
     gaps = times.gaps()
-    # Workers with a gap below the width of this window can be left out. If these are few, search all workers at once:
-    # the narrowest window has at most this width, so it excludes even fewer workers.
+    # Only workers with a gap below the width of the narrowest window can be left out. This window is at most as wide as
+    # the first one. So if few gaps are below that width, search all workers at once.
     if np.count_nonzero(gaps >= first_width) > n // 2:
-        return _sort_promising(times, np.arange(n), every_first)
+        return _sort_promising(times, np.arange(n), first_barrier)
     part = max(1, n // 3)
     slowest = gaps.argpartition(n - part)[n - part :]
-    window = _sort_promising(times, slowest, every_first)
+    window = _sort_promising(times, slowest, first_barrier)
     deciding = np.flatnonzero(gaps >= window.wait)
     if len(deciding) <= part:
         return window
-    return _sort_promising(times, deciding, every_first)
+    return _sort_promising(times, deciding, first_barrier)
 
 
-def _sort_all(rows: Floats, every_first: np.float64) -> Window:
+def _sort_all(rows: Floats, first_barrier: np.float64) -> Window:
     """Return the narrowest window of the workers with the given rows, by sorting all of their end times."""
     start = rows.ravel()
     following = np.empty_like(start)
     following[:-1] = start[1:]
     following[rows.shape[1] - 1 :: rows.shape[1]] = np.inf
     order = start.argsort()
-    return _narrowest(start[order], following[order], every_first)
+    return _narrowest(start[order], following[order], first_barrier)
 
 
-def _sort_promising(times: EndTimes, workers: Indices, every_first: np.float64) -> Window:
+def _sort_promising(times: EndTimes, workers: Indices, first_barrier: np.float64) -> Window:
     """Return the narrowest window of the given workers, by sorting only the end times in promising buckets.
 
     The worker whose last end time is the earliest is always added to the given workers.
     """
-    first_to_run_out = times.last.argmin()
-    last_start = times.last[first_to_run_out]
-    rows = times.rows(np.append(workers, first_to_run_out))
+    ends_first = times.last.argmin()
+    last_start = times.last[ends_first]
+    rows = times.rows(np.append(workers, ends_first))
     start = rows.ravel()
     # No window starts after `last_start`, so all later end times go into the last bucket.
     offset = np.minimum(start, last_start)
@@ -242,14 +235,14 @@ def _sort_promising(times: EndTimes, workers: Indices, every_first: np.float64) 
     # The element after a worker's last end time belongs to another worker. The result is still correct: each worker's
     # last end time is in the last bucket, whose successors are not used.
     np.maximum.at(successor, bucket[:-1], start[1:])
-    reached = np.empty(count)
-    reached[0] = every_first
-    reached[1:] = successor[:-1]
-    np.maximum.accumulate(reached, out=reached)
-    known = reached - earliest
+    least_end = np.empty(count)
+    least_end[0] = first_barrier
+    least_end[1:] = successor[:-1]
+    np.maximum.accumulate(least_end, out=least_end)
+    known = least_end - earliest
     known[earliest == np.inf] = np.inf
     best = known.argmin()
-    bound = reached - latest
+    bound = least_end - latest
     # Of equally narrow windows, the earliest is chosen. So a later bucket is promising only if it may contain a
     # narrower window; for an earlier bucket, an equally narrow window suffices.
     promising = bound < known[best]
@@ -257,29 +250,29 @@ def _sort_promising(times: EndTimes, workers: Indices, every_first: np.float64) 
     # Exclude end times after `last_start`: the last bucket may contain many of them.
     found = np.flatnonzero(promising[bucket] & (start <= last_start))
     if 2 * len(found) > start.size:
-        return _sort_all(rows, every_first)
+        return _sort_all(rows, first_barrier)
     order = found[start[found].argsort()]
     following = start.take(order + 1, mode="clip")
     following[order % times.lookahead == times.lookahead - 1] = np.inf
-    return _narrowest(start[order], following, reached[bucket[order]])
+    return _narrowest(start[order], following, least_end[bucket[order]])
 
 
-def _narrowest(start: Floats, following: Floats, reached: np.float64 | Floats) -> Window:
+def _narrowest(start: Floats, following: Floats, least_end: np.float64 | Floats) -> Window:
     """Return the narrowest of the windows that begin at the `start` times, which are ascending.
 
     Args:
         start: start times of the windows.
         following: for each start time, the next end time of the same worker; inf if there is none.
-        reached: lower bound on the end of each window, or one bound for all windows. It accounts for the end times
+        least_end: lower bound on the end of each window, or one bound for all windows. It accounts for the end times
             that are not in `start`.
     """
     end = np.empty_like(start)
     end[1:] = following[:-1]
-    if isinstance(reached, np.ndarray):
+    if isinstance(least_end, np.ndarray):
         end[0] = -np.inf
-        np.maximum(end, reached, out=end)
+        np.maximum(end, least_end, out=end)
     else:
-        end[0] = reached
+        end[0] = least_end
     np.maximum.accumulate(end, out=end)
     # If there are several minima, argmin returns the first one, which has the earliest barrier: `end` is ascending.
     best = (end - start).argmin()
