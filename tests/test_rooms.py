@@ -181,12 +181,12 @@ def test_benchmarks_import_only_the_quoted_numbers_from_reproductions() -> None:
 
 MOST = Structure(
     modules=218,
-    nodes=319_730,
+    nodes=319_268,
     names_over_borders=4_003,
     edges=1_573,
     with_one_importer=35,
     private_imports=0,
-    defined_twice=30,
+    defined_twice=29,
 )
 """What the package may have at most. Lower a limit when a change lowers the measure. To raise one needs a reason."""
 

@@ -237,7 +237,7 @@ class Items(msgspec.Struct, frozen=True):
         return "[" + ", ".join(map(repr, items)) + "]"
 
 
-class Whole:
+class Unhashable:
     """A frozen struct that has no hash, because it contains a list or a dict, which nobody changes."""
 
     __slots__ = ("struct",)
@@ -246,7 +246,7 @@ class Whole:
         self.struct = struct
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Whole) and self.struct == other.struct
+        return isinstance(other, Unhashable) and self.struct == other.struct
 
     def __hash__(self) -> int:
         return hash(type(self.struct))
@@ -260,7 +260,7 @@ def _hashable(struct: msgspec.Struct) -> Hashable:
     try:
         hash(struct)
     except TypeError:
-        return Whole(struct)
+        return Unhashable(struct)
     return struct
 
 
@@ -351,7 +351,7 @@ class _Restorer:
             return self._items(value, present, maker)
         if isinstance(value, Again):
             return self._parts[value.number]
-        if isinstance(value, Whole):
+        if isinstance(value, Unhashable):
             return value.struct
         if isinstance(value, tuple):
             return tuple.__new__(type(value), map(self._value, value))
@@ -420,7 +420,7 @@ class Outlook:
         self._met[id(thing)] = len(self._met)
         if (known := self._compared.get(kind)) is None:
             known = self._compared[kind] = {*own_names(thing)}, self._fields(thing)
-        met, compared = known
+        names, compared = known
         views = getattr(thing, "outlook", None)
         shown: Mapping[str, object] = views(self._most_workers) if views is not None else {}
         found = [
@@ -429,11 +429,9 @@ class Outlook:
             else self._value(shown[name] if name in shown else getattr(thing, name, None))
             for name, fixed in compared
         ]
-        if not getattr(thing, "__dict__", {}).keys() <= met:  # the class of a user may have defaults
-            late = [field for field in self._fields(thing) if field[0] not in met]
-            found.append(
-                frozenset((name, self._value(getattr(thing, name))) for name, fixed in late if not fixed)
-            )
+        if not getattr(thing, "__dict__", {}).keys() <= names:  # the class of a user may have defaults
+            late = [name for name, fixed in self._fields(thing) if not fixed and name not in names]
+            found.append(frozenset((name, self._value(getattr(thing, name))) for name in late))
         return kind, *found
 
     def _fields(self, thing: object) -> list[tuple[str, bool]]:

@@ -1,4 +1,4 @@
-"""Words for figures, and texts that are shortened between words."""
+"""How users read numbers, lists of workers, sentences in a terminal, and the names and colors of runs."""
 
 from __future__ import annotations
 

@@ -55,20 +55,7 @@ class Job:
             assert isinstance(message, DataRequested)
             self.requests += 1
             grant = self.ledger.request(
-                life.index,
-                message.loader,
-                message.name,
-                message.epoch,
-                message.order,
-                drawn=message.drawn,
-                committed=message.committed,
-                now_s=self.now_s,
-                live=self.lives.keys(),
-                lockstep=self.lockstep,
-                end=message.end,
-                times=message.times,
-                least=message.least,
-                step=message.step,
+                life.index, message, now_s=self.now_s, live=self.lives.keys(), lockstep=self.lockstep
             )
             life.feed.handle(DataGranted(0, message.epoch, grant.leases, grant.last))
             self.ledger.validate()
@@ -475,40 +462,19 @@ def test_an_earlier_epoch_is_refused() -> None:
 )
 def test_a_request_that_contradicts_an_earlier_one_is_refused(second: dict[str, Any], message: str) -> None:
     ledger = DataLedger()
-    request: dict[str, Any] = {
-        "worker": 0,
-        "loader": 0,
-        "name": "a",
-        "epoch": 0,
-        "order": DataOrder(100, 2, False, "dynamic", ""),
-        "drawn": 2,
-        "committed": 2,
-        "now_s": 0.0,
-        "live": {0},
-        "lockstep": False,
-    }
-    ledger.request(**request)
+    request = DataRequested(0, "a", 0, DataOrder(100, 2, False, "dynamic", ""), drawn=2, committed=2)
+    ledger.request(0, request, now_s=0.0, live={0}, lockstep=False)
     counts = ledger.counts()
     with pytest.raises(ProtocolError, match=message):
-        ledger.request(**(request | second))
+        ledger.request(0, msgspec.structs.replace(request, **second), now_s=0.0, live={0}, lockstep=False)
     assert ledger.counts() == counts
 
 
 def test_a_refused_request_opens_no_account() -> None:
     ledger = DataLedger()
+    request = DataRequested(0, "a", 0, DataOrder(100, 2, False, "dynamic", ""), drawn=1, committed=2)
     with pytest.raises(ProtocolError, match="no more than it has drawn"):
-        ledger.request(
-            0,
-            0,
-            "a",
-            0,
-            DataOrder(100, 2, False, "dynamic", ""),
-            drawn=1,
-            committed=2,
-            now_s=0.0,
-            live={0},
-            lockstep=False,
-        )
+        ledger.request(0, request, now_s=0.0, live={0}, lockstep=False)
     assert ledger.counts() == {}
     assert not ledger.has_leases(0)
 

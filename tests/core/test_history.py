@@ -25,8 +25,8 @@ def note(history: History, value: float, samples: int, **changes: Any) -> bool:
         "updates": samples // 10,
     }
     given |= changes
-    name, kind, weight = given.pop("name"), given.pop("kind"), given.pop("weight")
-    return history.note(name, kind, value, weight, time_s=samples / 100, samples=samples, **given)
+    called = {name: given.pop(name) for name in ("name", "kind", "source") if name in given}
+    return history.note(**called, point=MetricPoint(samples / 100, samples, value=value, **given))
 
 
 def only(history: History) -> Metric:

@@ -21,17 +21,5 @@ def granted(ledger: DataLedger, worker: int, workers: int, request: Request) -> 
     assert isinstance(request, Send)
     message = request.message
     assert isinstance(message, DataRequested)
-    grant = ledger.request(
-        worker,
-        message.loader,
-        message.name,
-        message.epoch,
-        message.order,
-        drawn=message.drawn,
-        committed=message.committed,
-        now_s=0.0,
-        live=set(range(workers)),
-        lockstep=True,
-        end=message.end,
-    )
+    grant = ledger.request(worker, message, now_s=0.0, live=set(range(workers)), lockstep=True)
     return DataGranted(message.loader, message.epoch, grant.leases, grant.last)

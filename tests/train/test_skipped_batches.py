@@ -16,7 +16,7 @@ from paceline.core.data_ledger import DataLedger
 from paceline.core.lease import MOST_BATCHES, DataOrder, Drawn, DrawnBatch, PackedPushed, positions
 from paceline.core.loader_ledger import PositionCounts
 from paceline.core.members import WorkerLoss
-from paceline.core.messages import PushesReported
+from paceline.core.messages import DataRequested, PushesReported
 from paceline.trace.measures import measure
 
 if TYPE_CHECKING:
@@ -401,9 +401,8 @@ def test_skipped_samples_of_a_worker_that_leaves_are_left_out(
     order = DataOrder(100, 10, False, "dynamic", "")
     leased = 0
     for drawn in range(4):
-        grant = ledger.request(
-            0, 0, "loader", 0, order, drawn=drawn, committed=0, now_s=float(drawn), live={0}, lockstep=False
-        )
+        request = DataRequested(0, "loader", 0, order, drawn, committed=0)
+        grant = ledger.request(0, request, now_s=float(drawn), live={0}, lockstep=False)
         leased += positions(grant.leases)
     assert leased >= 40
     ledger.leave(0, [(least, most)], {0}, early=True)
@@ -417,9 +416,8 @@ def test_the_coordinator_learns_from_requests_for_data_what_was_skipped() -> Non
     order = DataOrder(100, 10, False, "dynamic", "")
 
     def request(drawn: int, committed: PackedPushed) -> PositionCounts:
-        ledger.request(
-            0, 0, "loader", 0, order, drawn=drawn, committed=committed, now_s=0.0, live={0}, lockstep=False
-        )
+        message = DataRequested(0, "loader", 0, order, drawn, committed)
+        ledger.request(0, message, now_s=0.0, live={0}, lockstep=False)
         ledger.validate()
         return ledger.counts()["loader"]
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from paceline.core.liveness import FORGET_S, LinkCounters, LinkTraffic, TrafficMeter
+from paceline.core.liveness import FORGET_S, Direction, LinkTraffic, TrafficMeter
 from paceline.core.messages import Message, first_phase
 from paceline.wire.preface import COORDINATOR, Preface, Traffic, sending_of, traffic_of
 from paceline.wire.secure import SecureSocket, contexts, new_secret
@@ -17,7 +17,7 @@ from paceline.wire.stream import Stream
 from paceline.wire.transports import TCP, connect
 from tests.support.live import await_that
 
-THERE, BACK = LinkCounters("a", "b"), LinkCounters("b", "a")
+THERE, BACK = Direction("a", "b"), Direction("b", "a")
 
 
 @pytest.fixture

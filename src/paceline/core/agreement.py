@@ -1,8 +1,8 @@
-"""Finds workers that train with different hyper-parameters at the same point of training, without I/O.
+"""What the coordinator watches in order to warn the user: different hyper-parameters, equal gradients, divergence.
 
 Hyper-parameters travel with each push, so nothing fails if the workers' schedulers disagree: each update is made with
 those of one worker. A correct schedule is a function of the progress of training. So the workers report their
-hyper-parameters at a few marks, and those with the same mark are compared. What a mark is depends on what the
+hyper-parameters at a few marks, and reports with the same mark are compared. What a mark is depends on what the
 schedule follows:
 
     schedule    a number of steps of a prepared schedule that follows the job
@@ -249,7 +249,7 @@ def _report(workers: list[int], iterations: int) -> str:
     )
 
 
-# -- What the coordinator watches in order to warn the user: gradients, hyper-parameters, and divergence -----
+# -- All observers together ----------------------------------------------------------------------------------
 #
 # Nothing here changes which worker waits. The guard may end the run or have a worker taken out (see `guard`).
 

@@ -128,11 +128,12 @@ class Auto:
         self._allowed = allowed
         self._stale = stale
         self._clips = False
+        # worker -> the number of samples and the seconds of its latest cycles, and of its latest computations
         self._cycles: dict[int, deque[tuple[int, float]]] = {}
         self._computed: dict[int, deque[tuple[int, float]]] = {}
         self._order: DataOrder | None = None
         self._epoch = 0
-        self._per_push = (0, 0)  # numbers of pushes and of batches so far
+        self._made = (0, 0)  # numbers of pushes and of batches so far
         self._latest: _Point | None = None
         self._since: _Point | None = None  # the first point in this epoch
         self._begun_at = 0  # applied until this epoch
@@ -143,9 +144,8 @@ class Auto:
         self._ratios: dict[str, float] = {}  # model -> measured speed, divided by the simulated one
         self._barred: dict[str, float] = {}  # model -> epoch from which it may be tried again
         self._losses: list[float] = []  # of this epoch
-        self._norms: dict[
-            int, list[float]
-        ] = {}  # number of updates -> norms of the gradients on these weights
+        # number of updates -> norms of the gradients on these weights
+        self._norms: dict[int, list[float]] = {}
         self._loss: tuple[float, float] | None = None  # mean and squared standard error of the last epoch
 
     @property
@@ -181,7 +181,7 @@ class Auto:
             self._cycles.setdefault(worker, deque(maxlen=WINDOW)).extend(cycles)
         self._cycles = {worker: cycles for worker, cycles in self._cycles.items() if worker in live}
         self._clips = self._clips or message.clips
-        self._per_push = message.pushes, message.batches
+        self._made = message.pushes, message.batches
         applied = message.samples if self.has_epochs else message.pushes
         self._latest = _Point(applied, message.now_s)
         self._since = self._since or self._latest
@@ -200,7 +200,7 @@ class Auto:
         self._computed.setdefault(worker, deque(maxlen=WINDOW)).extend(times)
 
     def is_next(self, loader: str, epoch: int, counts: Mapping[str, PositionCounts]) -> bool:
-        """Handle a worker that begins an epoch. Return True if it is the first one, of the loader that matters.
+        """Handle a worker that begins an epoch. Return True if it is the first worker, and the loader is the most used.
 
         Args:
             loader: name of the loader.
@@ -211,7 +211,7 @@ class Auto:
             return False
         self._begun[loader] = epoch
         used = {name: each.used for name, each in counts.items()}
-        return all(count <= used.get(loader, 0) for count in used.values())
+        return max(used.values(), default=0) <= used.get(loader, 0)
 
     def hear(self, seen: Observation) -> None:
         """Take what a worker has seen of one of its pushes."""
@@ -243,19 +243,19 @@ class Auto:
         return same and abs(speed - self._simulated_speed) <= STEADY * self._simulated_speed
 
     def _situation(self, workers: int) -> Situation:
-        pushes, batches = self._per_push
+        pushes, batches = self._made
         order = self._order
         sizes = [samples for cycles in self._cycles.values() for samples, _ in cycles if samples > 0]
         usual = max(1, round(fmean(sizes))) if sizes else 1
         if order is not None:  # the script may accumulate the gradients of several batches
             share = order.batch / workers if order.joint else order.batch
             usual = order.batch * max(1, round(usual / share))
-        known = order is not None and order.size is not None and order.size >= workers
+        size = order.size if order is not None else None
         return Situation(
             syncs=self._candidates(workers),
             cycles=tuple(tuple(self._cycles[worker]) for worker in sorted(self._cycles)),
             computed=tuple(tuple(self._computed.get(worker, ())) for worker in sorted(self._cycles)),
-            samples=order.size if known and order is not None else None,
+            samples=size if size is not None and size >= workers else None,
             batch_size=usual,
             balanced=order is not None and order.balanced,
             split=order.split if order is not None else "auto",

@@ -276,12 +276,9 @@ class BatchSizes:
 
     def _times(self, workers: Collection[int]) -> list[BatchTime]:
         """Return the estimated time of each worker; [] if too little is known about some of them."""
-        observed = [self._observed.get(worker) for worker in workers]
-        return (
-            [known.estimate() for known in observed if known is not None and known.count >= LEAST_SEEN]
-            if all(known is not None and known.count >= LEAST_SEEN for known in observed)
-            else []
-        )
+        observed = filter(None, map(self._observed.get, workers))
+        known = [each for each in observed if each.count >= LEAST_SEEN]
+        return [each.estimate() for each in known] if len(known) == len(workers) else []
 
 
 @stateful()
@@ -406,7 +403,7 @@ def _relative_spread(values: Sequence[float], center: float) -> float:
 #
 # The number of batches follows the worker's speed and shrinks toward the end of the epoch (*weighted
 # factoring*), so that all workers end the epoch at about the same time. If the order is balanced, the sizes
-# of the batches follow the workers' speeds as well (see `paceline.core.batch_sizes`).
+# of the batches follow the workers' speeds as well (see `BatchSizes`).
 
 LEASE_S = 0.25  # maximum time for which a lease of several batches lasts
 MOST_ROUNDS = 4  # maximum number of rounds of a balanced, static split that are dealt at a time

@@ -147,7 +147,7 @@ class Coordinator:
     Args:
         schedule: the sync models of the job, and when they change.
         workers: number of workers.
-        servers: number of servers. See `placement.round_robin`.
+        servers: number of servers. See `layout.round_robin`.
         shards: number of shards.
         slicing: how the parameters are sliced: "even" or "by-parameter".
         overlap: False if no worker may pull until all workers have pushed to all shards.
@@ -164,10 +164,10 @@ class Coordinator:
             this machine, or "" if the run can start.
         recorder: receives each event for the sync model, and the resulting actions; None to record nothing.
         relaxes: False if `auto` chooses no model with stale gradients, because hyper-parameters are not translated.
-        ticks_per_s: number of ticks per second (see `paceline.sync.events`).
-        guard: judges what the workers report of their pushes. Default: one that says only what is always said.
-        resumed: the cut with which the run begins; None to begin with the initial weights of a worker. The servers'
-            hosts then have the weights of the cut.
+        ticks_per_s: number of ticks per second (see `paceline.sync.ticks`).
+        guard: judges what the workers report of their pushes. Default: a guard in the mode "off".
+        resumed: the cut with which the run begins, and whose weights the hosts of the servers have; None to begin with
+            the initial weights of a worker.
         cuts: the highest number that earlier runs have used for a cut, as far as known. No cut has such a number.
 
     Attributes:
@@ -261,7 +261,7 @@ class Coordinator:
         self._first = notation(schedule.first)
         self._sync = JobSync(self._first, seed, ticks_per_s)
         self.reconfigurations = Reconfigurations(self.placement, self._sync)
-        self.reconfigurations.cuts = max(cuts, 0 if resumed is None else resumed.number)
+        self.reconfigurations.cuts = max(cuts, self._resumes)
         self._seed = seed
         self._ticks_per_s = ticks_per_s
         self._connected: set[int] = set()  # workers
@@ -671,9 +671,9 @@ class Coordinator:
         self.model, self.slices, self.initializer = model, slices, initializer
         self._lacking = lacking
         self.samples = self._samples_of(initializer, len(models))
-        servers = sorted(self.servers.addresses)
         self.addresses = tuple(self.servers.addresses[server] for server in self.placement.server_of)
         states = () if self.resumed is None else self.resumed.states_of(self._shards)
+        incarnations = self.members.incarnations
         requests: list[Request] = [
             Send(
                 server_peer(server),
@@ -684,19 +684,13 @@ class Coordinator:
                     tuple(models),
                     initializer,
                     self._registered[initializer].samples,
-                    tuple(
-                        (worker, self.members.incarnations[worker])
-                        for worker in models
-                        if worker in self.members.incarnations
-                    ),
+                    tuple((worker, incarnations[worker]) for worker in models if worker in incarnations),
                     self.auto is not None,
-                    tuple(states[bounds.index] for bounds in self.placement.held_by(server, slices))
-                    if states
-                    else (),
+                    self.placement.held_by(server, states) if states else (),
                     lacking,
                 ),
             )
-            for server in servers
+            for server in sorted(self.servers.addresses)
         ]
         self.main.begin({worker: self._registered[worker].directory for worker in models})
         for worker in models:
@@ -720,14 +714,13 @@ class Coordinator:
 
     def _start(self) -> list[Request]:
         assert self.model is not None
-        resumed = self._resumes
         started = Started(
             self.slices,
             self.addresses,
             self.initializer if self.awaits_initial_weights else -1,
             main_worker=self.main.worker,
             digests=self.model.digests,
-            resumed=resumed,
+            resumed=self._resumes,
             directory=self.main.directory,
         )
         factor = self.oversight.guard.factor
@@ -914,25 +907,23 @@ class Coordinator:
         worker = joined.worker
         event = WorkerJoined.of(joined, now_ticks, worker, pulls=True)
         sync = self._sync.sync
-        # The index of the initializer may have been used again, so nobody is named.
         became_main = self.main.joined(worker)
-        main = self.main.worker
         assert self.model is not None
         started = Started(
             self.slices,
             self.addresses,
-            -1,
+            -1,  # the index of the initializer may have been used again, so nobody is named
             joined.iteration,
             sync,
             self.reconfigurations.extensions,
-            main,
+            self.main.worker,
             self.model.digests,
             directory=self.main.directory,
         )
-        stopped = [Send(worker_peer(worker), TrainingStopped(loop)) for loop in sorted(self.loops.stopped)]
+        told = [started, *map(TrainingStopped, sorted(self.loops.stopped))]
         if self.collectives.uneven:
-            stopped.append(Send(worker_peer(worker), StandInAllowed()))
-        requests = [Send(worker_peer(worker), started), *stopped, *self._add(event)]
+            told.append(StandInAllowed())
+        requests = [*(Send(worker_peer(worker), each) for each in told), *self._add(event)]
         if not self._overlap:
             self._turns.joined(worker)
         if self.collectives.waiting:  # for this worker, which may need their pushes until it makes the call
@@ -1043,19 +1034,10 @@ class Coordinator:
         try:
             grant = self.data.request(
                 worker,
-                message.loader,
-                message.name,
-                message.epoch,
-                message.order,
-                drawn=message.drawn,
-                committed=message.committed,
+                message,
                 now_s=now_ticks / self._ticks_per_s,
                 live=self.members.live | {worker},
                 lockstep=lockstep,
-                end=message.end,
-                times=message.times,
-                least=message.least,
-                step=message.step,
             )
         except ConfigurationError as error:
             return self._refuse([worker], str(error), f"worker {worker}")

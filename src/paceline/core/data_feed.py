@@ -2,7 +2,7 @@
 
 A batch is *taken* when the sampler of the loader receives it, *drawn* when the loader passes it to the script, and
 *committed* when a push that follows has been answered by every shard. A loader with worker processes takes batches
-long before they are drawn. `core/lease.py` decides which of the drawn batches belong to a push.
+long before they are drawn. `lease.Drawn` decides which of the drawn batches belong to a push.
 
 A script may iterate over its loader on a thread of its own. So one thread may take batches while another one draws,
 pushes or receives leases. Each of these operations has its own fields, except for the queue of leases: `take` removes
@@ -233,7 +233,7 @@ class DataFeed:
         for loader in self._loaders:
             loader.push(busy_s if loader is feed else None, accumulated=accumulated)
         self.pushed = tuple(loader.drawn.pushed.packed for loader in self._loaders)
-        return feed.request() if feed is not None and feed.is_empty else []
+        return feed.request() if feed is not None and feed.needs_more else []
 
     def answered(self) -> None:
         """Record that every shard has answered the last push."""
@@ -308,7 +308,7 @@ class _LoaderFeed:
         return bool(self._leases)
 
     @property
-    def is_empty(self) -> bool:
+    def needs_more(self) -> bool:
         return not self.has_batches and not self._last
 
     @property
@@ -334,9 +334,7 @@ class _LoaderFeed:
     def push(self, busy_s: float | None, *, accumulated: bool) -> None:
         batches = self._unpushed  # more than one if the script accumulates gradients
         if self.drawn.push(accumulated=accumulated):
-            busy_s = (
-                None  # the time of an iteration with a skipped batch does not tell how long a batch takes
-            )
+            busy_s = None  # with a skipped batch, the time does not tell how long a batch takes
         if busy_s is not None and self._unpushed_positions and self._order.balanced:
             self._times.append((max(1, round(self._unpushed_positions / batches)), busy_s / batches))
         self._unpushed = self._unpushed_positions = 0

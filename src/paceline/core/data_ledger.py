@@ -14,7 +14,15 @@ from .epoch_split import Grant
 from .job_cut import LoaderCut, LoopCut
 from .lease import DataOrder, PackedPushed, Pushed
 from .loader_ledger import LoaderLedger, PositionCounts
-from .messages import EpochReached, LoopEntered, LoopLimits, LoopPosition, StatesDecided, TrainingStopped
+from .messages import (
+    DataRequested,
+    EpochReached,
+    LoopEntered,
+    LoopLimits,
+    LoopPosition,
+    StatesDecided,
+    TrainingStopped,
+)
 from .requests import Request, Send, worker_peer
 
 
@@ -26,8 +34,8 @@ class DataLedger:
         loaders: where to begin, if the run resumes another one.
 
     Attributes:
-        keeps: True to settle nothing that workers request data after, so that it is known until later what they have.
-            A later request settles it as well. May be set.
+        keeps: True to settle nothing when a worker requests data, so that it stays known what each worker has. A later
+            request settles the same. May be set.
     """
 
     def __init__(self, loaders: Sequence[LoaderCut] = ()) -> None:
@@ -37,60 +45,37 @@ class DataLedger:
         self._names: dict[int, dict[int, str]] = {}
 
     def request(
-        self,
-        worker: int,
-        loader: int,
-        name: str,
-        epoch: int,
-        order: DataOrder,
-        *,
-        drawn: int,
-        committed: PackedPushed,
-        now_s: float,
-        live: Set[int],
-        lockstep: bool,
-        end: tuple[int, int] | None = None,
-        times: Sequence[tuple[int, float]] = (),
-        least: int = 1,
-        step: int = 1,
+        self, worker: int, message: DataRequested, *, now_s: float, live: Set[int], lockstep: bool
     ) -> Grant:
         """Hand out data to a worker that has none left, or that begins an epoch.
 
         Args:
             worker: index of the worker.
-            loader: the worker's own number for the loader.
-            name: name of the loader, which is the same in all workers.
-            epoch: number of the epoch, counted from 0 for each loader.
-            order: the order of the epoch.
-            drawn: number of batches of this loader that the worker has passed to its script since it joined.
-            committed: what the worker had drawn before its last push that every shard has received. See `Pushed`.
+            message: what the worker says of its data.
             now_s: current time in seconds.
             live: the workers that take part in the job.
             lockstep: True if the sync model in force keeps all workers in lockstep.
-            end: an epoch and the size of its order, if it was not known in advance and the worker has found the end.
-            times: the number of positions in each of the worker's latest iterations, and its time in seconds.
-            least: minimum size of the worker's batches if the order is balanced.
-            step: number of which the sizes of the worker's batches are multiples if the order is balanced.
 
         Raises:
             ConfigurationError: the order differs from the order of another worker.
             ProtocolError: the request contradicts an earlier request of the worker, or itself.
         """
-        if self._names.get(worker, {}).get(loader, name) != name:
+        name, epoch, order, drawn = message.name, message.epoch, message.order, message.drawn
+        if self._names.get(worker, {}).get(message.loader, name) != name:
             raise ProtocolError(
-                f"worker {worker} requests data for loader {loader} under another name: {name!r}"
+                f"worker {worker} requests data for loader {message.loader} under another name: {name!r}"
             )
         ledger = self._loaders.get(name) or LoaderLedger()
-        pushed = Pushed.unpack(committed)
-        ledger.require_plausible(worker, epoch, order, drawn, pushed.batches, end)
+        pushed = Pushed.unpack(message.committed)
+        ledger.require_plausible(worker, epoch, order, drawn, pushed.batches, message.end)
         self._loaders[name] = ledger
-        self._names.setdefault(worker, {})[loader] = name
+        self._names.setdefault(worker, {})[message.loader] = name
         if not self.keeps:
             ledger.settle(worker, pushed, pushed)
-        ledger.observe(worker, times, least, step)
+        ledger.observe(worker, message.times, message.least, message.step)
         ledger.begin(worker, epoch, order, drawn, live, lockstep)
-        if end is not None:
-            ledger.trim(worker, *end, drop_last=order.drop_last)
+        if message.end is not None:
+            ledger.trim(worker, *message.end, drop_last=order.drop_last)
         return ledger.grant(worker, epoch, order, drawn, now_s, live)
 
     def leave(

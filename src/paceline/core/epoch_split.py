@@ -290,7 +290,7 @@ class DynamicSplit(EpochSplit):
         leases: list[Lease] = []
         for source in (returned, self.unused):
             if source and len(leases) < wanted:
-                found, left_out = cut(source, smallest, size, wanted - len(leases))
+                found, left_out = take_batches(source, smallest, size, wanted - len(leases))
                 leases += found
                 self.left_out += left_out
         if len(leases) < wanted:
@@ -416,7 +416,7 @@ class JointSplit(EpochSplit):
         total = 0
         while returned and len(pieces) < parts and (not total or total + least <= joint):
             size = min(returned[0].batch, joint - total, most or joint)
-            found, left_out = cut(returned, least, size, 1)
+            found, left_out = take_batches(returned, least, size, 1)
             self.left_out += left_out
             pieces += found
             total += positions(found)
@@ -433,7 +433,7 @@ class JointSplit(EpochSplit):
         return sorted(pieces, key=lambda piece: (-piece.batch, piece.epoch, piece.start))
 
 
-def cut(leases: deque[Lease], smallest: int, largest: int, most: int) -> tuple[list[Lease], int]:
+def take_batches(leases: deque[Lease], smallest: int, largest: int, most: int) -> tuple[list[Lease], int]:
     """Remove batches of at most `largest` positions from some leases, until there are `most` of them.
 
     Returns:

@@ -217,7 +217,7 @@ class JobCut(msgspec.Struct, frozen=True, kw_only=True):
 
     def is_covered_by(self, model: ModelSpec) -> bool:
         """Return True if a model has everything that the job has trained at the cut."""
-        return _same(self.model, model) or _extends(self.model, model)
+        return _extends(self.model, model)
 
     def is_extended_by(self, model: ModelSpec) -> bool:
         """Return True if a model has everything that the job has trained at the cut, and further parameters.

@@ -49,7 +49,7 @@ class JobSync:
     Args:
         sync: the first model, or one model per shard, in the notation of the command line.
         seed: random seed for the run.
-        ticks_per_s: number of ticks per second (see `paceline.sync.events`).
+        ticks_per_s: number of ticks per second (see `paceline.sync.ticks`).
 
     Attributes:
         sync: the model in force, or the next one while a change is in progress; "" if the model is unknown.
@@ -63,11 +63,8 @@ class JobSync:
         self._ticks_per_s = ticks_per_s
         self._machine: JobMachine | None = self._new_machine()
         self._order = ReportOrder()
-        self._seen = {
-            "schedule": -1,
-            "script": -1,
-            "auto": -1,
-        }  # source -> number of the last request from this source
+        # source -> number of the last request from this source
+        self._seen = dict.fromkeys(("schedule", "script", "auto"), -1)
         self._requested: deque[str] = deque()  # requested models that are not published yet
         self._change: Change | None = None  # the change in progress
         self._certain = False  # True once every shard is known to have made the change

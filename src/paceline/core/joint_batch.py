@@ -340,12 +340,11 @@ class JointNorms:
 
 # -- Computes the standing of each update at a shard, for translated hyper-parameters (see `paceline.sync.translation`)
 #
-# **Share.** The joint batch consists of the usual samples of all live workers (`core/joint_batch.py`).
-# So over an epoch, the shares of all updates add up to the number of joint batches, also if the last batches
-# are smaller. An update with a push of every live worker is a whole joint step, as in one process, whatever
-# the sizes of its batches. Samples of a worker that has left are taken out of the joint batch in `RAMP` joint
-# steps. So at the end of a run, the last pushes, whose workers are alone by then, do not suddenly take whole
-# steps.
+# **Share.** The joint batch consists of the usual samples of all live workers (`JointBatch`). So over an epoch,
+# the shares of all updates add up to the number of joint batches, even if the last batches are smaller. An
+# update with a push of every live worker is a whole joint step, as in one process, whatever the sizes of its
+# batches. Samples of a worker that has left are taken out of the joint batch in `RAMP` joint steps. So at the
+# end of a run, the last pushes, whose workers are alone by then, do not suddenly take whole steps.
 #
 # If the model drops pushes, the next update makes up for them: their shares are added to its own, up to a
 # whole step. Otherwise an epoch would move the weights less far than in one process.

@@ -338,7 +338,7 @@ def _cut(size: int, dtype: str, part: int, parts: int) -> int:
 # -- The description of a model, as sent between processes: its parameters, its optimizer, and its other tensors
 #
 # Each worker registers a description. The coordinator checks that all descriptions are equal, apart from the
-# hyper-parameters, and the servers create their shards from the description. This module does not import torch.
+# hyper-parameters, and the servers create their shards from the description.
 
 HyperParameter = float | int | bool | str | tuple[float, ...] | None
 
@@ -451,16 +451,13 @@ def first_difference(model: ModelSpec, other: ModelSpec) -> str:
 
     Hyper-parameters and the values of frozen parameters may differ.
     """
-    pairs = zip(model.layout.parameters, other.layout.parameters, strict=False)
-    for expected, found in pairs:
+    parameters, others = model.layout.parameters, other.layout.parameters
+    for expected, found in zip(parameters, others, strict=False):
         if expected != found:
             return f"{found} instead of {expected}"
-    counts = len(model.layout.parameters), len(other.layout.parameters)
-    if counts[0] != counts[1]:
-        return f"{counts[1]} parameters instead of {counts[0]}"
-    counts = len(model.optimizers), len(other.optimizers)
-    if counts[0] != counts[1]:
-        return f"{counts[1]} optimizers instead of {counts[0]}"
+    difference = _of_count("parameter", parameters, others)
+    if difference := difference or _of_count("optimizer", model.optimizers, other.optimizers):
+        return difference
     for expected_optimizer, found_optimizer in zip(model.optimizers, other.optimizers, strict=True):
         if difference := _difference_of_optimizers(expected_optimizer, found_optimizer):
             return difference
@@ -471,9 +468,13 @@ def first_difference(model: ModelSpec, other: ModelSpec) -> str:
         for expected_tensor, found_tensor in zip(expected_tensors, found_tensors, strict=False):
             if str(expected_tensor) != str(found_tensor):
                 return f"{kind} {found_tensor} instead of {expected_tensor}"
-        if len(expected_tensors) != len(found_tensors):
-            return f"{len(found_tensors)} {kind}s instead of {len(expected_tensors)}"
+        if difference := _of_count(kind, expected_tensors, found_tensors):
+            return difference
     return ""
+
+
+def _of_count(kind: str, expected: Sequence[object], found: Sequence[object]) -> str:
+    return "" if len(expected) == len(found) else f"{len(found)} {kind}s instead of {len(expected)}"
 
 
 def require_extension(model: ModelSpec, extended: ModelSpec) -> None:
@@ -514,12 +515,9 @@ def require_extension(model: ModelSpec, extended: ModelSpec) -> None:
 def _difference_of_optimizers(expected: OptimizerSpec, found: OptimizerSpec) -> str:
     if expected.name != found.name:
         return f"optimizer {found.name} instead of {expected.name}"
-    counts = len(expected.groups), len(found.groups)
-    if counts[0] != counts[1]:
-        return f"{counts[1]} parameter groups instead of {counts[0]}"
-    if expected.group_of != found.group_of:
-        return "the parameters are assigned to groups differently"
-    return ""
+    same = expected.group_of == found.group_of
+    assigned = "" if same else "the parameters are assigned to groups differently"
+    return _of_count("parameter group", expected.groups, found.groups) or assigned
 
 
 # -- The format in which float32 gradients and weights travel between processes: the option `--wire` ---------
@@ -621,8 +619,8 @@ class StateEntries(msgspec.Struct, frozen=True, omit_defaults=True):
 
 # -- Where the shards of a run are: each shard is held by a server -------------------------------------------
 #
-# The placement is a value. All processes of a run compute the same one from the numbers of shards and
-# servers, so it needs no message. Nothing outside this module computes the server of a shard.
+# The placement is a value. All processes of a run compute the same placement from the numbers of shards and
+# servers, so no message contains it. Only `round_robin` computes the server of a shard.
 
 Item = TypeVar("Item")
 

@@ -207,7 +207,9 @@ def split_rest(leases: Collection[Lease], end: int) -> tuple[int, list[Lease]]:
     """
     contained = range(end + 1)
     begin = bisect_left(
-        contained, True, key=lambda start: sum(_from(lease, start) for lease in leases) == end - start
+        contained,
+        True,
+        key=lambda start: sum(_positions_from(lease, start) for lease in leases) == end - start,
     )
     before = [
         (lease, min(max(-((lease.start - begin) // lease.stride), 0), lease.count or 0)) for lease in leases
@@ -215,7 +217,7 @@ def split_rest(leases: Collection[Lease], end: int) -> tuple[int, list[Lease]]:
     return begin, [msgspec.structs.replace(lease, count=count) for lease, count in before if count]
 
 
-def _from(lease: Lease, start: int) -> int:
+def _positions_from(lease: Lease, start: int) -> int:
     """Return the number of positions of a lease that are not before a position."""
     assert lease.count is not None
     gone, part = divmod(max(start - lease.start, 0), lease.stride)

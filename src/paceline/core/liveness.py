@@ -200,41 +200,29 @@ class Liveness:
                 reason = f"{silence}, although one is due every {float(HEARTBEAT_S)} s"
                 verdicts.append(Removal(index, None, reason))
                 del self._machines[index]
-        stopped = [(index, worker) for index, worker, due_ticks in self._stopped() if now_ticks >= due_ticks]
-        for index, worker in stopped:
-            machine = self._machines[index]
-            stopped_s = (now_ticks - machine.stopped_ticks[worker]) / TICKS_PER_S
-            process = f"the process of worker {worker} on machine {machine.name}"
-            reason = f"{process} has been stopped for {stopped_s:.1f} s"
-            verdicts.append(Removal(index, worker, reason))
-        for verdict in verdicts:
-            if verdict.worker is not None:
-                self.worker_left(verdict.worker)
+        for index, worker, since_ticks in self._stopped_too_long(now_ticks):
+            process = f"the process of worker {worker} on machine {self._machines[index].name}"
+            stopped_s = (now_ticks - since_ticks) / TICKS_PER_S
+            verdicts.append(Removal(index, worker, f"{process} has been stopped for {stopped_s:.1f} s"))
+            self.worker_left(worker)
         return verdicts
 
-    def _stopped(self) -> list[tuple[int, int, int]]:
-        """Return (machine, worker, time at which it must be taken out) of each stopped worker.
+    def _stopped_too_long(self, now_ticks: int) -> list[tuple[int, int, int]]:
+        """Return (machine, worker, time since which it is stopped) of each worker that must be taken out.
 
-        If no worker could continue, none is returned, because taking one out would not help any other.
+        If no worker could continue, none is returned, because taking a worker out would not help any other.
         """
         stopped = [
             (index, worker, since_ticks)
             for index, machine in self._machines.items()
             for worker, since_ticks in machine.stopped_ticks.items()
         ]
-        if not stopped:
-            return []
-        others = [
-            worker
-            for machine in self._machines.values()
-            for worker, state in machine.states.items()
-            if state == "running"
-        ]
+        others = [worker for worker, state in self.states().items() if state == "running"] if stopped else []
         if not others:
             return []
         usual_ticks = [usual for worker in others if (usual := self.usual_ticks(worker)) is not None]
         patience_ticks = patience(min(usual_ticks, default=None))
-        return [(index, worker, since_ticks + patience_ticks) for index, worker, since_ticks in stopped]
+        return [each for each in stopped if now_ticks >= each[2] + patience_ticks]
 
     def _excuse(self, now_ticks: int) -> None:
         """Do not count the time in which the host did not call `look`, although it should have."""
@@ -285,7 +273,7 @@ class Heartbeats:
     without an answer.
 
     Args:
-        ticks_per_s: number of ticks per second (see `paceline.sync.events`).
+        ticks_per_s: number of ticks per second (see `paceline.sync.ticks`).
 
     Attributes:
         clock: the estimate of the offset of the coordinator's clock.
@@ -435,7 +423,7 @@ class ClockEstimate:
     """The offset of the coordinator's clock to the clock of one machine, estimated from exchanges.
 
     Args:
-        ticks_per_s: number of ticks per second (see `paceline.sync.events`).
+        ticks_per_s: number of ticks per second (see `paceline.sync.ticks`).
 
     Attributes:
         bounds: the bounds of the offset at the end of the last exchange; None before the first exchange.
@@ -503,7 +491,7 @@ WINDOW_S = 3  # time over which rates are averaged
 FORGET_S = 10  # time after which a connection without a new total is no longer counted
 
 
-class LinkCounters(NamedTuple):
+class Direction(NamedTuple):
     """One direction between two machines, which are named."""
 
     sender: str
@@ -526,15 +514,15 @@ class TrafficMeter:
     """Adds up the traffic of all connections between the same machines.
 
     Args:
-        ticks_per_s: number of ticks per second (see `paceline.sync.events`).
+        ticks_per_s: number of ticks per second (see `paceline.sync.ticks`).
 
     Example:
         >>> meter = TrafficMeter()
         >>> for second in range(3):
-        ...     meter.note("connection 1", LinkCounters("a", "b"), 500 * second, second * TICKS_PER_S)
-        ...     meter.note("connection 2", LinkCounters("a", "b"), 100 * second, second * TICKS_PER_S)
+        ...     meter.note("connection 1", Direction("a", "b"), 500 * second, second * TICKS_PER_S)
+        ...     meter.note("connection 2", Direction("a", "b"), 100 * second, second * TICKS_PER_S)
         >>> meter.links(2 * TICKS_PER_S)
-        {LinkCounters(sender='a', receiver='b'): LinkTraffic(total_bytes=1200, bytes_per_s=600.0)}
+        {Direction(sender='a', receiver='b'): LinkTraffic(total_bytes=1200, bytes_per_s=600.0)}
     """
 
     def __init__(self, ticks_per_s: int = TICKS_PER_S) -> None:
@@ -542,12 +530,11 @@ class TrafficMeter:
         self._window_ticks = in_ticks(WINDOW_S, ticks_per_s)
         self._forget_ticks = in_ticks(FORGET_S, ticks_per_s)
         # (connection, link) -> (time, total) of the last few totals
-        self._totals: dict[tuple[Hashable, LinkCounters], deque[tuple[int, int]]] = {}
-        self._closed: dict[
-            LinkCounters, int
-        ] = {}  # bytes of connections that have been replaced or forgotten
+        self._totals: dict[tuple[Hashable, Direction], deque[tuple[int, int]]] = {}
+        # bytes of connections that have been replaced or forgotten
+        self._closed: dict[Direction, int] = {}
 
-    def note(self, connection: Hashable, link: LinkCounters, total_bytes: int, now_ticks: int) -> None:
+    def note(self, connection: Hashable, link: Direction, total_bytes: int, now_ticks: int) -> None:
         """Record the number of bytes that a connection has carried in one direction since it was opened.
 
         If the number has become smaller, the connection has been replaced by another one.
@@ -562,9 +549,9 @@ class TrafficMeter:
         while len(totals) > 2 and now_ticks - totals[1][0] >= self._window_ticks:
             totals.popleft()
 
-    def links(self, now_ticks: int) -> dict[LinkCounters, LinkTraffic]:
+    def links(self, now_ticks: int) -> dict[Direction, LinkTraffic]:
         """Return the traffic of each link, sorted by the names of the machines."""
-        found: dict[LinkCounters, LinkTraffic] = {}
+        found: dict[Direction, LinkTraffic] = {}
         for (_, link), totals in list(self._totals.items()):
             (first_ticks, first_bytes), (last_ticks, last_bytes) = totals[0], totals[-1]
             if now_ticks - last_ticks > self._forget_ticks:
@@ -577,21 +564,21 @@ class TrafficMeter:
             found[link] = LinkTraffic(before.total_bytes + last_bytes, rate)
         return dict(sorted(found.items()))
 
-    def totals(self) -> dict[LinkCounters, int]:
+    def totals(self) -> dict[Direction, int]:
         """Return the number of bytes of each link since the run began, sorted by the names of the machines.
 
         >>> meter = TrafficMeter()
         >>> for total_bytes in (500, 800, 200):  # the last one is that of a new connection
-        ...     meter.note("connection", LinkCounters("a", "b"), total_bytes, 0)
+        ...     meter.note("connection", Direction("a", "b"), total_bytes, 0)
         >>> meter.totals()
-        {LinkCounters(sender='a', receiver='b'): 1000}
+        {Direction(sender='a', receiver='b'): 1000}
         """
         found = dict(self._closed)
         for (_, link), totals in list(self._totals.items()):
             found[link] = found.get(link, 0) + totals[-1][1]
         return dict(sorted(found.items()))
 
-    def _close(self, link: LinkCounters, total_bytes: int) -> None:
+    def _close(self, link: Direction, total_bytes: int) -> None:
         self._closed[link] = self._closed.get(link, 0) + total_bytes
 
 

@@ -33,7 +33,7 @@ import msgspec
 from ..errors import ConfigurationError, ProtocolError
 from ..state import stateful
 from .batch_sizes import LeaseSizes
-from .epoch_split import DynamicSplit, EpochSplit, Grant, JointSplit, StaticSplit, cut
+from .epoch_split import DynamicSplit, EpochSplit, Grant, JointSplit, StaticSplit, take_batches
 from .job_cut import EpochCut, LoaderCut
 from .lease import DataOrder, Lease, Pushed, order_difference, positions, remove_first, single, trim, with_end
 
@@ -206,7 +206,7 @@ class LoaderLedger:
             # The worker asks again for returned positions, or has joined late.
             largest = max(order.batch // len(live), 1) if order.joint else order.batch
             smallest = self._sizes.smallest(order, largest)
-            leases, left_out = cut(self._returned, smallest, largest, 1)
+            leases, left_out = take_batches(self._returned, smallest, largest, 1)
             self._left_out += left_out
             grant = Grant(tuple(leases), not leases, uneven=bool(leases))
         else:

@@ -90,22 +90,25 @@ class Members:
     @property
     def finished(self) -> list[int]:
         """The workers that have finished their work or left early, in the order in which they did so."""
-        return [departure.worker for departure in self.departures if departure.fate != "lost"]
+        return self._departed("finished", "left")
 
     @property
     def left(self) -> list[int]:
-        """Those that were asked to leave, and left before they had finished their work."""
-        return [departure.worker for departure in self.departures if departure.fate == "left"]
+        """The workers that were asked to leave, and left before they had finished their work."""
+        return self._departed("left")
 
     @property
     def lost(self) -> list[int]:
         """The lost workers, in the order in which they were lost. A worker that was lost twice is in it twice."""
-        return [departure.worker for departure in self.departures if departure.fate == "lost"]
+        return self._departed("lost")
 
     @property
     def some_have_finished(self) -> bool:
         """True if at least one worker has finished its work, so that the run is coming to its end."""
-        return any(departure.fate == "finished" for departure in self.departures)
+        return bool(self._departed("finished"))
+
+    def _departed(self, *fates: Fate) -> list[int]:
+        return [departure.worker for departure in self.departures if departure.fate in fates]
 
     def fate(self, worker: int) -> Fate | Literal[""]:
         """Return how a worker that is gone has left; "" for any other worker, and if there has been none."""

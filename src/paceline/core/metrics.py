@@ -75,7 +75,7 @@ class Metric(msgspec.Struct, frozen=True):
 
     Attributes:
         name: the name that the script has given to it, or "loss" for what closures return.
-        kind: "mean" or "point"; see above.
+        kind: "mean" or "point". See the comment above `MOST_BUCKETS`.
         points: the points.
         guessed: True if the script has logged nothing, and the values are those of the tensor on which it called
             `backward()`.
@@ -150,9 +150,7 @@ class History:
     Example:
         >>> history = History()
         >>> for worker, value in enumerate((1.0, 4.0)):  # two workers with batches of 10 and 20 samples
-        ...     _ = history.note(
-        ...         "loss", "mean", value, 10 * (worker + 1), time_s=0.5, samples=0, updates=0, worker=worker
-        ...     )
+        ...     _ = history.note("loss", "mean", MetricPoint(0.5, 0, 0, value, 10 * (worker + 1), worker=worker))
         >>> history.metrics()[0].points
         (MetricPoint(time_s=0.5, samples=0, updates=0, value=3.0, weight=30, count=2, worker=-1),)
     """
@@ -162,34 +160,15 @@ class History:
         self._names: set[str] = set()
         self._series: dict[tuple[str, Source], _Series] = {}
 
-    def note(
-        self,
-        name: str,
-        kind: Kind,
-        value: float,
-        weight: float,
-        *,
-        time_s: float,
-        samples: int,
-        updates: int,
-        worker: int,
-        count: int = 1,
-        source: Source = "script",
-    ) -> bool:
+    def note(self, name: str, kind: Kind, point: MetricPoint, source: Source = "script") -> bool:
         """Add a value. Return False, and add nothing, if the job has too many metrics already.
 
         Args:
             name: name of the metric.
             kind: "point" if the value was logged inside `paceline.evaluating()`, or by the main worker of a job with
                 several workers; else "mean".
-            value: the value, or the mean of several.
-            weight: its weight in a mean; > 0.
-            time_s: when it was logged.
-            samples: number of samples that all workers together had used by then; 0 if unknown.
-            updates: number of updates by then.
-            worker: the worker that has logged it.
-            count: number of values of which `value` is the mean.
-            source: where it comes from.
+            point: the value, with the worker that has logged it.
+            source: where the value comes from.
         """
         if name not in self._names:
             if len(self._names) == MOST_METRICS:
@@ -198,8 +177,7 @@ class History:
         series = self._series.get((name, source))
         if series is None:
             series = self._series[name, source] = _Series()
-        owner = worker if kind == "point" else -1
-        series.note(kind, MetricPoint(time_s, samples, updates, value, weight, count, owner))
+        series.note(kind, point)
         self.noted += 1
         return True
 
@@ -229,11 +207,8 @@ class _Series:
     def note(self, kind: Kind, point: MetricPoint) -> None:
         if kind == "mean" and self._state[0] == "point":
             _, width, points = self._state
-            self._state = (
-                "mean",
-                width,
-                _merged(((bucket, -1), each) for (bucket, _), each in _by_key(points)),
-            )
+            merged = _merged(((bucket, -1), each) for (bucket, _), each in _by_key(points))
+            self._state = "mean", width, merged
         kept, width, points = self._state
         key = (point.samples or point.updates) // width, point.worker if kept == "point" else -1
         points[key] = _joined(points.get(key), point, key[1])
@@ -308,25 +283,23 @@ class MetricIntake:
             worker: index of the worker.
             message: the values.
             now_s: the current time in seconds.
-            alone: True if the worker is the main worker of several, so that its script logs for all of them.
+            alone: True if the worker is the main worker of several workers, and so logs for all of them.
 
         Returns:
             A warning, once, if the job has too many names; else "".
         """
         warning = ""
         for logged in message.values:
-            kept = self._history.note(
-                logged.name,
-                _kind_of(logged, alone=alone),
+            point = MetricPoint(
+                max(0.0, now_s - logged.age_s),
+                logged.samples,
+                logged.updates,
                 logged.value,
                 logged.weight,
-                time_s=max(0.0, now_s - logged.age_s),
-                samples=logged.samples,
-                updates=logged.updates,
-                worker=worker,
-                count=logged.count,
-                source=logged.source,
+                logged.count,
+                worker,
             )
+            kept = self._history.note(logged.name, _kind_of(logged, alone=alone), point, logged.source)
             if not kept and not self._crowded:
                 self._crowded = True
                 warning = (
@@ -337,7 +310,7 @@ class MetricIntake:
 
 
 def _kind_of(logged: LoggedValue, *, alone: bool) -> Kind:
-    """Return the kind of a value; see `core.metrics`. `alone`: the main worker of several has logged it."""
+    """Return the kind of a value. `alone` is True if the main worker of several workers has logged the value."""
     return "point" if logged.evaluating or (alone and logged.source == "script") else "mean"
 
 

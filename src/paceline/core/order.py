@@ -102,7 +102,7 @@ class Order:
 
         If the worker has been live before, one label is left out, so that its first pull has a new label, too.
         """
-        return self._former[worker] + 1 if worker in self._former else 0
+        return self._former.get(worker, -1) + 1
 
     def last_label(self, worker: int) -> int:
         """Return the label of a worker's last push, also if the worker has left; -1 if there is none.

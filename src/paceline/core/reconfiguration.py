@@ -98,7 +98,7 @@ class Reconfigurations:
         self.joining: list[int] = []
         self._postponed: list[
             tuple[int, SyncRequested]
-        ] = []  # requests for changes that wait: (worker, message)
+        ] = []  # requests for changes that wait, with the workers
         self._placement = placement
         self._sync = sync
 

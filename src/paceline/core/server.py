@@ -29,6 +29,7 @@ from ..sync.events import (
     PullRequested,
     PushReceived,
     RateTempered,
+    RecordedEvent,
     TimerFired,
     WorkerFenced,
     WorkerFinished,
@@ -66,7 +67,7 @@ from .messages import (
 )
 from .paces import PaceMeter
 from .requests import COORDINATOR, EntryRecorder, Peer, Request, Send, Timer, worker_peer
-from .shard import BEGINNING, Shard
+from .shard import Shard
 
 RecorderOf = Callable[[int], EntryRecorder | None]
 """A function that returns the recorder for the shard with a given index; None to record nothing."""
@@ -85,7 +86,7 @@ class Server:
         read_sync: function that parses the sync model of a change. It raises `ConfigurationError` if the run cannot
             use the model.
         recorder_of: returns the recorder for a shard; called once for each shard, when its initial weights arrive.
-        ticks_per_s: number of ticks per second (see `paceline.sync.events`).
+        ticks_per_s: number of ticks per second (see `paceline.sync.ticks`).
         translated: True to translate the hyper-parameters of each update (see `paceline.sync.translation`).
 
     Attributes:
@@ -115,7 +116,7 @@ class Server:
         self._translated = translated
         self._models: tuple[SyncModel, ...] = ()
         self._usual_samples: int | None = None
-        self._next = 0  # number of the last extension that was announced
+        self._next = 0  # number of the last extension that was announced, in force or not
         self._to_begin: set[int] = set()  # shards that wait for initial weights
         # connected worker -> number of the extension for which it has memory
         self._connected: dict[int, int] = {}
@@ -176,8 +177,8 @@ class Server:
             raise ProtocolError(f"worker {worker} is not expected, or is already connected")
         if incarnation != (newest := self._incarnations.get(worker, 0)):
             raise ProtocolError(f"incarnation {incarnation} of worker {worker} connects, expected {newest}")
-        newest = self.extension if self._to_begin else self._next
-        if not self.extension <= extension <= newest:
+        latest = self.extension if self._to_begin else self._next
+        if not self.extension <= extension <= latest:
             raise ProtocolError(
                 f"worker {worker} has memory for extension {extension} of the model, expected {self.extension}"
             )
@@ -239,7 +240,7 @@ class Server:
             case messages.RateTempered():
                 tempered = RateTempered.of(message, now_ticks)
                 self._factor = message.factor
-                return [each for shard in self.shards.values() for each in shard.handle(tempered)]
+                return self._tell_all(tempered)
             case messages.WorkerFinished():
                 return self._leave(WorkerFinished(now_ticks=now_ticks, worker=worker))
             case messages.WorkerLost():
@@ -309,20 +310,20 @@ class Server:
         self._incarnations.update(message.incarnations)
         self.initializer = message.initializer
         self._models = tuple(parse_shards(message.sync))
-        self._to_begin = {bounds.index for bounds in message.shards}
         # This number is used only for SGD: the steps of other optimizers hardly depend on the scale of the gradients.
         if all(optimizer.name == "SGD" for optimizer in message.model.optimizers):
             self._usual_samples = message.usual_samples
         # All servers receive this number, so it is the same at all shards, even if one begins after a loss.
         together = len(message.workers)
         indices = [bounds.index for bounds in message.shards]
-        states = message.resumed or (BEGINNING,) * len(indices)
+        self._to_begin = set(indices)
+        states = message.resumed or (ShardState(),) * len(indices)
         self._states = {
             index: structs.replace(state, at_once=max(state.at_once, together))
             for index, state in zip(indices, states, strict=True)
         }
-        if message.resumed:
-            for index in indices if not message.lacking else ():
+        if message.resumed and not message.lacking:
+            for index in indices:
                 self._begin(message.initializer, index, now_ticks)
         return [Send(COORDINATOR, Ready())]
 
@@ -357,7 +358,7 @@ class Server:
             self._usual_samples,
             self._ticks_per_s,
             self._translated,
-            self._states.get(index, BEGINNING),
+            self._states.get(index, ShardState()),
         )
 
     def _welcome(self, shard: Shard, worker: int, now_ticks: int) -> list[Request]:
@@ -421,7 +422,7 @@ class Server:
         self.expected.add(worker)
         self._forget_drawn(worker)
         self._incarnations[worker] = message.incarnation
-        requests += [request for shard in self.shards.values() for request in shard.handle(event)]
+        requests += self._tell_all(event)
         return [*requests, Send(COORDINATOR, WorkerWelcomed(worker, message.incarnation, count))]
 
     def _offer(self, worker: int, incarnation: int) -> Send:
@@ -433,18 +434,13 @@ class Server:
 
     def _lose(self, message: messages.WorkerLost, now_ticks: int) -> list[Request]:
         """Handle a worker that is lost. If it is connected, its last messages may still arrive, so await the end."""
-        join = self._proposed
-        if (
-            join is not None
-            and join.worker == message.worker
-            and join.incarnation
-            <= message.incarnation  # a later one may be proposed before a connection has ended
-        ):
+        worker, join = message.worker, self._proposed
+        # A later incarnation may be proposed before the connection of this one has ended.
+        if join is not None and join.worker == worker and join.incarnation <= message.incarnation:
             self._proposed = None
-        if message.worker in self._connected:
-            self.ending[message.worker] = message
+        if worker in self._connected:
+            self.ending[worker] = message
             return []
-        worker = message.worker
         requests = self._fence(worker, now_ticks)
         shards = sorted(self.shards.items())
         report = PushesReported(
@@ -468,8 +464,7 @@ class Server:
         if not any(shard.sync.holds(worker) for shard in self.shards.values()):
             return self._leave(WorkerLost(now_ticks=now_ticks, worker=worker))
         self._fenced.add(worker)
-        fenced = WorkerFenced(now_ticks=now_ticks, worker=worker)
-        return [request for shard in self.shards.values() for request in shard.handle(fenced)]
+        return self._tell_all(WorkerFenced(now_ticks=now_ticks, worker=worker))
 
     def _settle(self, message: LossSettled, now_ticks: int) -> list[Request]:
         """Handle the coordinator's verdict about the held pushes of a lost worker."""
@@ -484,8 +479,11 @@ class Server:
         if event.worker not in self.expected:
             return []
         self.expected.remove(event.worker)
-        requests = [request for shard in self.shards.values() for request in shard.handle(event)]
-        return requests + self._answer_coordinator()
+        return self._tell_all(event) + self._answer_coordinator()
+
+    def _tell_all(self, event: RecordedEvent) -> list[Request]:
+        """Pass an event to all shards."""
+        return [request for shard in self.shards.values() for request in shard.handle(event)]
 
     def _answer_coordinator(self) -> list[Request]:
         """Answer the coordinator's requests, except those that name workers that have not left yet."""

@@ -58,7 +58,7 @@ from .messages import (
     ShardState,
 )
 from .order import Order
-from .reconfiguration import Edits
+from .reconfiguration import Edits, Key
 from .requests import (
     COORDINATOR,
     Apply,
@@ -78,9 +78,6 @@ INFINITE = float("inf")
 
 MOST_ROUNDS = 64
 """Number of rounds after that of a cut for which a shard waits until the scripts ask for their next batches."""
-
-Key = tuple[int, int]
-"""A push: (worker, iteration)."""
 
 
 class Details(NamedTuple):
@@ -144,7 +141,7 @@ class Shard:
         recorder: receives each event and its actions; None to record nothing.
         usual_samples: usual number of samples in a push. A push that is applied on arrival is scaled by its number of
             samples divided by this number. None to disable this scaling.
-        ticks_per_s: number of ticks per second (see `paceline.sync.events`).
+        ticks_per_s: number of ticks per second (see `paceline.sync.ticks`).
         translated: True to translate the hyper-parameters of each update (see `paceline.sync.translation`). The
             gradients are then not scaled by their numbers of samples, because the share of the update contains them.
         state: how far the weights have come with which the shard begins.
@@ -191,7 +188,7 @@ class Shard:
         self.clipped = ClippedMeans()
         self.standing = StandingEstimator() if translated else None
         self._edits = Edits(index)
-        # pushes that other shards have measured in a mean, of which the coordinator asks whether they are in one here
+        # the coordinator's questions: pushes in a mean of other shards, and perhaps in a mean of this shard
         self._asked: list[tuple[Key, ...]] = []
         self._cut: CutAgreed | None = None  # the cut that is yet to be made here
         self._orphans: set[Key] = set()  # pushes that were held when their workers left
@@ -510,15 +507,13 @@ class Shard:
         return []
 
     def _replies(self) -> list[Request]:
-        """Return a reply for each mean that is certain to be missing here, and forget those that need no reply."""
-        missing = [pushes for pushes in self._asked if not any(map(self._may_average, pushes))]
-        self._asked = [
-            pushes for pushes in self._asked if pushes not in missing and not self.clipped.contain(pushes)
-        ]
+        """Reply to each question about a mean that is certain to be missing here. Forget questions that are settled."""
+        asked = [pushes for pushes in self._asked if not self.clipped.contain(pushes)]
+        self._asked = [pushes for pushes in asked if any(map(self._may_average, pushes))]
         return [
             Send(COORDINATOR, MeanMissing(self.index, pushes))
-            for pushes in missing
-            if not self.clipped.contain(pushes)
+            for pushes in asked
+            if pushes not in self._asked
         ]
 
     def _may_average(self, push: Key) -> bool:
@@ -607,7 +602,7 @@ class ShardSync:
         sync: the first model.
         seed: random seed for the run.
         shard: index of the shard.
-        ticks_per_s: number of ticks per second (see `paceline.sync.events`).
+        ticks_per_s: number of ticks per second (see `paceline.sync.ticks`).
 
     Attributes:
         sync: the model in force.
@@ -634,9 +629,8 @@ class ShardSync:
         self._change: Change | None = None  # the change in progress
         self._changed = 0  # number of the last change that this shard completed
         self._passed: set[int] = set()  # workers that have passed the change in progress
-        # Held pushes of frozen workers that a failed model has left, and the next one has not taken over:
-        # (worker, iteration).
-        self._orphans: list[tuple[int, int]] = []
+        # Held pushes of frozen workers that a failed model has left, and the next model has not taken over.
+        self._orphans: list[Key] = []
         # workers that have passed a completed change but have not pulled yet; their pulls are answered on arrival
         self._to_pull: set[int] = set()
 
@@ -751,9 +745,7 @@ class ShardSync:
                 return self._pull(event)
             case PullRepeated():
                 return [AnswerPull(event.worker, event.iteration - 1)]
-            case TimerFired():
-                return self._tell(event)
-            case WorkerJoined():
+            case TimerFired() | WorkerJoined():
                 return self._tell(event)
             case WorkerFenced():
                 if self.holds(event.worker):
@@ -884,9 +876,6 @@ class ShardSync:
 # A push that is applied on arrival needs none of this: it is multiplied by the factor that its worker has
 # computed from its own gradient. Its commit carries this factor, and the largest norm for the mean.
 
-Pushes = tuple[tuple[int, int], ...]
-"""The (worker, iteration) of each push in a mean."""
-
 
 @stateful()
 class ClippedMeans:
@@ -897,7 +886,7 @@ class ClippedMeans:
     """
 
     def __init__(self) -> None:
-        self.measured: list[Pushes] = []
+        self.measured: list[tuple[Key, ...]] = []
         self._kept: deque[Request] = deque()
 
     @property
@@ -929,7 +918,7 @@ class ClippedMeans:
                 self._kept.append(request)
         return ready
 
-    def clip(self, pushes: Pushes, factor: float) -> list[Request]:
+    def clip(self, pushes: tuple[Key, ...], factor: float) -> list[Request]:
         """Multiply a measured mean by its factor. Return the requests that are no longer kept.
 
         Raises:
@@ -954,7 +943,7 @@ class ClippedMeans:
             request for request in self._kept if not (type(request) is Send and request.to == peer)
         )
 
-    def contain(self, pushes: Sequence[tuple[int, int]]) -> bool:
+    def contain(self, pushes: Sequence[Key]) -> bool:
         """Return True if any of these pushes is in a mean whose factor is unknown."""
         return any(push in mean for mean in self.measured for push in pushes)
 
@@ -992,9 +981,7 @@ class DrawnAtShard:
     def __init__(self) -> None:
         self._entries: dict[int, list[tuple[int, Drawn]]] = {}  # worker -> (iteration, drawn), in order
 
-    def received(
-        self, worker: int, iteration: int, drawn: Drawn, unapplied: Collection[tuple[int, int]]
-    ) -> None:
+    def received(self, worker: int, iteration: int, drawn: Drawn, unapplied: Collection[Key]) -> None:
         """Record a push. At times, forget those before the last one that is not in `unapplied`."""
         entries = self._entries.get(worker)
         if entries is None:

@@ -11,7 +11,7 @@ import msgspec
 
 from ..sync.ticks import TICKS_PER_S
 from .coordinator import Coordinator
-from .liveness import LinkCounters, LinkTraffic
+from .liveness import Direction, LinkTraffic
 from .messages import LoopLimits, Waits
 from .requests import worker_peer
 
@@ -376,7 +376,7 @@ class Observed(msgspec.Struct, frozen=True):
     usual_s: Mapping[int, float] = {}
     processes: Mapping[int, str] = {}
     machines: tuple[MachineStatus, ...] = ()
-    traffic: Mapping[LinkCounters, LinkTraffic] = {}
+    traffic: Mapping[Direction, LinkTraffic] = {}
     progress: JobProgress = JobProgress()
     awaited: Awaited = Awaited()
 

@@ -102,7 +102,7 @@ class Worker:
         schedule: the sync models of the job, and when they change.
         workers: number of workers.
         shards: number of shards.
-        servers: number of servers. See `placement.round_robin`.
+        servers: number of servers. See `layout.round_robin`.
         overlap: False if no worker may pull until all workers have pushed to all shards.
 
     Attributes:
@@ -129,6 +129,8 @@ class Worker:
         extension: number of the last extension of the model that the worker has been told of; 0 if there is none.
         cut: number of the cut for which the state of the script is wanted; 0 for none. Under lockstep models,
             it is wanted before each push until the shards have been cut.
+        asked: number of changes that the script has requested.
+        pulls_again: True while the worker waits for weights during an iteration, for example to restart it.
         placement: the servers of the shards.
     """
 
@@ -152,6 +154,8 @@ class Worker:
         self.extended: ModelExtended | None = None
         self.extension = 0
         self.cut = 0
+        self.asked = 0
+        self.pulls_again = False
         self._schedule = schedule
         self._workers = workers
         self._shards = shards
@@ -162,13 +166,11 @@ class Worker:
         self._overlap = overlap
         self._awaited: set[int] = set()  # shards that have not yet sent what the worker waits for
         self._first = True  # True until the worker's first weights have arrived
-        self._pulls_again = False  # True while the worker waits for the weights that it needs for a restart
         self._steps = list(enumerate(schedule.steps[1:]))  # steps of the schedule yet to be requested
         self._epoch = 0
         self._wanted = schedule.first  # models of all shards after all changes that the worker has requested
         self._calls = 0  # number of barriers and reductions that the script has called
-        self._calls_since_step = 0  # how many of them since its last step, or since the epoch has begun
-        self._asked = 0  # number of changes that the script has requested
+        self._calls_since_step = 0  # number of these calls since its last step, or since the epoch has begun
         self._checkpoints = 0  # number of checkpoints that the script has requested
         # number of a cut for which all shards have been cut, until the state of the script has been given; else 0
         self._wanted_state = 0
@@ -186,9 +188,8 @@ class Worker:
         self._progress: int | None = None  # if the worker is late: the round from which it must continue
         self._clips = False  # True if the script clips the gradient that is applied
         self._edit: Edit | None = None  # the flag of the edit that the script is making
-        self._batch_samples: int | None = (
-            None  # samples of the last push, if the script has several optimizers
-        )
+        # samples of the last push, if the script has several optimizers
+        self._batch_samples: int | None = None
         self._edits_begun = 0  # number of edits that the script has begun
         self._observed: list[Observation] = []  # what the coordinator has not been told yet
         self._unsent = UnsentMetrics()  # what the coordinator has not been told of the metrics
@@ -234,16 +235,6 @@ class Worker:
     def stops_at(self) -> int | None:
         """The iteration at or after which the worker stops for a barrier; None if it has no plan."""
         return None if self._plan is None else self._plan[1]
-
-    @property
-    def asked(self) -> int:
-        """Number of changes that the script has requested."""
-        return self._asked
-
-    @property
-    def pulls_again(self) -> bool:
-        """True while the worker waits for weights during an iteration, for example to restart it."""
-        return self._pulls_again
 
     @property
     def edits(self) -> bool:
@@ -435,12 +426,7 @@ class Worker:
         if restart:
             self._attempt = self._restart[1] + 1
         self._restart = NO_RESTART
-        self._pulls_again = True
-        self._await("answers")
-        return [
-            Send(server, PullRepeated(shard, iteration=self.iteration, restart=restart))
-            for shard, server in enumerate(self._servers)
-        ]
+        return self._repeat(restart=restart)
 
     def begin_edit(self) -> list[Request]:
         """Begin an edit of the weights. When the worker no longer waits, `edits` tells whether it pushes its edit.
@@ -451,12 +437,7 @@ class Worker:
         if self.lockstep:
             self._edit = Edit(number=number, sole=False)
             return []
-        self._pulls_again = True
-        self._await("answers")
-        return [
-            Send(server, PullRepeated(shard, iteration=self.iteration, restart=False, edit=number))
-            for shard, server in enumerate(self._servers)
-        ]
+        return self._repeat(restart=False, edit=number)
 
     def stand_in(self, contents: Sequence[Content] | None = None) -> list[Request]:
         """Commit the current iteration without a gradient, because the script is not training at the moment."""
@@ -509,7 +490,7 @@ class Worker:
 
     def await_extended_weights(self) -> None:
         """Wait for the weights of the extended model, which every shard sends when the worker has connected again."""
-        self._pulls_again = True
+        self.pulls_again = True
         self._await("answers")
 
     def finish(self, *, early: bool = False, spent: TimeSpent | None = None) -> list[Request]:
@@ -566,8 +547,8 @@ class Worker:
         if self._clips:
             _require_clippable(models)
         self._wanted = tuple(models)
-        self._asked += 1
-        request = Send(COORDINATOR, SyncRequested("script", self._asked - 1, notation(models)))
+        request = Send(COORDINATOR, SyncRequested("script", self.asked, notation(models)))
+        self.asked += 1
         if self.started is None:
             self._early.append(request)
             return []
@@ -654,9 +635,8 @@ class Worker:
         if message.sync:
             self._follow(parse_shards(message.sync))
         self._await("answers")
-        requests: list[Request] = list(self._early)
-        self._early = []
-        return requests
+        early, self._early = self._early, []
+        return [*early]
 
     def _await(self, what: str) -> None:
         self.waiting_for = what
@@ -669,6 +649,14 @@ class Worker:
         self._awaited.discard(shard)
         return not self._awaited
 
+    def _repeat(self, *, restart: bool, edit: int | None = None) -> list[Request]:
+        self.pulls_again = True
+        self._await("answers")
+        return [
+            Send(server, PullRepeated(shard, iteration=self.iteration, restart=restart, edit=edit))
+            for shard, server in enumerate(self._servers)
+        ]
+
     def _pull(self) -> list[Request]:
         self._await("answers")
         return [
@@ -678,8 +666,8 @@ class Worker:
     def _answered(self) -> list[Request]:
         """Continue when every shard has answered: start the first or next iteration, or restart the current one."""
         self.waiting_for = ""
-        if self._first or self._pulls_again:
-            first, self._first, self._pulls_again = self._first, False, False
+        if self._first or self.pulls_again:
+            first, self._first, self.pulls_again = self._first, False, False
             if first and self.joined_late and self.may_restart:
                 return [Send(COORDINATOR, IterationStarted(self.iteration)), PROCEED]
             return [PROCEED]

@@ -13,7 +13,7 @@ import msgspec
 
 from ..checkpoints.manifest import MANIFEST, PIECE_BYTES, read_manifest
 from ..core.coordinator import Coordinator
-from ..core.liveness import SILENCE_S, Clocks, LinkCounters, Liveness, Removal, TrafficMeter, answer
+from ..core.liveness import SILENCE_S, Clocks, Direction, Liveness, Removal, TrafficMeter, answer
 from ..core.messages import (
     CheckpointPiece,
     ClockOffset,
@@ -632,8 +632,8 @@ class JobWatch:
     def _note_traffic(self, connection: Hashable, here: str, there: str, traffic: Traffic) -> None:
         """Record the traffic of a connection between two machines, as the first one has counted it."""
         now_ticks = self._job.now_ticks()
-        self.traffic.note(connection, LinkCounters(here, there), traffic.sent, now_ticks)
-        self.traffic.note(connection, LinkCounters(there, here), traffic.received, now_ticks)
+        self.traffic.note(connection, Direction(here, there), traffic.sent, now_ticks)
+        self.traffic.note(connection, Direction(there, here), traffic.received, now_ticks)
 
 
 # -- Finds out what a stalled run is waiting for: a silent worker or server, or conditions that will never hold

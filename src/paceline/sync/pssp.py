@@ -32,7 +32,7 @@ import math
 from collections.abc import Callable
 
 from ..errors import unknown_name
-from .conditions import ConditionMachine, ConditionModel, PullCondition, PullState, exp
+from .conditions import ConditionMachine, ConditionModel, PullState, exp
 from .draws import uniform
 from .model import require_count, require_within
 
@@ -65,7 +65,7 @@ class PSSP(ConditionModel):
         _require_draws(self.name, self.draws)
 
     def at_shard(self, seed: int = 0, shard: int = 0) -> ConditionMachine:
-        return self.machine(_delaying(self, lambda state: self.probability, seed, shard))
+        return _delaying(self, lambda state: self.probability, seed, shard)
 
 
 class DynamicPSSP(ConditionModel):
@@ -107,13 +107,13 @@ class DynamicPSSP(ConditionModel):
             k = state.progress - state.v_train
             return min(1.0, alpha / (1.0 + exp(self.staleness - k)))
 
-        return self.machine(_delaying(self, probability, seed, shard))
+        return _delaying(self, probability, seed, shard)
 
 
 def _delaying(
     model: PSSP | DynamicPSSP, probability: Callable[[PullState], float], seed: int, shard: int
-) -> PullCondition:
-    """Return the pull condition of Table III, row PSSP: a pull with k >= s is delayed with the given probability."""
+) -> ConditionMachine:
+    """Return a machine with the condition of Table III, row PSSP: a pull with k >= s is delayed with a probability."""
     key = (seed,) if model.draws == "shared" else (seed, shard)
     staleness = model.staleness
 
@@ -122,7 +122,7 @@ def _delaying(
             return True
         return uniform(*key, state.worker, state.iteration) >= probability(state)
 
-    return answers
+    return model.machine(answers)
 
 
 def _require_draws(model: str, draws: str) -> None:

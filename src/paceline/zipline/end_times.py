@@ -163,13 +163,12 @@ class Progressions:
         return steps.astype(np.intp) - 1
 
 
-def checked_times(times: ArrayLike) -> Floats:
-    """Return `times` as an (n, R) array of floats. Raise ConfigurationError if `times` is not valid."""
-    return checked_matrix(times).times
-
-
 def checked_matrix(times: ArrayLike) -> Matrix:
-    """Return `times` as a `Matrix`, which stores intermediate results of the check. See `checked_times`."""
+    """Return `times` as a `Matrix`, which stores intermediate results of the check.
+
+    Raises:
+        ConfigurationError: `times` is not a valid (n, R) array.
+    """
     try:
         array = np.asarray(times, dtype=np.float64, order="C")
     except (TypeError, ValueError) as error:

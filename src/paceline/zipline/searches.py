@@ -39,7 +39,7 @@ from math import inf
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .end_times import Floats, Solution, checked_times, solution_at
+from .end_times import Floats, Solution, checked_matrix, solution_at
 
 
 def grid_scan(times: Floats) -> Solution:
@@ -107,7 +107,7 @@ def bsp_barrier(times: ArrayLike) -> Solution:
     >>> bsp_barrier([[2, 4, 6], [5, 10, 15]]).wait
     3.0
     """
-    first = checked_times(times)[:, 0]
+    first = checked_matrix(times).first
     barrier = float(first.max())
     return Solution(barrier - float(first.min()), barrier, np.zeros(len(first), dtype=np.intp), 1)
 
@@ -118,6 +118,6 @@ def random_barrier(times: ArrayLike, generator: np.random.Generator) -> Solution
     >>> random_barrier([[2, 4, 6], [5, 10, 15]], np.random.default_rng(0)).barrier in (5.0, 6.0, 10.0, 15.0)
     True
     """
-    matrix = checked_times(times)
+    matrix = checked_matrix(times).times
     barriers = matrix[matrix >= matrix[:, 0].max()]
     return solution_at(matrix, generator.choice(barriers), 1)

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .end_times import FEW, EndTimes, Floats, Indices, Solution, checked_times, solution_at
+from .end_times import FEW, EndTimes, Floats, Indices, Solution, checked_matrix, solution_at
 
 
 def timeline(times: Floats) -> list[tuple[float, int, int]]:
@@ -48,7 +48,7 @@ def candidate_waits(times: ArrayLike) -> Floats:
     >>> candidate_waits([[2, 4, 6], [5, 10, 15]])
     array([1., 1., 4., 9.])
     """
-    return np.array([wait for wait, _ in _candidates(checked_times(times))])
+    return np.array([wait for wait, _ in _candidates(checked_matrix(times).times)])
 
 
 def _candidates(times: Floats) -> Iterator[tuple[float, float]]:

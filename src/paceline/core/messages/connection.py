@@ -1,4 +1,4 @@
-"""The messages that open a connection, and the bell."""
+"""The messages that open a connection, wake a peer, or tell of a worker's progress, of failures and of losses."""
 
 from __future__ import annotations
 

@@ -46,11 +46,7 @@ class PushCounts(msgspec.Struct, frozen=True, kw_only=True):
     def plus(self, other: PushCounts) -> PushCounts:
         """Return the sums of both."""
         return PushCounts(
-            applied=self.applied + other.applied,
-            averaged=self.averaged + other.averaged,
-            dropped=self.dropped + other.dropped,
-            lost=self.lost + other.lost,
-            dropped_samples=self.dropped_samples + other.dropped_samples,
+            **{name: getattr(self, name) + getattr(other, name) for name in self.__struct_fields__}
         )
 
 

@@ -1,4 +1,4 @@
-"""Messages with which workers get data, and agree on the epoch and on what they track."""
+"""Messages with which workers get data and agree on the epoch, and with which the state of a run is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages at the start of a run, and when a worker joins it."""
+"""Messages that start a run, let a worker join, or extend the model, and those of the calls of all workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages during an iteration: pushes, pulls, plans, restarts and changes of the sync model.
+"""Messages during an iteration: pushes and pulls, what the sync model orders, and what a worker reports of its pushes.
 
 Three kinds of messages say with which codec float32 values travel (see `core.layout`). Only the usual exchange of a
 gradient for new weights is encoded. These values always travel as they are:
