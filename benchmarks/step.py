@@ -53,10 +53,7 @@ class StepRow(msgspec.Struct, frozen=True):
 
 @Benchmark(minutes=4, quick={"rounds": 1, "blocks": 2, "sizes": (1, 10)})
 def measure(
-    tell: TellShare,
-    rounds: Rounds = 3,
-    blocks: int = 40,
-    sizes: Sequence[int] = TENSORS,
+    tell: TellShare, rounds: Rounds = 3, blocks: int = 40, sizes: Sequence[int] = TENSORS
 ) -> list[Figures[StepRow]]:
     """Measure the processor time that a step adds to the iterations of a script, beside DistributedDataParallel's."""
     cases = {f"{tensors} tensors, {kind}": (tensors, kind, blocks) for tensors in sizes for kind in KINDS}

@@ -15,7 +15,7 @@ import torch
 from paceline.errors import ConfigurationError
 from paceline.lab.check import _error_message, check_script
 from paceline.lab.mistakes import CATALOG, ScriptEvidence, find_mistakes
-from paceline.lab.observations import MetricStep, ScriptObservation, UnguardedWrite, unreduced_metrics
+from paceline.lab.observations import ScriptObservation, SourceCall, unreduced_metrics
 from paceline.lab.probe import compares_samples
 
 SCRIPTS = Path(__file__).parent / "checked_scripts"
@@ -134,7 +134,7 @@ def test_a_file_is_written_by_several_only_if_different_workers_write_it() -> No
     ours = [ASKED, STEP]
     assert names([*ours, mine, mine], [*ours, other]) == []
     assert names([*ours, mine], [*ours, mine]) == ["file written by several workers"]
-    write = UnguardedWrite("open", "train.py", 3)
+    write = SourceCall("open", "train.py", 3)
     assert names([*ours, mine], [*ours, mine], writes=[write]) == ["file written by several workers"]
     assert names(ours, ours, writes=[write]) == ["file written by every worker"]
 
@@ -217,7 +217,7 @@ def test_the_length_of_a_prepared_schedule_is_that_of_a_single_process(
 def test_metrics_that_differ_are_a_mistake_and_those_that_were_not_seen_are_a_note() -> None:
     ours = [ASKED, STEP]
     one, other = (ScriptObservation("metric", value, "train.py", 7) for value in ("0.5", "0.6"))
-    call = MetricStep("schedule.step(loss)", "train.py", 7)
+    call = SourceCall("schedule.step(loss)", "train.py", 7)
     assert names([*ours, one], [*ours, other], metrics=[call]) == ["metric of one worker"]
     assert names([*ours, one], [*ours, one], metrics=[call]) == []
     assert names(ours, ours, metrics=[call]) == ["metric not reduced"]

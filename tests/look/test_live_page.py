@@ -18,7 +18,7 @@ from paceline.look.dashboard import Dashboard, LiveReport
 from paceline.look.http import (
     HARDENING,
     HEAD_BYTES,
-    MOST_STRANGERS,
+    MOST_UNAUTHENTICATED,
     AccessPolicy,
     HttpResponse,
     HttpServer,
@@ -248,7 +248,7 @@ def test_every_path_needs_the_token(served: Served, path: str) -> None:
 
 def test_silent_strangers_do_not_keep_others_out(served: Served) -> None:
     with contextlib.ExitStack() as stack:
-        for _ in range(3 * MOST_STRANGERS):
+        for _ in range(3 * MOST_UNAUTHENTICATED):
             sock = stack.enter_context(socket.create_connection(("127.0.0.1", served.port)))
             sock.sendall(b"GET / HTT")
         assert served.ask("/", Cookie=served.cookie).status == 200

@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from .observations import Kind, MetricStep, ScriptObservation, UnguardedWrite
+from .observations import Kind, ScriptObservation, SourceCall
 
 Severity = Literal["error", "wrong", "note"]
 """error: the run fails; wrong: the run ends with a wrong result or a damaged file; note: worth knowing."""
@@ -164,8 +164,8 @@ class ScriptEvidence(msgspec.Struct, frozen=True):
     alone: Sequence[ScriptObservation]
     workers: Sequence[Sequence[ScriptObservation]] = ()
     failure: str = ""
-    writes: Sequence[UnguardedWrite] = ()
-    metrics: Sequence[MetricStep] = ()
+    writes: Sequence[SourceCall] = ()
+    metrics: Sequence[SourceCall] = ()
 
     def of_workers(self, kind: Kind) -> list[ScriptObservation]:
         """Return the observations of one kind that any worker has made, one for each line and detail."""
@@ -194,9 +194,7 @@ def find_mistakes(evidence: ScriptEvidence) -> list[Mistake]:
     return sorted(found, key=lambda mistake: SEVERITIES.index(mistake.severity))
 
 
-def _mistake(
-    name: str, place: ScriptObservation | UnguardedWrite | MetricStep = NOWHERE, **values: object
-) -> Mistake:
+def _mistake(name: str, place: ScriptObservation | SourceCall = NOWHERE, **values: object) -> Mistake:
     severity, text, fix = CATALOG[name]
     return Mistake(severity, name, text.format(**values), fix.format(**values), place.file, place.line)
 

@@ -82,9 +82,8 @@ def read_observations(path: Path) -> list[ScriptObservation]:
     return [msgspec.json.decode(line, type=ScriptObservation) for line in path.read_bytes().splitlines()]
 
 
-# -- What can be seen in the source of a script without running it: files that every worker would write, and schedulers
-#
-# that are stepped with a number that each worker computes by itself.
+# -- What the source of a script shows without a run: files that every worker would write, and schedulers
+# that are stepped with a number which each worker computes by itself
 
 WRITERS = frozenset(
     {
@@ -114,11 +113,11 @@ GUARDS = ("is_main", "worker_index", "rank", "main_process", "is_master", "maste
 """A condition that contains one of these words is taken to be true in one worker only."""
 
 
-class UnguardedWrite(msgspec.Struct, frozen=True):
-    """A call that writes a file, and that every worker executes.
+class SourceCall(msgspec.Struct, frozen=True):
+    """A call in the source of a script.
 
     Attributes:
-        call: the name of the function, as it is written in the source.
+        call: the function, perhaps with its arguments, as it is written in the source.
         file: path of the source file.
         line: line of the call.
     """
@@ -128,7 +127,7 @@ class UnguardedWrite(msgspec.Struct, frozen=True):
     line: int
 
 
-def unguarded_writes(files: Sequence[Path]) -> list[UnguardedWrite]:
+def unguarded_writes(files: Sequence[Path]) -> list[SourceCall]:
     """Return the calls in these files that write a file and are not inside an `if` that selects one worker.
 
     Example:
@@ -140,7 +139,7 @@ def unguarded_writes(files: Sequence[Path]) -> list[UnguardedWrite]:
     """
     found = []
     for file, tree in _parsed(files):
-        found += [UnguardedWrite(ast.unparse(each.func), str(file), each.lineno) for each in _writes(tree)]
+        found += [SourceCall(ast.unparse(each.func), str(file), each.lineno) for each in _writes(tree)]
     return found
 
 
@@ -153,21 +152,7 @@ def _parsed(files: Sequence[Path]) -> Iterator[tuple[Path, ast.Module]]:
             continue  # the run of the script reports it
 
 
-class MetricStep(msgspec.Struct, frozen=True):
-    """A call that steps a `ReduceLROnPlateau` with a number that is not a result of `paceline.reduce`.
-
-    Attributes:
-        call: the call, as it is written in the source.
-        file: path of the source file.
-        line: line of the call.
-    """
-
-    call: str
-    file: str
-    line: int
-
-
-def unreduced_metrics(files: Sequence[Path]) -> list[MetricStep]:
+def unreduced_metrics(files: Sequence[Path]) -> list[SourceCall]:
     """Return the calls in these files that step a `ReduceLROnPlateau` with a number that was not reduced.
 
     Example:
@@ -191,7 +176,7 @@ def unreduced_metrics(files: Sequence[Path]) -> list[MetricStep]:
                 ):
                     known = [metric, *values.get(ast.unparse(metric), ())]
                     if not any(_calls(value, "reduce") for value in known):
-                        found.append(MetricStep(ast.unparse(node), str(file), node.lineno))
+                        found.append(SourceCall(ast.unparse(node), str(file), node.lineno))
     return found
 
 

@@ -274,7 +274,6 @@ class TaskPool(Protocol):
             tasks: the tasks.
             fresh: True if each task needs a new process.
         """
-        ...
 
 
 @contextlib.contextmanager

@@ -78,9 +78,8 @@ class Probe:
         self._steps: Counter[int] = Counter()  # id of an optimizer -> number of its steps
         # Scheduler -> the user's frame that created it, as file and line. Schedulers are compared by identity.
         self._created: dict[Any, tuple[str, int]] = {}
-        self._awaits_metric = (
-            False  # True while a scheduler that needs a metric was created and not stepped yet
-        )
+        # True while a scheduler that needs a metric was created and not stepped yet
+        self._awaits_metric = False
         self._initialized = False
 
     def note(self, kind: Kind, detail: str = "", frame: FrameType | None = None) -> None:

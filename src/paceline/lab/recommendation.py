@@ -25,9 +25,8 @@ from .pool import TellCount
 from .ranking import Figures, Task, balanced_task, run_tasks
 
 WORTH_IT = 1.1  # a change must make training at least this many times as fast
-WIRE_SHARE = (
-    0.2  # below this share of transfers, halving them does not make training `WORTH_IT` times as fast
-)
+# Below this share of transfers, halving them does not make training `WORTH_IT` times as fast.
+WIRE_SHARE = 0.2
 ENOUGH = 2.0  # a model with stale gradients that is not this many times as fast may still train more slowly
 
 SAME_RESULT = "the result of training stays the same"

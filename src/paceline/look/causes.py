@@ -36,9 +36,8 @@ LEAST_S = 1.0
 GUILTY_SHARE = 0.7  # a few workers are named if they were awaited for at least this share of all waiting
 SLOWER = 1.15  # the others are compared with a worker that takes at least this many times as long
 MORE_DATA = 1.2  # and at least this many times as much data
-LEAST_OUTSIDE = (
-    0.1  # least share that is named of the time outside of training, and of transfers on one machine
-)
+# Least share that is named of the time outside of training, and of transfers on one machine.
+LEAST_OUTSIDE = 0.1
 
 MOSTLY = 0.8  # share of computing from which nothing needs to be said about the rest
 LEAST_NAMED = 0.05  # least share of a kind of time that is named if there is no cause
@@ -225,9 +224,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
 
     def present_s(self, workers: Collection[int] | None = None) -> float:
         """Return the seconds for which workers, by default all, took part in the run."""
-        return self.total_s(
-            "computing", "loading", "transfer", "waiting", "wasted", "paused", "outside", workers=workers
-        )
+        return self.total_s(*SPENT, workers=workers)
 
     def per_iteration_s(self, kind: str) -> dict[int, float]:
         """Return, for each worker with an iteration, the mean seconds of this kind in each of its iterations."""

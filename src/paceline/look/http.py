@@ -1,16 +1,15 @@
-"""A small HTTP server for a few readers, which strangers can neither fill nor keep busy, and who may read what.
+"""A small HTTP server for a few readers, which others can neither fill nor keep busy, and who may read what.
 
-A connection belongs to a *stranger* until a request on it has shown the token; from then on to a *guest*. If there is
-no token, all are strangers. These limits hold:
+A connection is *authenticated* from the first request on it that shows the token; without a token, none ever is. These
+limits hold:
 
-- At most `MOST_STRANGERS` connections are strangers'. When there are more, a new one takes the place of the oldest,
-  but only after this one has had `GREETING_S` to send its request. Others wait in the system's queue.
-- A stranger has `REQUEST_S` for a whole request, however slowly its bytes arrive, and gets one answer: then the
-  connection is closed.
-- After each connection of a stranger, no other one is accepted for `REFUSAL_S`. So a flood of requests costs this
-  process a few percent of a core, and guests, who keep their connections, do not notice it.
-- At most `MOST_GUESTS` connections are guests'. A guest that is silent for `GUEST_S`, or does not take its answer
-  within `GUEST_S`, is dropped.
+- At most `MOST_UNAUTHENTICATED` connections are not authenticated. When there are more, a new one takes the place of
+  the oldest, but only after the oldest has had `GREETING_S` to send its request. Others wait in the system's queue.
+- Such a connection has `REQUEST_S` for a whole request, however slowly the bytes arrive. It is closed after one answer.
+- After each of them, no other connection is accepted for `REFUSAL_S`. So a flood of requests costs this process a few
+  percent of a core, and those who keep an authenticated connection do not notice the flood.
+- At most `MOST_AUTHENTICATED` connections are authenticated. One that is silent for `SILENCE_S`, or does not take its
+  answer within `SILENCE_S`, is closed.
 - The head of a request has at most `HEAD_BYTES`. Bodies are not read.
 """
 
@@ -33,12 +32,12 @@ import msgspec
 
 log = logging.getLogger("paceline.outlets")
 
-MOST_STRANGERS = 32
-MOST_GUESTS = 32
+MOST_UNAUTHENTICATED = 32
+MOST_AUTHENTICATED = 32
 GREETING_S = 0.25
 REQUEST_S = 5.0
 REFUSAL_S = 0.01
-GUEST_S = 60.0
+SILENCE_S = 60.0
 HEAD_BYTES = 16 * 1024
 CHUNK_BYTES = 64 * 1024
 
@@ -46,11 +45,10 @@ CHUNK_BYTES = 64 * 1024
 # -- Who may see the live page of a run. Pure: a request comes in, an answer goes out ------------------------
 #
 # Any program and any user of this machine can connect to the page's port, and so can every page that is open
-# in the user's browser. The door lets in who has the token:
+# in the user's browser. A request is let in if it has the token:
 #
-# - The address that the terminal shows contains the token. The door moves it to a cookie that no script can
-#   read and that no other site can send, and redirects to the address without it, so that it does not stay in
-#   sight.
+# - The address that the terminal shows contains the token. The policy moves the token to a cookie that no
+#   script can read and no other site can send, and redirects to the address without it.
 # - The header `Host` must name this machine. Otherwise, a page of another site could give its own name the
 #   address 127.0.0.1, and would then count as the same site (DNS rebinding). If the page is served to other
 #   machines, any IP address will do as well, because such an attack needs a name.
@@ -108,16 +106,18 @@ class HttpServer:
 
     Args:
         sock: a listening socket that does not block. The server takes ownership.
-        door: decides who is let in.
-        reply: returns the answer to a request that was let in.
+        policy: decides which requests are answered.
+        reply: returns the answer to a request that the policy lets in.
     """
 
-    def __init__(self, sock: socket.socket, door: AccessPolicy, reply: Reply) -> None:
+    def __init__(self, sock: socket.socket, policy: AccessPolicy, reply: Reply) -> None:
         self._sock = sock
-        self._door = door
+        self._policy = policy
         self._reply = reply
-        self._strangers: dict[asyncio.Task[None], float] = {}  # with the time of their arrival, oldest first
-        self._guests: set[asyncio.Task[None]] = set()
+        self._unauthenticated: dict[
+            asyncio.Task[None], float
+        ] = {}  # with the time of their arrival, oldest first
+        self._authenticated: set[asyncio.Task[None]] = set()
         self._rests_until_s = 0.0
 
     async def serve(self) -> None:
@@ -133,22 +133,22 @@ class HttpServer:
                     await asyncio.sleep(GREETING_S)
                     continue
                 task = loop.create_task(self._attend(sock))
-                self._strangers[task] = loop.time()
+                self._unauthenticated[task] = loop.time()
                 task.add_done_callback(self._forget)
         finally:
-            tasks = [*self._strangers, *self._guests]
+            tasks = [*self._unauthenticated, *self._authenticated]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self._sock.close()
 
     async def _make_room(self) -> None:
-        """Wait until another connection may be accepted, and drop the oldest stranger if it is in the way."""
+        """Wait until another connection may be accepted, and make room if there is none."""
         loop = asyncio.get_running_loop()
         if (rest_s := self._rests_until_s - loop.time()) > 0:
             await asyncio.sleep(rest_s)
-        while len(self._strangers) >= MOST_STRANGERS:
-            oldest, since_s = next(iter(self._strangers.items()))
+        while len(self._unauthenticated) >= MOST_UNAUTHENTICATED:
+            oldest, since_s = next(iter(self._unauthenticated.items()))
             if (left_s := since_s + GREETING_S - loop.time()) > 0:
                 await asyncio.wait([oldest], timeout=left_s)
             oldest.cancel()
@@ -156,22 +156,22 @@ class HttpServer:
 
     def _forget(self, task: asyncio.Task[None]) -> None:
         """Note the end of a connection."""
-        if task in self._strangers:
+        if task in self._unauthenticated:
             self._rests_until_s = asyncio.get_running_loop().time() + REFUSAL_S
-        self._strangers.pop(task, None)
-        self._guests.discard(task)
+        self._unauthenticated.pop(task, None)
+        self._authenticated.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a connection has failed", exc_info=error)
 
-    def _welcome(self) -> bool:
-        """Note that the current connection is a guest's. Return False if there are too many guests."""
+    def _authenticate(self) -> bool:
+        """Note that the current connection is authenticated. Return False if there are too many of these."""
         task = asyncio.current_task()
         assert task is not None
-        if task not in self._guests:
-            if len(self._guests) >= MOST_GUESTS:
+        if task not in self._authenticated:
+            if len(self._authenticated) >= MOST_AUTHENTICATED:
                 return False
-            self._strangers.pop(task, None)
-            self._guests.add(task)
+            self._unauthenticated.pop(task, None)
+            self._authenticated.add(task)
         return True
 
     async def _attend(self, sock: socket.socket) -> None:
@@ -181,7 +181,7 @@ class HttpServer:
         parser = h11.Connection(h11.SERVER, max_incomplete_event_size=HEAD_BYTES)
         with sock, contextlib.suppress(TimeoutError, ConnectionError):
             while True:
-                patience_s = GUEST_S if asyncio.current_task() in self._guests else REQUEST_S
+                patience_s = SILENCE_S if asyncio.current_task() in self._authenticated else REQUEST_S
                 try:
                     async with asyncio.timeout(patience_s):
                         request = await _receive(sock, parser)
@@ -190,17 +190,17 @@ class HttpServer:
                     return
                 if request is None:
                     return
-                answer = self._door.answer(request)
-                if answer is None and self._door.token and not self._welcome():
+                answer = self._policy.answer(request)
+                if answer is None and self._policy.token and not self._authenticate():
                     answer = HttpResponse.text(
                         HTTPStatus.SERVICE_UNAVAILABLE, "Too many browsers have this page open."
                     )
                 if answer is None:
                     answer = await self._answer(request)
-                is_guest = asyncio.current_task() in self._guests
-                async with asyncio.timeout(GUEST_S if is_guest else REQUEST_S):
-                    await _send(sock, parser, request, answer, close=not is_guest)
-                if not is_guest or parser.our_state is h11.MUST_CLOSE:
+                authenticated = asyncio.current_task() in self._authenticated
+                async with asyncio.timeout(SILENCE_S if authenticated else REQUEST_S):
+                    await _send(sock, parser, request, answer, close=not authenticated)
+                if not authenticated or parser.our_state is h11.MUST_CLOSE:
                     return
                 try:
                     parser.start_next_cycle()

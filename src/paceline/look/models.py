@@ -153,7 +153,7 @@ def _parameters(model: type) -> tuple[tuple[str, str], ...]:
 # A model always has the same color, whatever its parameters are and whichever models are beside it. Its own
 # dashes distinguish it in black and white. Runs of the same model have other dashes and markers: those with
 # balanced batches the next ones in the list, and those with translated hyper-parameters the next but one. No
-# model has a color of `colors_of_time`.
+# model has the color of a kind of time (`words.COLOR_OF`).
 
 
 class Style(NamedTuple):
@@ -201,7 +201,7 @@ def styles_of(names: Iterable[str]) -> dict[str, Style]:
     """Return the style of each run in a picture: name -> style. No two runs have the same style.
 
     Args:
-        names: the names of the runs (see `names.run_name`), in the order of the legend.
+        names: the names of the runs (see `words.run_name`), in the order of the legend.
 
     >>> styles = styles_of(["asp", "bsp", "bsp, balanced batches"])
     >>> [styles[name].color == MODELS["bsp"].style[0] for name in styles]

@@ -53,9 +53,7 @@ class MetricsPage:
     def __init__(self, live: LiveReport) -> None:
         self._live = live
         self._of: RunReport | None = None
-        self._answers: dict[
-            str, HttpResponse
-        ] = {}  # format that was asked for -> answer for the report `_of`
+        self._answers: dict[str, HttpResponse] = {}  # format that was asked for -> answer for `_of`
 
     async def reply(self, request: Request) -> HttpResponse:
         """Return the metrics, in the format that the request asks for."""

@@ -38,16 +38,11 @@ from ..trace.report import (
 )
 from ..trace.run_dir import read_metrics
 from ..words import listed
-from .causes import (
-    Evidence,
-    causes_of,
-    evidence_of,
-    headline_of,
-    links_of,
-)
+from .causes import Evidence, causes_of, evidence_of, headline_of, links_of
 from .summary import summary_rows
 
 State = Literal["running", "finished", "interrupted", "failed", "cut off"]
+ENDED = ("finished", "interrupted", "failed")
 DAMAGED = (KeyError, ValueError, TypeError, AttributeError, IndexError)
 """What reading statistics raises if entries of a trace are missing, or a summary has other entries than expected."""
 
@@ -106,11 +101,10 @@ class ReportReader:
         notes = list(self._damaged.values())
         if not complete:
             notes.append("The traces were not read to their end, because that took too long.")
-        ended: State = summary.get("ended", "")
-        if ended not in ("finished", "interrupted", "failed"):
+        # A simulation of an earlier version does not say that it has finished.
+        ended: State = summary.get("ended", "finished" if summary else "running")
+        if ended not in ENDED:
             ended = "running" if self._in_progress(self._run_dir) else "cut off"
-        if summary and "ended" not in summary:
-            ended = "finished"  # a simulation of an earlier version
         assembly = _Assembly(self._run_dir, ended, summary, described, self._digest, now_s, notes)
         return assembly.report(self._metrics(notes))
 
@@ -226,7 +220,7 @@ class _Assembly:
         summary, described, activity = self._summary, self._described, self._activity
         begun_s, end_s = self._span()
         workers = self._workers()
-        links = self._links()
+        links = links_of(summary)
         self._note_what_is_missing(metrics)
         models = () if activity is None else models_of(activity, end_s)
         evidence = self._evidence(workers, links, end_s - begun_s, end_s)
@@ -348,9 +342,6 @@ class _Assembly:
             )
         return tuple(found)
 
-    def _links(self) -> tuple[LinkTotal, ...]:
-        return links_of(self._summary)
-
     def _settings(self) -> tuple[ReportedSetting, ...]:
         """Return the settings. Without `run.json`, those that the summary contains."""
         if self._described is not None:
@@ -422,7 +413,7 @@ class _Assembly:
 
     @property
     def _has_ended(self) -> bool:
-        return self._state in ("finished", "interrupted", "failed")
+        return self._state in ENDED
 
     def _setting(self, name: str) -> str:
         return next((each.value for each in self._settings() if each.name == name), "")

@@ -96,8 +96,8 @@ async def _alone(name: str, outlet: Outlet, failures: list[str]) -> None:
 
 def _server(served: ServedSocket, token: str, reply: Reply) -> HttpServer:
     """Return a server for an inherited socket."""
-    door = AccessPolicy(served.port, hosts_of(served.host, (socket.gethostname(),)), token)
-    return HttpServer(socket.socket(fileno=served.descriptor), door, reply)
+    policy = AccessPolicy(served.port, hosts_of(served.host, (socket.gethostname(),)), token)
+    return HttpServer(socket.socket(fileno=served.descriptor), policy, reply)
 
 
 # -- What the launcher tells the process that shows a run ----------------------------------------------------

@@ -202,12 +202,7 @@ def sweep_picture(title: str, key: str, lines: Mapping[str, Sequence[tuple[float
 
 def _draw_scatter(axes: Axes, rows: Sequence[Figures]) -> None:
     front = sorted((row for row in rows if row.front), key=lambda row: row.mean_staleness)
-    axes.plot(
-        [row.mean_staleness for row in front],
-        [row.speed for row in front],
-        color="#BBBBBB",
-        zorder=1,
-    )
+    axes.plot([row.mean_staleness for row in front], [row.speed for row in front], color="#BBBBBB", zorder=1)
     styles = styles_of(row.name for row in rows)
     for row in rows:
         color = styles[row.name].color

@@ -143,7 +143,7 @@ Dashes = str | tuple[int, tuple[int, ...]]
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#762A83", "#8C510A", "#000000")
 """Curve colors that color-blind readers can distinguish, in order of use: four of Okabe and Ito (2008), whose others
-are the colors of time (`colors_of_time`), and two of ColorBrewer. Sync models have the styles in `styles_of_models`.
+mean kinds of time (`words.COLOR_OF`), and two of ColorBrewer. Sync models have the styles of `models.model_styles`.
 """
 
 DASHES: tuple[Dashes, ...] = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)))

@@ -6,13 +6,12 @@ import math
 
 import msgspec
 
-from ..core.lease import BatchSizing, DataOrder, Split
+from ..core.lease import SPLITS, BatchSizing, DataOrder, Split
 from ..errors import ConfigurationError, unknown_name
 from ..sync.schedule import Schedule
-from .cluster import Cluster
+from .cluster import Cluster, require_whole
 from .simulated_job import Driver, VirtualJob
 
-SPLITS = ("auto", "dynamic", "static")
 LOADER = 0  # number of each worker's only loader
 
 
@@ -52,9 +51,7 @@ class Dataset(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for name in ("samples", "batch_size", "epochs"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigurationError(f"{name} is {value!r}, expected a whole number >= 1.")
+            require_whole(name, getattr(self, name), 1)
         if self.split not in SPLITS:
             raise unknown_name("split", self.split, SPLITS)
         if not 1 <= self.pushes_per_batch < math.inf:

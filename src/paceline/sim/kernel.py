@@ -19,7 +19,7 @@ MESSAGE, TIMER = 0, 1
 LONGEST_S = 1e15
 """The longest permitted time in seconds, about 30 million years."""
 
-STILL = 100_000
+MOST_AT_ONCE = 100_000
 """Default maximum number of events at the same virtual time. With more events, the simulation is considered stuck."""
 
 
@@ -40,7 +40,7 @@ class Kernel:
         stopped: True if the simulation was stopped by `stop`.
     """
 
-    def __init__(self, ticks_per_s: int = TICKS_PER_S, most_at_once: int = STILL) -> None:
+    def __init__(self, ticks_per_s: int = TICKS_PER_S, most_at_once: int = MOST_AT_ONCE) -> None:
         self.ticks_per_s = ticks_per_s
         self.now_ticks = 0
         self._most_at_once = most_at_once

@@ -140,7 +140,7 @@ class Connection:
         # Time at which the first byte of the most recent message arrives.
         self._last_ticks = 0
         # Transfers that have not arrived yet, in the order in which they were sent.
-        self._waiting: list[_Transfer] = []
+        self._waiting: list[_InFlight] = []
 
     def send(self, size_bytes: int, arrive: Callable[..., None], *arguments: object) -> None:
         """Send a message of `size_bytes` bytes, and call `arrive(*arguments)` when the whole message has arrived."""
@@ -154,7 +154,7 @@ class Connection:
                 kernel.at(first_ticks, arrive, *arguments)
                 return
             size_bytes = 0
-        transfer = _Transfer(arrive, arguments)
+        transfer = _InFlight(arrive, arguments)
         self._waiting.append(transfer)
         if size_bytes:
             transfer.parts += len(self._senders)
@@ -162,11 +162,11 @@ class Connection:
                 lane.use(size_bytes, self._left, transfer, first_ticks - kernel.now_ticks)
         kernel.at(first_ticks, self._enter, transfer, size_bytes)
 
-    def _left(self, transfer: _Transfer, latency_ticks: int) -> None:
+    def _left(self, transfer: _InFlight, latency_ticks: int) -> None:
         """Handle the departure of the last byte from the sender. This byte arrives after the connection's latency."""
         self._kernel.after(latency_ticks, self._passed, transfer)
 
-    def _enter(self, transfer: _Transfer, size_bytes: int) -> None:
+    def _enter(self, transfer: _InFlight, size_bytes: int) -> None:
         """Handle the arrival of the first byte at the receiver."""
         if size_bytes and self._receivers:
             transfer.parts += len(self._receivers) - 1
@@ -175,7 +175,7 @@ class Connection:
         else:
             self._passed(transfer)
 
-    def _passed(self, transfer: _Transfer) -> None:
+    def _passed(self, transfer: _InFlight) -> None:
         """Handle the completion of a transfer at one end. Deliver all messages that are now complete, in order."""
         transfer.parts -= 1
         while self._waiting and not self._waiting[0].parts:
@@ -183,8 +183,8 @@ class Connection:
             first.arrive(*first.arguments)
 
 
-class _Transfer:
-    """A message that is being transferred."""
+class _InFlight:
+    """A message on its way."""
 
     __slots__ = ("arguments", "arrive", "parts")
 

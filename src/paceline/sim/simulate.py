@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -137,26 +137,25 @@ def simulate(
         >>> result.time_s, result.updates, result.waiting_share
         (12.0, 4, 0.3333333333333333)
     """
-    schedule, count = _checked(
-        cluster,
-        sync,
-        iterations,
-        seed,
-        until_s,
-        shards,
-        shard_bytes,
-        slicing,
-        overlap,
-        on_nan,
-        hyperparameters,
-        batch,
-        joint_batch,
-        ends=data is not None,
-    )
+    settings = {
+        "overlap": overlap,
+        "slicing": slicing,
+        "on_nan": on_nan,
+        "hyperparameters": hyperparameters,
+        "batch": batch,
+        "joint_batch": joint_batch,
+    }
+    ends = data is not None or iterations is not None
+    count = _require_sound(cluster, iterations, seed, until_s, shards, shard_bytes, settings, ends=ends)
+    load_models(sync)
+    schedule = read_schedule(sync)
+    schedule.require_runnable(cluster.workers, count)
+    schedule.require_overlap(overlap)
     if joint_batch and data is not None:
         data = msgspec.structs.replace(data, joint_batch=True)
     wire_format = WireFormat.read(wire)
-    mode = guard_mode(guard, translated=hyperparameters == "translated")
+    translated = hyperparameters == "translated"
+    mode = guard_mode(guard, translated=translated)
     _require_compatible(cluster, schedule, train_fn, shard_bytes, snapshot_every_s, on_snapshot, data)
     first = [worker for worker in range(cluster.workers) if not cluster.joins_late(worker)]
     losses: list[Loss] = []
@@ -231,7 +230,6 @@ def simulate(
                 resumed=resumed,
             )
             with training:
-                translated = hyperparameters == "translated"
                 recorders.begin(computed_by(), translated=translated)
                 job = training.job = make_job(
                     slicing=slicing,
@@ -430,24 +428,18 @@ def _require_compatible(
         )
 
 
-def _checked(
+def _require_sound(
     cluster: Cluster,
-    sync: str | SyncModel | Sequence[SyncModel] | Schedule,
     iterations: int | None,
     seed: int,
     until_s: Seconds,
     shards: int | None,
     shard_bytes: Sequence[int] | None,
-    slicing: str,
-    overlap: str,
-    on_nan: str,
-    hyperparameters: str,
-    batch: str,
-    joint_batch: bool,
+    settings: Mapping[str, object],
     *,
     ends: bool,
-) -> tuple[Schedule, int]:
-    """Check the arguments of `simulate`; return the schedule and the number of shards."""
+) -> int:
+    """Check arguments of `simulate`, and return the number of shards."""
     if not isinstance(cluster, Cluster):
         raise ConfigurationError(
             f"cluster is {cluster!r}, expected a paceline.Cluster, for example Cluster(compute_s=[1.0, 1.0, 3.0])."
@@ -456,7 +448,7 @@ def _checked(
         require_whole("iterations", iterations, 1)
     if not isinstance(until_s, int | float | Fraction) or not until_s > 0:
         raise ConfigurationError(f"until_s is {until_s!r}, expected a number of seconds > 0.")
-    if iterations is None and math.isinf(until_s) and not ends:
+    if math.isinf(until_s) and not ends:
         raise ConfigurationError(
             "iterations is None and until_s is not given, so the run would never end. Give at least one of them."
         )
@@ -472,20 +464,9 @@ def _checked(
     for size in shard_bytes or ():
         require_whole("a size in shard_bytes", size, 0)
     require_whole("seed", seed, 0)
-    for name, value in (
-        ("overlap", overlap),
-        ("slicing", slicing),
-        ("on_nan", on_nan),
-        ("hyperparameters", hyperparameters),
-        ("batch", batch),
-        ("joint_batch", joint_batch),
-    ):
+    for name, value in settings.items():
         SETTINGS[name].value(value)
-    load_models(sync)
-    schedule = read_schedule(sync)
-    schedule.require_runnable(cluster.workers, count)
-    schedule.require_overlap(overlap)
-    return schedule, count
+    return count
 
 
 # -- What stands in place of the tensors of a shard, in a simulation that does not train ---------------------

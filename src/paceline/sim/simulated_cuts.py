@@ -91,10 +91,7 @@ class SimCut:
         for segment, view in zip(bounds.segments, segment_views(bounds, weights), strict=True):
             if (piece := pieces.get(layout.parameters[segment.parameter].names[0])) is not None:
                 view.copy_(piece[segment.offset :][: view.numel()])
-        joined: dict[int, dict[str, Any]] = join_state(
-            before, [(each.bounds, each.state) for each in self._shards]
-        )
-        states = {before.parameters[index].names[0]: state for index, state in joined.items()}
+        states = {before.parameters[index].names[0]: state for index, state in self._joined_state().items()}
         parameters = [torch.empty(each.shape) for each in layout.parameters]
         known = zip(layout.parameters, parameters, strict=True)
         return slice_state(
@@ -107,10 +104,12 @@ class SimCut:
         """Return the optimizer state of a slice, which need not be that of one of the shards."""
         layout = self.job.model.layout
         parameters = [torch.empty(each.shape) for each in layout.parameters]
-        joined: dict[int, dict[str, Any]] = join_state(
-            layout, [(each.bounds, each.state) for each in self._shards]
-        )
-        return slice_state(bounds, parameters, {parameters[index]: each for index, each in joined.items()})
+        state = {parameters[index]: each for index, each in self._joined_state().items()}
+        return slice_state(bounds, parameters, state)
+
+    def _joined_state(self) -> dict[int, dict[str, Any]]:
+        """Return the optimizer state of each parameter of the cut."""
+        return join_state(self.job.model.layout, [(each.bounds, each.state) for each in self._shards])
 
     def states_for(self, worker: int) -> tuple[bytes | None, bytes | None]:
         """Return what a worker of a later run gets back. See `Servers.fetch_worker_states`."""

@@ -81,7 +81,7 @@ from ..sync.schedule import Schedule
 from ..sync.ticks import Seconds
 from ..trace.recording import IterationRecord
 from .cluster import Cluster
-from .kernel import STILL, TIMER, Kernel
+from .kernel import MOST_AT_ONCE, TIMER, Kernel
 from .network import Connection, NetworkInterface
 from .result import Recorders
 from .times import Constant, Distribution, Pauses, Presence, Sample, prolonged_s, times_of
@@ -154,9 +154,9 @@ class VirtualJob:
         marks_outside: bool = True,
         has_epochs: bool = False,
     ) -> None:
-        count = shards
         ticks_per_s = recorders.ticks_per_s
-        self.kernel = Kernel(ticks_per_s, STILL + 200 * cluster.workers * (count + 4))
+        # When all workers begin or go on together, each causes events at every shard at the same time.
+        self.kernel = Kernel(ticks_per_s, MOST_AT_ONCE + 200 * cluster.workers * (shards + 4))
         self.bytes_sent = dict.fromkeys(KINDS, 0)
         self.cut_off_ticks: int | None = None
         self.knows_loss = False
@@ -165,7 +165,7 @@ class VirtualJob:
             schedule,
             workers=cluster.workers,
             servers=cluster.servers,
-            shards=count,
+            shards=shards,
             slicing=slicing,
             overlap=overlap,
             seed=seed,
@@ -191,10 +191,7 @@ class VirtualJob:
         self._recorders = recorders
         self._servers = [
             Server(
-                seed,
-                recorder_of=recorders.shards.__getitem__,
-                ticks_per_s=ticks_per_s,
-                translated=translated,
+                seed, recorder_of=recorders.shards.__getitem__, ticks_per_s=ticks_per_s, translated=translated
             )
             for _ in range(cluster.servers)
         ]

@@ -245,7 +245,6 @@ class Law(Protocol):
 
     def sample(self, generator: np.random.Generator, /) -> float:
         """Return a duration in seconds, which depends on nothing but the generator."""
-        ...
 
 
 class Own(Spec, frozen=True, kw_only=True, tag="own"):

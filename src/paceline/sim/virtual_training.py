@@ -51,7 +51,7 @@ from ..sync.schedule import Schedule, read_schedule
 from ..train.forward import unwatch_backward, watch_backward
 from ..train.generator_states import GeneratorStates
 from ..train.gradients import unwatch_scalers, watch_scalers
-from ..train.hooks import unwatch_torch, watch_torch
+from ..train.hooks import unwatch_clipping, watch_clipping
 from ..train.metrics import metrics_of, unwatch_adapters
 from ..train.session import Callbacks, Servers, Session, TrainingStep, install
 from .simulated_cuts import CutShard, SimCut
@@ -142,7 +142,7 @@ class Training(Driver):
         self._outside = GeneratorStates()
         self._main = sys.modules["__main__"]
         self._threads = torch.get_num_threads()
-        watch_torch()
+        watch_clipping()
         watch_backward()
         watch_scalers()
         # Otherwise each worker would get its own pool of torch threads, and there would be more threads than cores.
@@ -161,7 +161,7 @@ class Training(Driver):
         unwatch_adapters()
         unwatch_scalers()
         unwatch_backward()
-        unwatch_torch()
+        unwatch_clipping()
         if self._outside is not None:
             self._outside.give_back()
         sys.modules["__main__"] = self._main
@@ -339,9 +339,7 @@ class Training(Driver):
             weights = CODECS[codec](self.stores[shard].weights).round_trip()
             bounds = of_set(self.slices[shard].bounds, session.pulls)
             for vector, (start, stop) in bounds.items():
-                if (
-                    vector in session.weights
-                ):  # otherwise, the worker does not know yet that the model was extended
+                if vector in session.weights:  # else the worker does not know yet that the model was extended
                     session.weights[vector][start:stop] = weights[vector]
                     if session.commits and (told := session.callbacks.on_arrived) is not None:
                         told(vector, start, stop)
@@ -546,9 +544,7 @@ class VirtualSession(Session):
         buffers: Sequence[torch.Tensor],
         state_of: Callable[[ShardSlice], Vectors],
     ) -> str:
-        self.strand.require_own_thread()
-        self._end_uncommitted()
-        self.pulls = None
+        self._leave_iteration()
         self.initial = weights, buffers, state_of
         self._training.job.propose(self.worker, model)
         self._pause()
@@ -595,16 +591,12 @@ class VirtualSession(Session):
         self._pause()
 
     def refresh(self) -> None:
-        self.strand.require_own_thread()
-        self.pulls = None
-        self._end_uncommitted()
+        self._leave_iteration()
         self._training.job.refresh(self.worker)
         self._pause()
 
     def begin_edit(self) -> bool:
-        self.strand.require_own_thread()
-        self.pulls = None
-        self._end_uncommitted()
+        self._leave_iteration()
         if self._training.job.begin_edit(self.worker):
             self._pause()
         return self.core.edits
@@ -620,9 +612,7 @@ class VirtualSession(Session):
         self._pause()
 
     def sit_out(self) -> None:
-        self.strand.require_own_thread()
-        self.pulls = None
-        self._end_uncommitted()
+        self._leave_iteration()
         self._training.job.sit_out(self.worker)
         self._pause()
 
@@ -782,6 +772,12 @@ class VirtualSession(Session):
                 rows = rows_bytes(values, segment.offset, math.prod(shape[1:]), itemsize)
                 saved += max(0, values.numel() * itemsize - rows)
         return 1 - saved / max(1, bounds.encoded_bytes(codec))
+
+    def _leave_iteration(self) -> None:
+        """Prepare for a call between two iterations, after which all parameter sets are pulled."""
+        self.strand.require_own_thread()
+        self._end_uncommitted()
+        self.pulls = None
 
     def _end_uncommitted(self) -> None:
         """If `step()` raised an exception instead of committing, let the time of that computation pass."""

@@ -116,6 +116,10 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         """Return the curve over one of `UNITS`."""
         return [(getattr(each, unit), each.value) for each in self.curve]
 
+    def reaches(self, unit: str, target: float, *, higher_is_better: bool) -> float:
+        """Return where the curve first reaches a target, counted in one of `UNITS`; infinity if it does not."""
+        return crossing(self.points(unit), target, higher_is_better=higher_is_better)
+
     @property
     def mean_staleness(self) -> float:
         """The mean staleness of the pushes, in updates; 0 if there are none."""
@@ -313,7 +317,7 @@ def _decode(content: bytes) -> Outcome:
     return msgspec.convert(values, Outcome, strict=False)
 
 
-# -- Which cells a study has: those in which hyper-parameters are chosen, and those that are evaluated with the choice
+# -- The cells of a study: those in which hyper-parameters are chosen, and those evaluated with the choice ---
 #
 # Hyper-parameters are chosen for each model on each cluster, by other seeds than those of the evaluation: the
 # ones that reach the target soonest, in the median over the seeds, where a run that never reaches it comes
@@ -372,8 +376,7 @@ def _tuned(study: Study) -> list[Contender]:
     return [
         contender
         for contender in study.contenders
-        if (len(contender.points) > 1 and study.tuning == "each") or contender.name == study.reference
-        if len(contender.points) > 1
+        if len(contender.points) > 1 and (study.tuning == "each" or contender.name == study.reference)
     ]
 
 
@@ -454,7 +457,7 @@ def _score(outcomes: list[Outcome], target: Target, value: float | None) -> tupl
     """Return what is to be small: the median time to the target, and the mean final value, negated if need be."""
     higher = target.higher_is_better
     times_s = [
-        math.inf if value is None else crossing(each.points("seconds"), value, higher_is_better=higher)
+        math.inf if value is None else each.reaches("seconds", value, higher_is_better=higher)
         for each in outcomes
     ]
     finals = [each.final for each in outcomes]

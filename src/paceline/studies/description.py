@@ -233,8 +233,8 @@ def describe(values: Mapping[str, Any], folder: Path, imports: Sequence[str] = (
     contenders = _contenders(file)
     for contender in contenders:
         _require_runnable(contender, clusters)
-    reference = _found("reference", file.reference, contenders) if file.reference else contenders[0].name
-    of = _found("target.of", file.target.of, contenders) if file.target.of else ""
+    reference = _whole_name("reference", file.reference, contenders) if file.reference else contenders[0].name
+    of = _whole_name("target.of", file.target.of, contenders) if file.target.of else ""
     if (file.target.value is None) == (not file.target.of):
         raise ConfigurationError(
             f"target has {'both' if file.target.of else 'neither'} a value {'and' if file.target.of else 'nor'} the "
@@ -367,7 +367,7 @@ def _contenders(file: StudyFile) -> tuple[Contender, ...]:
     return tuple(found)
 
 
-def _found(key: str, name: str, contenders: Sequence[Contender]) -> str:
+def _whole_name(key: str, name: str, contenders: Sequence[Contender]) -> str:
     """Return the name of a model that may be stated without what its name says about its hyper-parameters."""
     names = [each.name for each in contenders]
     alike = [each.name for each in contenders if run_name(each.sync, each.batch) == name]

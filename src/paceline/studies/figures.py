@@ -14,7 +14,7 @@ from ..look.timelines import new_figure
 from ..words import COLOR_OF
 from .cells import UNITS, Outcome
 from .results import StudyResult, StudyRow
-from .statistics import CONFIDENCE, band, crossing
+from .statistics import CONFIDENCE, band
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,11 +36,7 @@ WIDEST = 28
 LINE_INCHES = 0.17
 """Height of a line of a legend."""
 
-AXES = {
-    "seconds": "virtual seconds",
-    "updates": "updates",
-    "samples": "samples of all workers",
-}
+AXES = {"seconds": "virtual seconds", "updates": "updates", "samples": "samples of all workers"}
 
 
 class Drawing(NamedTuple):
@@ -65,23 +61,23 @@ def pictures_of(result: StudyResult) -> dict[str, Figure]:
     """
     study = result.study
     drawn = styles_of(contender.style for contender in study.contenders)
-    look = Drawing(
+    drawing = Drawing(
         {contender.name: drawn[contender.style] for contender in study.contenders},
         study.target.metric,
         study.target.higher_is_better,
     )
-    metric = re.sub(r"[^\w.-]+", "-", look.metric)
+    metric = re.sub(r"[^\w.-]+", "-", drawing.metric)
     figures = {
-        f"{metric}-over-{unit}": _over(result, look, unit)
+        f"{metric}-over-{unit}": _over(result, drawing, unit)
         for unit in UNITS
         if any(getattr(each, unit) for row in result.rows for each in row.outcomes.values())
     }
-    figures["time-to-target"] = _times(result, look)
-    figures[f"{metric}-and-time"] = _front(result, look)
-    figures["staleness"] = _staleness(result, look)
+    figures["time-to-target"] = _times(result, drawing)
+    figures[f"{metric}-and-time"] = _front(result, drawing)
+    figures["staleness"] = _staleness(result, drawing)
     figures["time-of-workers"] = _time_of_workers(result)
     if result.tuning:
-        figures["tuning"] = _tuning(result, look)
+        figures["tuning"] = _tuning(result, drawing)
     return figures
 
 
@@ -134,7 +130,7 @@ def _in_lines(name: str) -> str:
     return "\n".join(line.rstrip() for line in lines[:2]) + "..." * (len(lines) > 2)
 
 
-def _over(result: StudyResult, look: Drawing, unit: str) -> Figure:
+def _over(result: StudyResult, drawing: Drawing, unit: str) -> Figure:
     """Draw the mean of the metric over seconds, updates or samples, with its interval as a band."""
     figure, panels = _panels(result, 2.7)
     handles: dict[str, Any] = {}
@@ -146,7 +142,7 @@ def _over(result: StudyResult, look: Drawing, unit: str) -> Figure:
                 continue
             first, last = max(curve[0][0] for curve in curves), min(curve[-1][0] for curve in curves)
             found = band(curves, [first + (last - first) * step / PLACES for step in range(PLACES + 1)])
-            style, x = look.styles[row.contender.name], [place for place, _ in found]
+            style, x = drawing.styles[row.contender.name], [place for place, _ in found]
             means += [each.value for _, each in found]
             [handles[row.contender.name]] = axes.plot(
                 x, [each.value for _, each in found], color=style.color, linestyle=style.dashes, linewidth=1.4
@@ -159,12 +155,12 @@ def _over(result: StudyResult, look: Drawing, unit: str) -> Figure:
                 alpha=0.15,
                 linewidth=0,
             )
-        _scale(axes, means, look)
+        _scale(axes, means, drawing)
         target = _target_line(axes, result.of_cluster(cluster)[0].target)
         axes.set_xlim(left=0)
         axes.set_xlabel(AXES[unit], fontsize=SMALL)
         axes.grid(alpha=0.25, linewidth=0.6)
-    _label_first(panels, look.metric)
+    _label_first(panels, drawing.metric)
     ordered = [each.name for each in result.study.contenders if each.name in handles]
     _legend(figure, [*(handles[name] for name in ordered), target], [*map(_in_lines, ordered), "target"])
     seeds = len(result.study.seeds)
@@ -173,18 +169,18 @@ def _over(result: StudyResult, look: Drawing, unit: str) -> Figure:
     return figure
 
 
-def _scale(axes: Axes, means: Sequence[float], look: Drawing) -> None:
+def _scale(axes: Axes, means: Sequence[float], drawing: Drawing) -> None:
     """Let the axis of the metric show where the curves differ, not the first steps."""
     finite = sorted(value for value in means if math.isfinite(value))
     if not finite:
         return
     low, high = finite[0], finite[-1]
-    if not look.higher_is_better and low > 0 and high > 20 * low:
+    if not drawing.higher_is_better and low > 0 and high > 20 * low:
         axes.set_yscale("log")
         _label_decades(axes.yaxis)
         return
-    cut = finite[len(finite) // 10] if look.higher_is_better else finite[-1 - len(finite) // 10]
-    low, high = (cut, high) if look.higher_is_better else (low, cut)
+    cut = finite[len(finite) // 10] if drawing.higher_is_better else finite[-1 - len(finite) // 10]
+    low, high = (cut, high) if drawing.higher_is_better else (low, cut)
     margin = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
     axes.set_ylim(low - margin, high + margin)
 
@@ -210,7 +206,7 @@ def _label_first(panels: Mapping[str, Axes], label: str) -> None:
             axes.set_ylabel(label, fontsize=SMALL)
 
 
-def _times(result: StudyResult, look: Drawing) -> Figure:
+def _times(result: StudyResult, drawing: Drawing) -> Figure:
     """Draw the seconds to the target: each run, and the typical time with its interval."""
     from matplotlib.lines import Line2D
 
@@ -223,7 +219,7 @@ def _times(result: StudyResult, look: Drawing) -> Figure:
         right = 1.08 * max(*shown, *(high for high in upper if high <= 1.6 * max(shown)), 0.0)
         for place, name in enumerate(names):
             if name in rows:
-                _draw_times(axes, rows[name], place, right, look.styles[name].color)
+                _draw_times(axes, rows[name], place, right, drawing.styles[name].color)
         _name_rows(axes, names, index)
         if min(shown) > 0 and right > 12 * min(shown):
             axes.set_xscale("log")
@@ -238,11 +234,7 @@ def _times(result: StudyResult, look: Drawing) -> Figure:
         Line2D([], [], color="#444444", marker="o", markersize=3.5, linestyle="none", markerfacecolor="none"),
         Line2D([], [], color="#444444", marker=">", markersize=5, linestyle="none", markerfacecolor="none"),
     ]
-    labels = [
-        f"typical time, {CONFIDENCE:.0%} interval",
-        "a run",
-        "a run that never reached the target",
-    ]
+    labels = [f"typical time, {CONFIDENCE:.0%} interval", "a run", "a run that never reached the target"]
     _legend(figure, handles, labels)
     return figure
 
@@ -286,7 +278,7 @@ def _draw_times(axes: Axes, row: StudyRow, place: int, right: float, color: str)
         )
 
 
-def _front(result: StudyResult, look: Drawing) -> Figure:
+def _front(result: StudyResult, drawing: Drawing) -> Figure:
     """Draw the final value over the time to the target, and join what is not dominated."""
     from matplotlib.lines import Line2D
 
@@ -302,7 +294,7 @@ def _front(result: StudyResult, look: Drawing) -> Figure:
             0,
         )
         for row in rows:
-            style = look.styles[row.contender.name]
+            style = drawing.styles[row.contender.name]
             color = style.color
             time, final = row.time["seconds"], row.final
             never = not math.isfinite(time.value)
@@ -343,10 +335,10 @@ def _front(result: StudyResult, look: Drawing) -> Figure:
         axes.set_xlim(0, right)
         axes.set_xlabel("virtual seconds to the target", fontsize=SMALL)
         axes.grid(alpha=0.25, linewidth=0.6)
-    _label_first(panels, f"final {look.metric}")
+    _label_first(panels, f"final {drawing.metric}")
     handles = [
         Line2D([], [], color=style.color, marker=style.marker, linestyle="none", markersize=6)
-        for style in (look.styles[each.name] for each in result.study.contenders)
+        for style in (drawing.styles[each.name] for each in result.study.contenders)
     ]
     labels = [_in_lines(each.name) for each in result.study.contenders]
     handles.append(Line2D([], [], color="#555555", linewidth=0.9, linestyle=(0, (4, 3))))
@@ -367,7 +359,7 @@ def _scale_finals(axes: Axes, rows: Sequence[StudyRow]) -> None:
     axes.set_ylim(low - margin, high + margin)
 
 
-def _staleness(result: StudyResult, look: Drawing) -> Figure:
+def _staleness(result: StudyResult, drawing: Drawing) -> Figure:
     """Draw a histogram of the staleness for each model and cluster."""
     clusters = [cluster for cluster in result.study.clusters if result.of_cluster(cluster)]
     names = [contender.name for contender in result.study.contenders]
@@ -395,7 +387,7 @@ def _staleness(result: StudyResult, look: Drawing) -> Figure:
             counts = pooled[name]
             total = sum(counts.values())
             shown = {staleness: count / total for staleness, count in counts.items() if staleness <= most}
-            axes.bar(list(shown), list(shown.values()), width=0.85, color=look.styles[name].color)
+            axes.bar(list(shown), list(shown.values()), width=0.85, color=drawing.styles[name].color)
             axes.set_ylim(top=1.3 * max(shown.values()))  # with room for the text above the bars
             mean = sum(staleness * count for staleness, count in counts.items()) / total
             axes.text(
@@ -451,18 +443,18 @@ def _time_of_workers(result: StudyResult) -> Figure:
     return figure
 
 
-def _tuning(result: StudyResult, look: Drawing) -> Figure:
+def _tuning(result: StudyResult, drawing: Drawing) -> Figure:
     """Draw the median time to the target over the hyper-parameter that has most values, and what was chosen."""
     axis = _axis(result)
     figure, panels = _panels(result, 2.7)
     handles: dict[str, Any] = {}
     for cluster, axes in panels.items():
         target = result.of_cluster(cluster)[0].target
-        times = _tuned(result, cluster, axis, lambda o, t=target: _seconds(o, t, look))  # type: ignore[misc]
+        times = _tuned(result, cluster, axis, lambda o, t=target: _seconds(o, t, drawing))  # type: ignore[misc]
         finite = [s for found in times.values() for s in found.values() if math.isfinite(s)]
         never = 1.25 * max(finite, default=1.0)
         for name, found in times.items():
-            style = look.styles[name]
+            style = drawing.styles[name]
             x = sorted(found)
             y = [min(found[value], never) for value in x]
             [handles[name]] = axes.plot(
@@ -479,7 +471,7 @@ def _tuning(result: StudyResult, look: Drawing) -> Figure:
                     markersize=9,
                     markerfacecolor="none",
                     markeredgewidth=1.3,
-                    markeredgecolor=look.styles[row.contender.name].color,
+                    markeredgecolor=drawing.styles[row.contender.name].color,
                 )
         places = sorted({x for found in times.values() for x in found})
         if places and places[0] > 0 and places[-1] > 4 * places[0]:
@@ -535,5 +527,5 @@ def _tuned(
     }
 
 
-def _seconds(outcome: Outcome, target: float, look: Drawing) -> float:
-    return crossing(outcome.points("seconds"), target, higher_is_better=look.higher_is_better)
+def _seconds(outcome: Outcome, target: float, drawing: Drawing) -> float:
+    return outcome.reaches("seconds", target, higher_is_better=drawing.higher_is_better)

@@ -16,7 +16,7 @@ from ..words import counted
 from .cells import UNITS, Cell, Outcome
 from .description import Study
 from .results import StudyResult, StudyRow
-from .statistics import CONFIDENCE, Estimate, crossing
+from .statistics import CONFIDENCE, Estimate
 
 
 def summary_md(result: StudyResult, figures: Sequence[str], left_out: str = "") -> str:
@@ -225,11 +225,11 @@ def runs_csv(result: StudyResult) -> str:
     header += [f"{name}_share" for name in TIMES] + ["bytes_sent", "restarts", "findings"]
     targets = {row.cluster: row.target for row in result.rows}
     lines = [
-        _run(result, cell, outcome, "tuning", keys, targets.get(cell.cluster, math.nan))
+        _run_line(result, cell, outcome, "tuning", keys, targets.get(cell.cluster, math.nan))
         for cell, outcome in result.tuning
     ]
     lines += [
-        _run(
+        _run_line(
             result,
             Cell(row.cluster, row.contender.name, row.choice.point, seed),
             outcome,
@@ -243,12 +243,12 @@ def runs_csv(result: StudyResult) -> str:
     return _csv([header, *lines])
 
 
-def _run(
+def _run_line(
     result: StudyResult, cell: Cell, outcome: Outcome, purpose: str, keys: Sequence[str], target: float
 ) -> list[Any]:
     higher = result.study.target.higher_is_better
     values = dict(cell.point)
-    reached = [crossing(outcome.points(unit), target, higher_is_better=higher) for unit in UNITS]
+    reached = [outcome.reaches(unit, target, higher_is_better=higher) for unit in UNITS]
     return [
         cell.cluster,
         cell.contender,
@@ -339,15 +339,7 @@ def whole_percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
-COLUMNS = (
-    "model",
-    "seconds to target",
-    "ratio",
-    "reached",
-    "final {metric}",
-    "staleness",
-    "waiting",
-)
+COLUMNS = ("model", "seconds to target", "ratio", "reached", "final {metric}", "staleness", "waiting")
 
 
 def table_tex(result: StudyResult) -> str:

@@ -14,7 +14,6 @@ from .statistics import (
     Estimate,
     Ratio,
     Time,
-    crossing,
     difference,
     holm_adjusted,
     mean_interval,
@@ -150,7 +149,7 @@ def _row(
 def _time(outcome: Outcome, unit: str, target: float, higher_is_better: bool) -> Time:
     """Return when a run reached the target, or that it ended before."""
     end = float(getattr(outcome, unit))
-    reached = crossing(outcome.points(unit), target, higher_is_better=higher_is_better)
+    reached = outcome.reaches(unit, target, higher_is_better=higher_is_better)
     return Time(min(reached, end), end, math.isfinite(reached))
 
 

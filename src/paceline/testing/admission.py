@@ -113,7 +113,7 @@ def beyond(gap: float) -> Workers:
 
 def more_ahead_than(staleness: float) -> Admission:
     """Return the rule of SSP: a worker waits if and only if c_p - V_train > staleness."""
-    return Admission(beyond(staleness), beyond(staleness))
+    return within(staleness, staleness)
 
 
 def within(must: float, may: float) -> Admission:
@@ -168,7 +168,7 @@ def admission(sync: SyncModel) -> Admission:
         case ASP() | Rennala() | Ringmaster():
             return NEVER
         case SSP() if sync.execution == "lazy":
-            return Admission(beyond(sync.staleness), beyond(0))
+            return within(sync.staleness, 0)
         case SSP():
             return more_ahead_than(sync.staleness)
         case DSSP():
@@ -187,6 +187,6 @@ def admission(sync: SyncModel) -> Admission:
             return admission(sync.base)
         case Conditions():
             # Conditions measure the gap from the smallest c_p, which can be below V_train after a late join.
-            return Admission(beyond(1), beyond(0))
+            return within(1, 0)
         case _:
             return UNKNOWN

@@ -636,9 +636,9 @@ class LegalEvents:
     def illegal(self) -> list[AnyEvent]:
         """Return events that are illegal now: at least one of each kind that can be illegal in the current state."""
         now_ticks = self.now_ticks
-        stranger = 1000
+        unknown = 1000
         events: list[AnyEvent] = []
-        for worker in [stranger, *self.gone[:2]]:
+        for worker in [unknown, *self.gone[:2]]:
             events += [
                 PushReceived(now_ticks=now_ticks, worker=worker, iteration=0),
                 PullRequested(now_ticks=now_ticks, worker=worker, iteration=0),

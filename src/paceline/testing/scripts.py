@@ -261,7 +261,7 @@ CLOCKS = (
     datetime.date.today,
 )
 TIME = "reads a clock; use event.now_ticks, and self.ticks_per_s"
-CHANCE = "draws from a global random generator; use paceline.sync.model.uniform(seed, worker, iteration)"
+CHANCE = "draws from a global random generator; use paceline.sync.draws.uniform(seed, worker, iteration)"
 
 
 @contextmanager

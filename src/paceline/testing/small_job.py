@@ -210,12 +210,7 @@ class SmallJob:
         self._clip = Clip(max_norm=1.0, factor=0.5) if clips else None
         self._edits = tuple(edits)
         self._changes = tuple(changes)
-        models: tuple[SyncModel, ...]
-        if isinstance(sync, SyncModel):
-            assert isinstance(sync, SyncModel)
-            models = (sync,) * shards
-        else:
-            models = tuple(sync)
+        models = (sync,) * shards if isinstance(sync, SyncModel) else tuple(sync)
         self._checks = ShardChecks(models[0], rule, agree)
         all_models = (models, *map(parse_shards, changes))
         # True if the messages about losses are searched, because shards may hold pushes of a lost worker, or because
@@ -224,31 +219,15 @@ class SmallJob:
         self._settles = losses > 0 and (late > 0 or any(map(_may_hold, models_of_all)))
         # Shards are distinguishable if their models differ, if each draws its own random numbers, or if workers join
         # late (the coordinator's core records which servers have answered).
-        self._alike = (
-            symmetric
-            and not late
-            and not self._settles
-            and not clips
-            and not edits
-            and not tempered
-            and all(
-                len(set(step)) == 1 and getattr(step[0], "draws", "shared") == "shared" for step in all_models
-            )
+        exchangeable = symmetric and not (late or self._settles or clips or edits or tempered)
+        self._alike = exchangeable and all(
+            len(set(step)) == 1 and getattr(step[0], "draws", "shared") == "shared" for step in all_models
         )
         # Workers are distinguishable if each has its own random numbers, if plans break ties by name, or if workers
         # join late. (A core may forget which workers have left, and could mistake a renamed worker for one of them.)
-        namesakes = (
-            symmetric
-            and not late
-            and not self._settles
-            and not clips
-            and not edits
-            and not tempered
-            and not any(
-                hasattr(model, "draws") or (isinstance(model, ElasticBSP) and not any_plan)
-                for step in all_models
-                for model in step
-            )
+        namesakes = exchangeable and not any(
+            hasattr(model, "draws") or (isinstance(model, ElasticBSP) and not any_plan)
+            for model in models_of_all
         )
         # True if the order in which a shard receives messages from different workers has no effect.
         self._unordered = not changes and commits and namesakes and all(map(_in_any_order, models))
@@ -263,8 +242,8 @@ class SmallJob:
         self._workers: Interned[Worker] = Interned(tape, NO_SCRIPTS)
         matters: dict[Subject, bool] = {
             "returns": remembers,
-            "staleness": any(model.needs_staleness for step in all_models for model in step),
-            "factors": any(model.needs_at_once for step in all_models for model in step),
+            "staleness": any(model.needs_staleness for model in models_of_all),
+            "factors": any(model.needs_at_once for model in models_of_all),
             # A server that is told of a loss answers at once only if the worker is not connected any longer.
             "connections": self._settles,
             "cuts": False,
@@ -430,8 +409,8 @@ class SmallJob:
                     (*at.queues, at.replies)
                 )
                 if left and (at.core or at.view.round):
-                    at = self._server_pool(at._replace(core=0, view=at.view._replace(round=0)))
-                    state = state._replace(servers=put(state.servers, index, at))
+                    at = at._replace(core=0, view=at.view._replace(round=0))
+                    state = self._with_server(state, index, at)
         return state
 
     def canonical(self, state: State) -> State:
@@ -716,9 +695,7 @@ class SmallJob:
         """Return True if no further message from the coordinator can reach any worker."""
         if not self._hosted:
             return True
-        if state.requested < len(self._changes) or any(
-            isinstance(m, SyncRequested) for q in state.coordinator.queues for m in q
-        ):
+        if state.requested < len(self._changes) or _is_asked(state):
             return False
         number = state.coordinator.core
         if number not in self._quiet:
@@ -728,9 +705,7 @@ class SmallJob:
 
     def _may_request(self, state: State) -> bool:
         """Return True if a change remains to be requested and the previous request has been received."""
-        return state.requested < len(self._changes) and not any(
-            isinstance(message, SyncRequested) for queue in state.coordinator.queues for message in queue
-        )
+        return state.requested < len(self._changes) and not _is_asked(state)
 
     def _request(self, state: State, w: int) -> State:
         """Let a worker request the next change. The worker first repeats the earlier requests by other workers."""
@@ -798,6 +773,15 @@ class SmallJob:
     def _with_worker(self, state: State, w: int, worker_state: WorkerState) -> State:
         return state._replace(workers=put(state.workers, w, self._worker_pool(worker_state)))
 
+    def _with_server(self, state: State, index: int, at: ServerState) -> State:
+        return state._replace(servers=put(state.servers, index, self._server_pool(at)))
+
+    def _with_queue(self, state: State, w: int, queue: tuple[Message, ...]) -> State:
+        """Return the state with other messages in flight from a worker to the coordinator."""
+        at = state.coordinator
+        at = self._coordinator_pool(at._replace(queues=put(at.queues, w, queue)))
+        return state._replace(coordinator=at)
+
     # -- messages in flight ------------------------------------------------------------------------------
 
     def _send_all(self, state: State, w: int, requests: Sequence[Request]) -> State:
@@ -825,9 +809,7 @@ class SmallJob:
     def _to_coordinator(self, state: State, w: int, message: Message) -> State:
         if not self._hosted:
             return state  # this coordinator has no effect on workers
-        at = state.coordinator
-        at = self._coordinator_pool(at._replace(queues=put(at.queues, w, (*at.queues[w], message))))
-        return state._replace(coordinator=at)
+        return self._with_queue(state, w, (*state.coordinator.queues[w], message))
 
     # -- a lost worker, whose undelivered messages are discarded -----------------------------------------
 
@@ -837,16 +819,12 @@ class SmallJob:
         return knows and (w in core.members.present or core.is_joining(w) or bool(at.queues[w]))
 
     def _end_at_coordinator(self, state: State, w: int) -> State:
-        at = state.coordinator
-        at = self._coordinator_pool(at._replace(queues=put(at.queues, w, ())))
-        return self._at_coordinator(
-            state._replace(coordinator=at), Call("disconnected", w, now_ticks=self.now_ticks)
-        )
+        state = self._with_queue(state, w, ())
+        return self._at_coordinator(state, Call("disconnected", w, now_ticks=self.now_ticks))
 
     def _end_at_server(self, state: State, w: int, index: int) -> State:
         at = state.servers[index]
-        at = self._server_pool(at._replace(queues=put(at.queues, w, ()), owes=at.owes - {w}))
-        state = state._replace(servers=put(state.servers, index, at))
+        state = self._with_server(state, index, at._replace(queues=put(at.queues, w, ()), owes=at.owes - {w}))
         if self._settles and not self._servers[at.core].is_connected(w):
             return state  # the coordinator will tell the server
         return self._at_server(state, index, Call("disconnected", w, now_ticks=self.now_ticks))
@@ -861,21 +839,17 @@ class SmallJob:
         message, factors = at.replies[0], at.factors
         if isinstance(message, messages.MeanClipped):
             factors |= {(message.pushes, message.factor)}
-        at = self._server_pool(at._replace(replies=at.replies[1:], factors=factors))
-        state = state._replace(servers=put(state.servers, index, at))
+        state = self._with_server(state, index, at._replace(replies=at.replies[1:], factors=factors))
         return self._at_server(state, index, Call("handle", -1, message, self.now_ticks))
 
     def _deliver_report(self, state: State, index: int) -> State:
         at = state.servers[index]
-        message = at.reports[0]
-        at = self._server_pool(at._replace(reports=at.reports[1:]))
-        state = state._replace(servers=put(state.servers, index, at))
-        return self._at_coordinator(state, Call("report", index, message, self.now_ticks))
+        state = self._with_server(state, index, at._replace(reports=at.reports[1:]))
+        return self._at_coordinator(state, Call("report", index, at.reports[0], self.now_ticks))
 
     def _fire_at_server(self, state: State, timer: Timer, index: int) -> State:
         at = state.servers[index]
-        at = self._server_pool(at._replace(timers=at.timers - {timer}))
-        state = state._replace(servers=put(state.servers, index, at))
+        state = self._with_server(state, index, at._replace(timers=at.timers - {timer}))
         return self._at_server(state, index, Call("fire", message=timer, now_ticks=self.now_ticks))
 
     def _at_server(self, state: State, index: int, call: Call) -> State:
@@ -964,10 +938,8 @@ class SmallJob:
     # -- at the coordinator -------------------------------------------------------------------------------
 
     def _deliver_to_coordinator(self, state: State, w: int) -> State:
-        at = state.coordinator
-        message, rest = at.queues[w][0], at.queues[w][1:]
-        at = self._coordinator_pool(at._replace(queues=put(at.queues, w, rest)))
-        state = state._replace(coordinator=at)
+        message, *rest = state.coordinator.queues[w]
+        state = self._with_queue(state, w, tuple(rest))
         return self._at_coordinator(state, Call("handle", w, message, self.now_ticks))
 
     def _fire_at_coordinator(self, state: State, timer: Timer) -> State:
@@ -1139,9 +1111,9 @@ class _FromCoordinator(Host):
 
     def send(self, to: Peer, message: Message) -> None:
         if to.role == "server":
-            reached = self.state.servers[to.index]
-            reached = self._job._server_pool(reached._replace(replies=(*reached.replies, message)))
-            self.state = self.state._replace(servers=put(self.state.servers, to.index, reached))
+            at = self.state.servers[to.index]
+            at = at._replace(replies=(*at.replies, message))
+            self.state = self._job._with_server(self.state, to.index, at)
         else:
             self.state = self._job._order(self.state, to.index, self._core, message)
 
@@ -1155,11 +1127,7 @@ class _FromCoordinator(Host):
     def _ignore(self, to: Peer, message: messages.MainChosen) -> None:
         """Send nothing: the message says which script writes files, which no shard and no sync model knows."""
 
-    senders: ClassVar = {
-        Started: _start,
-        messages.WorkerLost: _report_loss,
-        messages.MainChosen: _ignore,
-    }
+    senders: ClassVar = {Started: _start, messages.WorkerLost: _report_loss, messages.MainChosen: _ignore}
 
     def set_timer(self, timer: Timer) -> None:
         self.timers |= {timer}
@@ -1179,6 +1147,11 @@ def _may_hold(model: SyncModel) -> bool:
     machine = model.at_shard()
     averages = isinstance(machine, ConditionMachine) and machine.averages
     return averages or isinstance(model, ElasticBSP | Conditions)
+
+
+def _is_asked(state: State) -> bool:
+    """Return True if a request for a change is on its way to the coordinator."""
+    return any(isinstance(message, SyncRequested) for queue in state.coordinator.queues for message in queue)
 
 
 def _is_in(at: ServerState, w: int) -> bool:

@@ -157,9 +157,8 @@ class _ShardState(msgspec.Struct):
     boundary: Boundary = msgspec.field(default_factory=Boundary)
     pulls: Pulls = msgspec.field(default_factory=Pulls)
     machine: int = 0  # whose clock the times of `pulls` are on
-    asked: dict[
-        int, float
-    ] = {}  # in states of earlier versions, in place of `pulls`: worker -> arrival in seconds
+    # In states of earlier versions, in place of `pulls`: worker -> arrival in seconds.
+    asked: dict[int, float] = {}
 
 
 class _State(msgspec.Struct):
@@ -340,9 +339,7 @@ class Activity:
                 max(0.0, at_s + added_s) for at_s in (begun_s, restarted_s, pushed_s, answered_s)
             )
         own = self._worker(worker)
-        exchange = own.open.get(record.iteration)
-        if exchange is None:
-            exchange = self._opened(worker, own, record.iteration)
+        exchange = own.open.get(record.iteration) or self._opened(worker, own, record.iteration)
         exchange.record = begun_s, restarted_s, pushed_s, answered_s
         exchange.apart_s = record.apart_s
         if exchange.answered >= len(self._state.shards) or own.fate:
@@ -371,9 +368,7 @@ class Activity:
         """Process the answer of one shard, on the coordinator's clock."""
         worker, iteration = wait.worker, wait.iteration
         own = self._worker(worker)
-        exchange = own.open.get(iteration)
-        if exchange is None:
-            exchange = self._opened(worker, own, iteration)
+        exchange = own.open.get(iteration) or self._opened(worker, own, iteration)
         exchange.answered += 1
         if at_s > exchange.released_s:
             exchange.released_s = at_s
@@ -468,9 +463,7 @@ class Activity:
     def _era(self, number: int) -> Era:
         """Return the era after a change. Another shard may be the first one to complete it."""
         eras = self._state.eras
-        if number in eras:
-            return eras[number]
-        return next(reversed(eras.values()))
+        return eras[number] if number in eras else next(reversed(eras.values()))
 
     # -- membership and changes, as shard 0 sees them -----------------------------------------------------
 
@@ -570,9 +563,7 @@ class _AtShard:
     def _receive(self, push: PushReceived, at_s: float) -> None:
         activity = self._activity
         own = activity._worker(push.worker)
-        exchange = own.open.get(push.iteration)
-        if exchange is None:
-            exchange = activity._opened(push.worker, own, push.iteration)
+        exchange = own.open.get(push.iteration) or activity._opened(push.worker, own, push.iteration)
         exchange.pushed += 1
         if at_s > exchange.arrived_s:
             exchange.arrived_s = at_s

@@ -39,7 +39,7 @@ else:  # these types have no parameters at run time
     Floats = Integers = array
 
 KINDS = ("computing", "transfer", "waiting", "wasted", "paused", "outside", "idle", "loading")
-"""What a worker can spend its time on, as in `trace.activity_cells`. Absent workers do nothing.
+"""What a worker can spend its time on, as the table above `TimeUse` explains. Absent workers do nothing.
 
 Their order is that of the files in which cells are kept, so further kinds come last.
 """
@@ -346,7 +346,7 @@ class Boundary(msgspec.Struct):
 
 
 class TimeUse(msgspec.Struct, frozen=True, kw_only=True):
-    """What one worker has spent its time on, in seconds. See the description of this module.
+    """What one worker has spent its time on, in seconds. See the table above.
 
     Attributes:
         computing_s: computations that were pushed.

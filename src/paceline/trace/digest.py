@@ -176,16 +176,13 @@ class Digest:
 
     def _of_shard(self, place: int, trace: TraceFile) -> DigestSource:
         measure = self.meter.at_shard(place).record
-        if self._only_statistics:
-            return DigestSource(
-                trace.path, self._begin(trace.path), trace.decode, _time_of_entry, measure, headed=True
-            )
         note = self.activity.at_shard(place, trace.header.recorded_on).record
 
-        def feed(entry: Entry) -> None:
+        def both(entry: Entry) -> None:
             measure(entry)
             note(entry)
 
+        feed = measure if self._only_statistics else both
         return DigestSource(
             trace.path, self._begin(trace.path), trace.decode, _time_of_entry, feed, headed=True
         )

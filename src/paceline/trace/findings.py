@@ -61,11 +61,7 @@ class Handout(NamedTuple):
 
 
 def find(
-    measures: Measures,
-    *,
-    found: Sequence[str] = (),
-    lost_time: Sequence[str] = (),
-    clippable: bool = True,
+    measures: Measures, *, found: Sequence[str] = (), lost_time: Sequence[str] = (), clippable: bool = True
 ) -> list[str]:
     """Return sentences about pushes that were not applied, what was `found` before, clipping, and lost time.
 

@@ -343,9 +343,7 @@ class Meter:
         state: MeterState | None = None,
     ) -> None:
         self.state = state or MeterState(
-            waiting=_Waiting(shards),
-            plans=_Plans(ticks_per_s),
-            shards=[_ShardMeter() for _ in range(shards)],
+            waiting=_Waiting(shards), plans=_Plans(ticks_per_s), shards=[_ShardMeter() for _ in range(shards)]
         )
         self.staleness = self.state.staleness
         self._ticks_per_s = ticks_per_s
@@ -586,9 +584,8 @@ class _ShardMeter(msgspec.Struct, dict=True):
     samples: int = 0
     sampled_gradients: int = 0
     worker_samples: dict[int, int] = msgspec.field(default_factory=dict)
-    without_gradient: dict[int, int] = msgspec.field(
-        default_factory=dict
-    )  # pushes that are edits or were dropped
+    # Worker -> number of its pushes that are edits or were dropped.
+    without_gradient: dict[int, int] = msgspec.field(default_factory=dict)
     dropped_samples: int = 0
     clipped_alone: int = 0
     # Of the pushes that are neither applied nor dropped: the edits, those that were clipped alone, and

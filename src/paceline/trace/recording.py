@@ -19,7 +19,7 @@ read, its header is that of the first segment that is left.
 
 Traces in earlier versions of the format are rejected. For example, version 2 does not contain the gaps of the
 workers, which only the state machine can compute. Statistics that depend on these gaps would be wrong without any
-warning. See `replay` for the main use of traces.
+warning.
 """
 
 from __future__ import annotations
@@ -274,12 +274,7 @@ def read_run(run_dir: Path) -> list[Trace]:
 
 
 # Field in seconds -> field in ticks.
-CONVERTED = {
-    "now_s": "now_ticks",
-    "due_s": "due_ticks",
-    "wait_s": "wait_ticks",
-    "barrier_s": "barrier_ticks",
-}
+CONVERTED = {"now_s": "now_ticks", "due_s": "due_ticks", "wait_s": "wait_ticks", "barrier_s": "barrier_ticks"}
 
 
 def _converted(line: bytes) -> bytes:
@@ -302,8 +297,6 @@ def _converted(line: bytes) -> bytes:
 
 
 # -- Records of the times of each worker's iterations, stored in `worker-<index>.jsonl` in the run directory
-#
-# A long run writes these files in segments (see `trace.recording`).
 
 
 class IterationRecord(msgspec.Struct, frozen=True):

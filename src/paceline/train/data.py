@@ -179,9 +179,7 @@ def _require_balanceable(
         raise ConfigurationError(
             f"distribute() was called with batch='balanced', but {NOT_DIVISIBLE}. Omit batch, or use such a loader."
         )
-    if max_batch is None:
-        return
-    if joint:
+    if max_batch is None or joint:
         return
     if batch == "equal":
         raise ConfigurationError(
@@ -305,8 +303,8 @@ class DistributedLoader(Generic[T]):
                 )
                 drawn += 1
                 for bar in bars:
-                    begun = self.position.joint_batches - part.before
-                    bar.total = expected_batches(drawn, max(begun, 1), len(part))
+                    begun = max(self.position.joint_batches - part.before, 1)
+                    bar.total = expected_batches(drawn, begun, len(part))
                 before = self._session.core.iteration
                 times.draw()
                 yield cast(T, loaded)

@@ -59,11 +59,9 @@ class Ticket(Protocol):
 
     def done(self) -> bool:
         """Return True if it has ended."""
-        ...
 
     def order(self) -> None:
         """Let the device wait for its end before all computations that are started after this call."""
-        ...
 
 
 class DeviceQueue(Protocol):
@@ -86,15 +84,12 @@ class DeviceQueue(Protocol):
                 may it write memory that the function reads. Before `Ticket.order`, the device may not use such
                 memory.
         """
-        ...
 
     def drain(self) -> None:
         """Wait on the host until everything that was submitted has ended."""
-        ...
 
     def wait(self) -> None:
         """Wait on the host until all computations that were started before this call have ended."""
-        ...
 
     def keep_close(self) -> None:
         """Wait on the host until all computations that were started before the call before this one have ended.
@@ -102,7 +97,6 @@ class DeviceQueue(Protocol):
         While a computation may be aborted, this is called at each hook: what a device has been given cannot be taken
         back.
         """
-        ...
 
     def register(self, memory: Sequence[torch.Tensor], *, only_read: bool) -> Callable[[], None]:
         """Let the device copy from and to this memory of the host without the host's help, where that is possible.
@@ -114,7 +108,6 @@ class DeviceQueue(Protocol):
         Returns:
             A function that ends this. It must be called before the memory is freed.
         """
-        ...
 
 
 def queue_of(device: torch.device) -> DeviceQueue:
@@ -137,9 +130,8 @@ class _StreamQueue:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.Stream(device)
-        self._reached: torch.Event | None = (
-            None  # what the device had to compute at the last call of `keep_close`
-        )
+        # what the device had to compute at the last call of `keep_close`
+        self._reached: torch.Event | None = None
 
     def submit(self, work: Callable[[], object], *, writes: Sequence[torch.Tensor]) -> Ticket:
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))

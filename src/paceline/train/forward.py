@@ -190,6 +190,10 @@ def _loss_of(tensors: Any, grad_tensors: Any = None, *_: Any, **__: Any) -> floa
 # before something else has imported it.
 
 
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
 def untraced(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Return a function that does the same, and that `torch.compile` does not trace."""
     called = function
@@ -217,10 +221,6 @@ def _backward(*arguments: Any, **options: Any) -> None:
     finally:
         guess.in_call = False
     guess.note(session, *arguments, **options)
-
-
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
 
 
 # -- Values of tensors that are read later, so that nobody waits for a device now ----------------------------

@@ -34,7 +34,7 @@ from ..shard.vectors import parameter_views, squared_norm
 from .forward import guess_of
 from .hooks import Weakly, remove_after
 from .session import OfSession, Session, current
-from .weights import Stager, is_at, move_into, move_to_device, shape_change_outside_step
+from .weights import Stager, device_error, is_at, move_into, shape_error
 
 log = logging.getLogger("paceline.train.gradients")
 
@@ -126,9 +126,9 @@ class Gradients:
                 self._written[index] = False
             return False
         if gradient.shape != view.shape:  # for some wrong shapes, copy_() would broadcast instead of failing
-            raise shape_change_outside_step(self._layout.parameters[index], gradient.shape)
+            raise shape_error(self._layout.parameters[index], gradient.shape)
         if gradient.device != view.device:
-            raise move_to_device(self._layout.parameters[index], view.device, gradient.device)
+            raise device_error(self._layout.parameters[index], view.device, gradient.device)
         self._written[index] = True
         if gradient.requires_grad:
             # It was computed with create_graph=True. The script may still use its graph, so it remains `.grad`.

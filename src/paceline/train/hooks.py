@@ -42,8 +42,7 @@ class Weakly:
         self._reference = WeakMethod(method)
 
     def __call__(self, *arguments: Any) -> None:
-        living = self._reference()
-        if living is not None:
+        if (living := self._reference()) is not None:
             living(*arguments)
 
 
@@ -81,9 +80,8 @@ class _Watch:
         with self._lock:
             # While the methods are looked at, the garbage collector may free a session and so call this method.
             unused = not any(self._methods)
-            handle = self._handle
-            if unused and handle is not None:
-                self._handle = None
+            if unused and self._handle is not None:
+                handle, self._handle = self._handle, None
                 handle.remove()
 
     def _call(self, *arguments: object) -> None:
@@ -311,12 +309,12 @@ def gradient_norm(parameters: Iterable[torch.Tensor]) -> float:
     return math.sqrt(sum(squared_norm([each.reshape(-1)]) for each in values))
 
 
-def watch_torch() -> None:
+def watch_clipping() -> None:
     """Wrap torch's function for clipping, so that `take_clipped` notices its calls."""
-    _place(_watched)
+    _place(_clip)
 
 
-def unwatch_torch() -> None:
+def unwatch_clipping() -> None:
     """Restore torch's function for clipping."""
     _place(ORIGINAL)
 
@@ -333,7 +331,7 @@ _clipped: WeakSet[Session] = WeakSet()  # sessions whose scripts have clipped th
 
 
 @functools.wraps(ORIGINAL)
-def _watched(*arguments: Any, **options: Any) -> Any:
+def _clip(*arguments: Any, **options: Any) -> Any:
     session = current()
     if session is not None:
         _clipped.add(session)

@@ -337,9 +337,7 @@ def _parameter_ids(module: nn.Module) -> set[int]:
         return set()
 
 
-# -- The tensors of a model that its optimizer does not train: buffers, such as BatchNorm's statistics, and frozen
-#
-# parameters.
+# -- The tensors that no optimizer trains: buffers, such as BatchNorm's statistics, and frozen parameters ----
 
 COMPARED_SIZE = 65_536
 """Maximum number of elements in a buffer that is also compared with a copy to detect changes."""
@@ -561,7 +559,7 @@ class _Sent:
         return self.copy is not None and not torch.equal(value, self.copy)
 
 
-# -- What the optimizers of a script train, as one model: the parameter sets, and their extension by further parameters
+# -- What the optimizers of a script train, as one model: the parameter sets, and how they are extended ------
 #
 # A parameter set consists of the parameters that one optimizer trains. When a script adds parameters after
 # training has begun, the earlier parameters keep their sets and their places in the layout. If a new

@@ -54,11 +54,9 @@ class Loop(Protocol):
     @property
     def over(self) -> bool:
         """True if the loop must end, because it was stopped or has reached a limit."""
-        ...
 
     def done(self) -> LoopProgress | None:
         """Return what has been done since the loop began; None if its beginning is not known yet."""
-        ...
 
 
 _active: WeakKeyDictionary[Session, Loop] = WeakKeyDictionary()

@@ -204,9 +204,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if samples is not None:
             self._session.core.data.samples, self._session.core.data.used = samples, True
         loss: Any = None
-        computed = (
-            closure is None
-        )  # True if the gradients were computed before training began, or by the script
+        # True if the gradients were computed before training began, or by the script
+        computed = closure is None
         if self._training is None or self._forward_hook is not None:
             if closure is not None and any_lazy(self._new_parameters()):
                 initialize(self.models(), closure)

@@ -258,8 +258,10 @@ class ScheduleWatch:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._warned = session.workers == 1
-        # the pass or the loop, and the learning rates, of the last step
-        self._last: tuple[object, list[object]] | None = None
+        self._last: tuple[object, list[object]] = (
+            None,
+            [],
+        )  # the pass or loop, and the rates, of the last step
         self._changes = 0  # number of steps in a row with other learning rates than the step before
 
     def dismiss(self) -> None:
@@ -281,8 +283,8 @@ class ScheduleWatch:
             place = loop if loop.limits.epochs is None else None
         rates: list[object] = [group.get("lr") for group in groups]
         last, self._last = self._last, (place, rates)
-        same = last is not None and place is not None and last[0] == place
-        self._changes = self._changes + 1 if same and last is not None and last[1] != rates else 0
+        same = place is not None and last[0] == place
+        self._changes = self._changes + 1 if same and last[1] != rates else 0
         if self._changes > allowed:
             self._warned = True
             log.warning("%s", text)
@@ -327,9 +329,8 @@ class Marks:
         self._marked: Groups = ()  # those of the last mark
         self._within = False  # True once hyper-parameters have changed within a pass
         self._followers = 0  # number of schedules that follow the job
-        self._passed: tuple[int, Groups] | None = (
-            None  # step of such a schedule, and hyper-parameters at this step
-        )
+        # step of such a schedule, and hyper-parameters at this step
+        self._passed: tuple[int, Groups] | None = None
 
     def follow(self) -> None:
         """Record that a schedule begins to follow the job."""

@@ -538,9 +538,8 @@ class OfSession(Generic[Value]):
     def __init__(self, make: Callable[[Session], Value]) -> None:
         self._make = make
         self._values: WeakKeyDictionary[Session, Value] = WeakKeyDictionary()
-        self._last: tuple[ref[Session], ref[Value]] | None = (
-            None  # replaced as a whole, because of other threads
-        )
+        # replaced as a whole, because of other threads
+        self._last: tuple[ref[Session], ref[Value]] | None = None
 
     def __call__(self, session: Session) -> Value:
         """Return the value of a session."""
@@ -674,28 +673,28 @@ class _Newcomer:
 
 def add_untrained(session: Session, optimizer: Untrained) -> None:
     """Note that an optimizer has parameters that are not trained yet."""
-    _of(session).optimizers.append(ref(optimizer))
+    _newcomer_of(session).optimizers.append(ref(optimizer))
 
 
 def untrained(session: Session) -> list[Any]:
     """Return the optimizers with parameters that are not trained yet."""
-    return [optimizer for each in _of(session).optimizers if (optimizer := each()) is not None]
+    return [optimizer for each in _newcomer_of(session).optimizers if (optimizer := each()) is not None]
 
 
 def are_trained(session: Session, trained: Sequence[Untrained]) -> None:
     """Note that all parameters of these optimizers are trained from now on."""
-    optimizers = _of(session).optimizers
+    optimizers = _newcomer_of(session).optimizers
     optimizers[:] = [each for each in optimizers if all(each() is not optimizer for optimizer in trained)]
 
 
 def begins_with_the_run(session: Session) -> None:
     """Note that a worker takes part from the beginning of the run, so that its own weights may be the job's."""
-    _of(session).in_progress = False
+    _newcomer_of(session).in_progress = False
 
 
 def came_late(session: Session) -> bool:
     """Return True if a worker is known to have joined a run in progress."""
-    return _of(session).in_progress is True
+    return _newcomer_of(session).in_progress is True
 
 
 def hold_job_model(session: Session | None, *, newest: bool = False) -> None:
@@ -710,7 +709,7 @@ def hold_job_model(session: Session | None, *, newest: bool = False) -> None:
     """
     if session is None:
         return
-    newcomer, optimizers = _of(session), untrained(session)
+    newcomer, optimizers = _newcomer_of(session), untrained(session)
     if newcomer.in_progress is False or not optimizers or session.weights:
         return
     if newcomer.held == len(optimizers) and not newest:
@@ -739,7 +738,7 @@ def job_state(session: Session, optimizer: Untrained) -> dict[int, dict[str, Any
         the job and will be refused.
     """
     hold_job_model(session)
-    if not _of(session).in_progress or not (shards := session.servers.fetch_state()):
+    if not _newcomer_of(session).in_progress or not (shards := session.servers.fetch_state()):
         return None
     optimizers = untrained(session)
     sets = [each.parameter_set() for each in optimizers]
@@ -775,4 +774,4 @@ def _copy(state: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]
         tensor.copy_(value)
 
 
-_of = OfSession(lambda _: _Newcomer())
+_newcomer_of = OfSession(lambda _: _Newcomer())

@@ -70,7 +70,6 @@ class DataSource(Protocol):
 
     def order(self) -> Iterable[Any]:
         """Return an iterable over all items of a new epoch."""
-        ...
 
     def load(self, batches: Iterable[list[Any]], generator: torch.Generator | None) -> Iterable[Any]:
         """Return an iterable over what the script receives for each batch of items.
@@ -79,11 +78,9 @@ class DataSource(Protocol):
             batches: the batches of items.
             generator: generator for the seeds of the loader's processes; None for the loader's own.
         """
-        ...
 
     def samples(self, items: list[Any]) -> int | None:
         """Return the number of samples in a batch of items; None if it is unknown."""
-        ...
 
 
 def source_of(loader: Iterable[Any]) -> DataSource:

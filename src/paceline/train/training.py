@@ -91,7 +91,7 @@ class WorkerTraining:
         self._session = session
         self._said_unabortable = False
         self._thread = threading.get_ident()
-        self._inside = ""  # the context that the script is in: `EVALUATING`, `EDITING` or ""
+        self._inside = ""  # one of the three contexts above, if the script is in one
         # The sets whose last push had NaN in its gradient. The guard of the run must learn of the next one, too.
         self._had_nan: set[int] = set()
         # what was seen of the last push, if the guard is told of it when the script has logged its loss
@@ -113,9 +113,8 @@ class WorkerTraining:
         else:
             session.await_first_weights()
         trained.buffers.changed()  # from here on, only changed buffers are sent
-        own = (
-            initializer and not session.resumed
-        )  # the weights and buffers of the run are those of this worker
+        # True if the weights and buffers of the run are those of this worker
+        own = initializer and not session.resumed
         new = ((), ()) if own else (trained.spec.buffers, trained.spec.frozen)
         self._train(trained, weights, range(len(trained.parameters)), *new, first_buffers)
         # The session refers to this object, so that it lives on if the script keeps only the model.
@@ -248,7 +247,7 @@ class WorkerTraining:
     def _expect_batches_for(self, trained: TrainedModel) -> None:
         data = self._session.core.data
         data.least = max(data.least, least_samples_of(trained.model.modules()))
-        self._session.core.data.accelerated = trained.device.type != "cpu"
+        data.accelerated = trained.device.type != "cpu"
 
     def require_not_idle(self, call: str) -> None:
         """Raise `UsageError` if the script evaluates or edits the model."""

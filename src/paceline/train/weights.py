@@ -178,10 +178,10 @@ class Weights:
         for index, parameter in enumerate(self._parameters):
             view = self._views[index]
             if parameter.shape != view.shape:
-                raise shape_change_outside_step(self._layout.parameters[index], parameter.shape)
+                raise shape_error(self._layout.parameters[index], parameter.shape)
             elsewhere = parameter.device != view.device
             if elsewhere and not anywhere:
-                raise move_to_device(self._layout.parameters[index], view.device, parameter.device)
+                raise device_error(self._layout.parameters[index], view.device, parameter.device)
             if elsewhere or not is_at(parameter, view):
                 moved.append(index)
         return moved
@@ -195,7 +195,7 @@ class Weights:
     def _bring_back(self) -> bool:
         """Set the views to the weights of the last pull. Return False if these are not known."""
         if self._kept is not None:
-            self._set_views(self._kept)
+            _set(self._views, self._kept)
         elif self._complete and self._samples:
             for part, copy in self._samples:
                 part.copy_(copy)
@@ -214,10 +214,9 @@ class Weights:
                 continue
             if not self._is_rounded(index, value):
                 kept = dict.fromkeys(moved)  # these parameters have their values elsewhere
-                self._set_views(
-                    [self._views[at] if at in kept else value for at, value in enumerate(present)]
-                )
-                raise self._edited(index, moved, suspects)
+                own = [self._views[at] if at in kept else value for at, value in enumerate(present)]
+                _set(self._views, own)
+                raise self._error_of_edit(index, moved, suspects)
             rounded.append(index)
         for index in rounded:
             torch.autograd.graph.increment_version(self._parameters[index])
@@ -239,20 +238,19 @@ class Weights:
             parameter, view = self._parameters[index], self._views[index]
             equal = parameter.dtype == view.dtype and same(parameter, view)
             if not equal and (not differs or parameter.dtype != view.dtype):
-                raise self._edited(index, moved, suspects)
-            if (
-                not equal
-            ):  # the parameter was edited in its place before it was moved, perhaps to earlier values
+                raise self._error_of_edit(index, moved, suspects)
+            if not equal:  # it was edited in its place before it was moved, perhaps to earlier values
                 view.copy_(parameter.detach())
         if self._sample_differs():
-            index = suspects[0] if suspects else -1
-            raise self._edited(index, moved, suspects)
+            raise self._error_of_edit(suspects[0] if suspects else -1, moved, suspects)
         if suspects:
-            raise change_outside_step(
+            raise change_error(
                 self._layout.parameters[suspects[0]], "was edited, perhaps without a change of its values,"
             )
 
-    def _edited(self, index: int, moved: Sequence[int], suspects: Sequence[int]) -> WeightsChangedError:
+    def _error_of_edit(
+        self, index: int, moved: Sequence[int], suspects: Sequence[int]
+    ) -> WeightsChangedError:
         """Return the error for a parameter that differs from the last pull; -1 if it is not known which one does."""
         if index in moved:
             change = "was moved or replaced (model.to(...), .data = ...)"
@@ -260,12 +258,7 @@ class Weights:
             change = "was edited"
         else:
             return WeightsChangedError(f"Weights were edited through .data {OUTSIDE_STEP}")
-        return change_outside_step(self._layout.parameters[index], change)
-
-    def _set_views(self, values: Sequence[torch.Tensor]) -> None:
-        for view, value in zip(self._views, values, strict=True):
-            if not same(view, value):
-                view.copy_(value)
+        return change_error(self._layout.parameters[index], change)
 
     def changed_since(self, before: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Return the new values of each parameter that differs from these values, by index.
@@ -289,14 +282,12 @@ class Weights:
     def keep_in(self, vectors: Vectors, values: Sequence[torch.Tensor]) -> None:
         """Set the parameters to these values, in their present memory, which a graph may hold, and in `vectors`."""
         for views in (self._views, parameter_views(self._layout, vectors)):
-            for view, value in zip(views, values, strict=True):
-                if not same(view, value):
-                    view.copy_(value)
+            _set(views, values)
 
     def restore(self, values: Sequence[torch.Tensor]) -> None:
         """Point each parameter at its part of the flat vectors again, and set it to the given values."""
         point_at(self._parameters, self._views)
-        self._set_views(values)
+        _set(self._views, values)
         self._stager.weights_edited()  # discards private copies of the servers' memory, now with the same content
 
     def give_back(self, values: Sequence[torch.Tensor]) -> None:
@@ -350,12 +341,12 @@ OUTSIDE_STEP = (
 )
 
 
-def change_outside_step(parameter: Parameter, change: str) -> WeightsChangedError:
+def change_error(parameter: Parameter, change: str) -> WeightsChangedError:
     """Return the error for a parameter that was changed outside `step()`."""
     return WeightsChangedError(f"Parameter {parameter.names[0]!r} {change} {OUTSIDE_STEP}")
 
 
-def move_to_device(parameter: Parameter, before: torch.device, now: torch.device) -> WeightsChangedError:
+def device_error(parameter: Parameter, before: torch.device, now: torch.device) -> WeightsChangedError:
     """Return the error for a parameter that is on another device than when training began."""
     return WeightsChangedError(
         f"Parameter {parameter.names[0]!r} was moved from {before} to {now} after training had started. A worker "
@@ -364,7 +355,7 @@ def move_to_device(parameter: Parameter, before: torch.device, now: torch.device
     )
 
 
-def shape_change_outside_step(parameter: Parameter, shape: torch.Size) -> WeightsChangedError:
+def shape_error(parameter: Parameter, shape: torch.Size) -> WeightsChangedError:
     """Return the error for a parameter whose shape, or whose gradient's shape, has changed since training began."""
     return WeightsChangedError(
         f"Parameter {parameter.names[0]!r} was changed from shape {list(parameter.shape)} to {list(shape)} outside "
@@ -406,23 +397,18 @@ class Stager(Protocol):
 
     def follow(self, weights: Vectors) -> None:
         """Use these vectors as those of the session, which has moved its weights."""
-        ...
 
     def weights_pulled(self, set_index: int | None) -> None:
         """Copy the session's weights to the parameters; those of one parameter set if `set_index` is not None."""
-        ...
 
     def weights_edited(self) -> bool | None:
         """Return True if the script has changed `weights` since the last pull, None if this is not known."""
-        ...
 
     def restore_weights(self) -> bool:
         """Undo all changes by the script to `weights` since the last pull. Return False if this is not possible."""
-        ...
 
     def true_values(self, index: int) -> torch.Tensor | None:
         """Return a parameter's values as of the last pull, on whatever device; None if they are not known."""
-        ...
 
     def gradient_ready(self, index: int) -> Sequence[int]:
         """Record that a gradient has been computed, which may change until `deliver`.
@@ -430,11 +416,9 @@ class Stager(Protocol):
         Returns:
             The parameters whose gradients the session's vectors contain now, and did not before.
         """
-        ...
 
     def await_gradients(self) -> None:
         """Return when the gradients have been computed."""
-        ...
 
     def keep_close(self) -> None:
         """Return when everything has been computed that the script had started before the call before this one.
@@ -442,15 +426,12 @@ class Stager(Protocol):
         What a device has to compute cannot be taken back. So a computation that may be aborted calls this again and
         again.
         """
-        ...
 
     def deliver(self, set_index: int | None) -> None:
         """Return when the session's vectors contain `gradients`; those of one parameter set if it is not None."""
-        ...
 
     def begin_next(self) -> None:
         """Record that the gradients from now on belong to the next push."""
-        ...
 
 
 def stager_of(layout: Layout, session: Session, device: torch.device) -> Stager:
@@ -612,6 +593,13 @@ def _on_device(layout: Layout, device: torch.device) -> Vectors:
         name: torch.zeros(size, dtype=torch_dtype(dtype_of(name)), device=device)
         for name, size in layout.sizes.items()
     }
+
+
+def _set(views: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Set each view to a value. A view that has it already is not written, so that its version stays the same."""
+    for view, value in zip(views, values, strict=True):
+        if not same(view, value):
+            view.copy_(value)
 
 
 def point_at(parameters: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:

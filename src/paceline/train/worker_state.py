@@ -321,7 +321,7 @@ _kept = OfSession(lambda _: _Kept())
 
 
 class _Names(set[str]):
-    """Names of which something has been said."""
+    """Names of which something has been said. A plain set cannot be a value of `OfSession`, which refers weakly."""
 
 
 _said = OfSession(lambda _: _Names())

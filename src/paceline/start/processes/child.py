@@ -33,7 +33,7 @@ from ...sync.plugins import load_models, local_conditions, script_traceback
 from ...train import session as sessions
 from ...train.forward import watch_backward
 from ...train.gradients import watch_scalers
-from ...train.hooks import watch_torch
+from ...train.hooks import watch_clipping
 from .orders import Descriptors, ProcessOrder
 from .program import open_file
 
@@ -97,7 +97,7 @@ def main(order: ProcessOrder, descriptors: Descriptors) -> int:
     sessions.install(session)
     if job.joined:
         leave_on_sigterm(session)
-    watch_torch()
+    watch_clipping()
     watch_backward()
     watch_scalers()
     try:
