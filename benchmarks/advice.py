@@ -41,27 +41,16 @@ GOAL = 0.1  # largest permitted error of a promise
 
 
 class Kind(msgspec.Struct, frozen=True, kw_only=True):
-    """A kind of script, and a change of which `advise` promises something. All times are in seconds.
+    """A kind of script, and a change of which `advise` promises something. All times are in seconds."""
 
-    Attributes:
-        sync: the changed sync model.
-        batch: the changed sizes of the batches.
-        slow: worker -> how many times as long it computes.
-        evaluating: time of an evaluation at the end of each epoch.
-        saving: time to save the model in the middle of an epoch, after every fourth step.
-        logging: time to log after each step.
-        loading: worker -> time to load an item.
-        everywhere: True if all workers evaluate and save, False if only the main worker does.
-    """
-
-    sync: str = "bsp"
-    batch: BatchSizing = "equal"
-    slow: dict[int, float] = {}
-    evaluating: float = 0.0
-    saving: float = 0.0
-    logging: float = 0.0
-    loading: dict[int, float] = {}
-    everywhere: bool = False
+    sync: str = "bsp"  # the changed sync model
+    batch: BatchSizing = "equal"  # the changed sizes of the batches
+    slow: dict[int, float] = {}  # worker -> how many times as long it computes
+    evaluating: float = 0.0  # time of an evaluation at the end of each epoch
+    saving: float = 0.0  # time to save the model in the middle of an epoch, after every fourth step
+    logging: float = 0.0  # time to log after each step
+    loading: dict[int, float] = {}  # worker -> time to load an item
+    everywhere: bool = False  # True if all workers evaluate and save, False if only the main worker does
 
 
 KINDS = {
@@ -133,8 +122,7 @@ def _promised_and_measured(name: str) -> tuple[float, float]:
 
 def _samples_per_s(name: str, sync: str, batch: BatchSizing, **settings: Path) -> float:
     result, _ = live(train, name, workers=WORKERS, sync=sync, batch=batch, **settings)
-    speed: float = result.summary["samples_per_s"]
-    return speed
+    return float(result.summary["samples_per_s"])
 
 
 class Items(Dataset[torch.Tensor]):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import msgspec
 
@@ -147,22 +148,15 @@ def _run(cluster: Cluster, sync: str, batch: str, epochs: int) -> tuple[float, t
     return data.samples * epochs / result.measures.samples_per_s, tuple(c.after for c in result.choices)
 
 
-class Task(msgspec.Struct, frozen=True):
-    """The arguments of `judge`."""
-
-    cluster: Cluster
-    epochs: int
-
-
 @Benchmark(minutes=6, quick={"each": 1, "epochs": 2})
 def measure(tell: TellShare, each: int = EACH, epochs: int = EPOCHS) -> list[Figures[Row]]:
     """Compare --sync auto with every fixed choice on 60 simulated clusters.
 
     Also checks the results against this project's goals.
     """
-    tasks = [Task(cluster, epochs) for cluster in clusters(each)]
+    judged = partial(judge, epochs=epochs)
     rows = on_all_cores(
-        _judge, tasks, lambda task: task.cluster.name, lambda done, of, what: tell(what, done / max(1, of))
+        judged, [*clusters(each)], lambda one: one.name, lambda done, of, what: tell(what, done / max(1, of))
     )
     within, slowest = reached(rows)
     caption = (
@@ -170,10 +164,6 @@ def measure(tell: TellShare, each: int = EACH, epochs: int = EPOCHS) -> list[Fig
         f"than bsp by at most {slowest:.1%} (goal: {SLOWER:.0%})"
     )
     return [Figures("--sync auto, compared with fixed choices", rows, COLUMNS, caption, labels=2)]
-
-
-def _judge(task: Task) -> Row:
-    return judge(task.cluster, task.epochs)
 
 
 def reached(rows: Sequence[Row]) -> tuple[float, float]:

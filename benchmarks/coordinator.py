@@ -7,7 +7,6 @@ belong to machines, which send heartbeats. Sometimes a worker asks a question, t
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -30,7 +29,7 @@ from paceline.wire.memory import PassedSockets, PushSource
 from paceline.wire.preface import COORDINATOR
 from paceline.wire.secure import new_secret
 
-from .crowd import Crowd, CrowdReport, Place, allow_descriptors, load_of
+from .crowd import Crowd, CrowdReport, Place, allow_descriptors, beside, load_of
 from .harness import Benchmark, Columns, Figures, marked
 
 WORKERS = 1000
@@ -111,7 +110,6 @@ def _measure(
     sync: str, workers: int, machines: int, seconds: float, interval_s: float, *, secure: bool
 ) -> CoordinatorRow:
     allow_descriptors(workers + machines)
-    spawn = multiprocessing.get_context("spawn")
     with TemporaryDirectory() as folder, ExitStack() as stack:
         # No process trains, so the memory for the processes of so many workers is not needed.
         job = make_job(workers=1, servers=1, sync=sync, joined=True, transport="tcp", run_dir=f"{folder}/run")
@@ -127,12 +125,7 @@ def _measure(
         coordinator.start()
         stack.callback(coordinator.stop)
         place = Place(address, job.token, secure, __version__, sync, workers, machines, interval_s, _model())
-        pipe, end = spawn.Pipe()
-        process = spawn.Process(target=_work, args=(msgspec.msgpack.encode(place), end), daemon=True)
-        process.start()
-        end.close()
-        stack.callback(process.join)
-        stack.callback(pipe.close)
+        pipe = beside(stack, _work, msgspec.msgpack.encode(place))
         pipe.recv()  # all workers have joined
         if not coordinator.started.wait(START_TIMEOUT_S):
             raise ConfigurationError("the workers have not begun to train in time; use an idle machine.")

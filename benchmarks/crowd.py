@@ -8,6 +8,7 @@ in this process.
 from __future__ import annotations
 
 import heapq
+import multiprocessing
 import random
 import resource
 import selectors
@@ -18,6 +19,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, closing
 from functools import partial
 from itertools import count
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import msgspec
@@ -77,6 +79,18 @@ def allow_descriptors(needed: int) -> None:
         )
     if soft != resource.RLIM_INFINITY and soft < needed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+def beside(stack: ExitStack, function: Callable[..., object], *arguments: object) -> Connection:
+    """Call a function in a process of its own, until the stack is closed. It also receives the end of a pipe."""
+    spawn = multiprocessing.get_context("spawn")
+    pipe, end = spawn.Pipe()
+    process = spawn.Process(target=function, args=(*arguments, end), daemon=True)
+    process.start()
+    end.close()
+    stack.callback(process.join)
+    stack.callback(pipe.close)
+    return pipe
 
 
 class Load(NamedTuple):

@@ -40,25 +40,15 @@ RATE = 10.0  # number of requests per second of each of these workers
 
 
 class Pass(msgspec.Struct, frozen=True):
-    """The mean times of one worker in one pass over a loader.
+    """The mean times of one worker in one pass over a loader."""
 
-    Attributes:
-        batches: number of batches.
-        first_s: time until the first batch has been loaded.
-        loader_s: time to load a batch other than the first one.
-        step_s: time of `DistributedOptimizer.step()`.
-        requests: number of requests for data that were sent with a push.
-        waits: number of times that the worker waited for data, except at the beginning of the pass.
-        waited_s: total time of these waits.
-    """
-
-    batches: int
-    first_s: float
-    loader_s: float
-    step_s: float
-    requests: int
-    waits: int
-    waited_s: float
+    batches: int  # number of batches
+    first_s: float  # time until the first batch has been loaded
+    loader_s: float  # time to load a batch other than the first one
+    step_s: float  # time of `DistributedOptimizer.step()`
+    requests: int  # number of requests for data that were sent with a push
+    waits: int  # number of times that the worker waited for data, except at the beginning of the pass
+    waited_s: float  # total time of these waits
 
 
 class LoaderRow(msgspec.Struct, frozen=True):
@@ -74,9 +64,7 @@ class LoaderRow(msgspec.Struct, frozen=True):
     distributed_us: float
     plain_step_us: float  # time of a step with a batch of the plain loader
     distributed_step_us: float
-    added_us: (
-        float  # time that a batch of the distributed loader takes in addition, in the loader and in the step
-    )
+    added_us: float  # what a batch of the distributed loader takes in addition, in the loader and in the step
     first_ms: float  # additional time for the first batch of an epoch
     requests: float  # number of requests per batch that are sent with a push
     waits: float  # number of waits for data per batch, without the one at the beginning of an epoch
@@ -240,26 +228,14 @@ def _pass(
     if len(loader_s) < 2:
         return None
     count = len(loader_s)
-    return Pass(
-        count,
-        loader_s[0],
-        sum(loader_s[1:]) / (count - 1),
-        sum(step_s) / count,
-        watch.requests,
-        watch.waits,
-        watch.waited_s,
-    )
+    times_s = loader_s[0], sum(loader_s[1:]) / (count - 1), sum(step_s) / count
+    return Pass(count, *times_s, watch.requests, watch.waits, watch.waited_s)
 
 
 class Watch:
-    """Counts the requests for data of a session, and the times for which it waits for the answers.
+    """Counts the requests for data of a session, and the times for which it waits for the answers. See `Pass`.
 
     Reading an answer that has already arrived is not a wait.
-
-    Attributes:
-        requests: number of requests that were sent with a push.
-        waits: number of waits.
-        waited_s: total time of the waits.
     """
 
     def __init__(self, session: Session) -> None:

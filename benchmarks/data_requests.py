@@ -7,7 +7,6 @@ bytes every time. This loop is the floor: it shows what the system calls alone t
 
 from __future__ import annotations
 
-import multiprocessing
 import selectors
 import socket
 import threading
@@ -32,7 +31,7 @@ from paceline.sync.ticks import in_ticks
 from paceline.wire.stream import BUFFER_BYTES, MAGIC, PREFIX, Stream, decoder
 from paceline.wire.transports import UNIX, connect
 
-from .crowd import allow_descriptors, load_of
+from .crowd import allow_descriptors, beside, load_of
 
 CLIENTS = 2  # number of processes, each of which takes the part of many workers
 ROUNDS = 5
@@ -181,18 +180,9 @@ def _load(
     Returns:
         The processor time per request in microseconds, and the number of answered requests per second.
     """
-    spawn = multiprocessing.get_context("spawn")
     with ExitStack() as stack:
         shares = [range(first, workers, CLIENTS) for first in range(min(CLIENTS, workers))]
-        pipes = []
-        for share in shares:
-            pipe, end = spawn.Pipe()
-            process = spawn.Process(target=_ask, args=(address, token, share, rate, end), daemon=True)
-            process.start()
-            end.close()
-            stack.callback(process.join)
-            stack.callback(pipe.close)
-            pipes.append(pipe)
+        pipes = [beside(stack, _ask, address, token, share, rate) for share in shares]
         for pipe in pipes:
             pipe.recv()  # the connections have been made
         for pipe in pipes:

@@ -42,6 +42,7 @@ from paceline.cli.console import TellShare, interruptible, shown_progress
 from paceline.cli.options import AsJson, whole_number_option
 from paceline.errors import ConfigurationError, RunFailedError
 from paceline.settings.checks import numbers
+from paceline.sim import Cluster
 from paceline.start.launch import launch
 from paceline.start.results import RunResult
 from paceline.train.session import worker_index
@@ -264,6 +265,14 @@ def live(
         result = launch(_return, args=(function, args, folder), **settings)
         files = sorted(Path(folder).glob("returned-*"), key=lambda file: int(file.name.partition("-")[2]))
         return result, [msgspec.json.decode(file.read_bytes(), type=kind) for file in files]
+
+
+def recorded(function: Callable[..., object], *args: object, **settings: Any) -> Cluster:
+    """Run a training function as `live` does, and return the cluster that the run has recorded."""
+    with TemporaryDirectory() as folder:
+        run_dir = Path(folder, "recorded")
+        live(function, *args, run_dir=run_dir, **settings)
+        return Cluster.from_run(run_dir)
 
 
 def _return(function: Callable[..., object], args: Sequence[object], folder: str) -> None:

@@ -14,9 +14,7 @@ import multiprocessing
 import resource
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
@@ -27,7 +25,7 @@ from paceline.cli.console import TellShare
 from paceline.sim import Cluster, Uniform, simulate
 from paceline.train.optimizer import DistributedOptimizer
 
-from .harness import Benchmark, Columns, Figures, live, marked
+from .harness import Benchmark, Columns, Figures, live, marked, recorded
 
 MODELS = (
     "bsp",
@@ -140,23 +138,17 @@ def train(duration_s: float) -> None:
 
 def _fidelity(tell: TellShare, models: Sequence[str], live_s: float) -> list[FidelityRow]:
     rows = []
-    with TemporaryDirectory() as folder:
-        tell("live run under bsp, to record the cluster", 0.0)
-        _live("bsp", live_s, seed=1, run_dir=Path(folder, "recorded"))
-        cluster = Cluster.from_run(Path(folder, "recorded"))
+    machines = {"workers": len(PACE_S), "pace": PACE_S, "jitter": JITTER}
+    tell("live run under bsp, to record the cluster", 0.0)
+    cluster = recorded(train, live_s, sync="bsp", seed=1, **machines)
     for number, sync in enumerate(models):
         tell(f"live run and simulation under {sync}", (number + 1) / (len(models) + 4))
-        found = _live(sync, live_s, seed=2)
+        found = live(train, live_s, sync=sync, seed=2, **machines)[0].summary
         simulated = simulate(cluster, sync, None, seed=2, until_s=found["duration_s"]).measures
         gradients_per_s = simulated.gradients / found["duration_s"]
         live_ones = (found["gradients_per_s"], gradients_per_s, found["mean_staleness"])
         rows.append(FidelityRow(sync, *live_ones, simulated.mean_staleness))
     return rows
-
-
-def _live(sync: str, live_s: float, **settings: Any) -> dict[str, float]:
-    result, _ = live(train, live_s, workers=len(PACE_S), sync=sync, pace=PACE_S, jitter=JITTER, **settings)
-    return result.summary
 
 
 # -- speed -----------------------------------------------------------------------------------------------------

@@ -50,22 +50,15 @@ for step in range(3):
 
 
 class Case(msgspec.Struct, frozen=True):
-    """A way to run the script.
+    """A way to run the script."""
 
-    Attributes:
-        name: description of the case.
-        workers: number of workers; 0 if the script runs alone.
-        servers: number of servers.
-        plain: True if the script uses the optimizer of torch instead of `DistributedOptimizer`.
-        goal_s: the largest time to the first update that is acceptable on two cores, in seconds; None for no limit.
-        goal_more_s: the largest acceptable difference from the script alone (the first case).
-    """
-
-    name: str
-    workers: int = 0
-    servers: int = 0
-    plain: bool = False
+    name: str  # description of the case
+    workers: int = 0  # number of workers; 0 if the script runs alone
+    servers: int = 0  # number of servers
+    plain: bool = False  # True if the script uses the optimizer of torch instead of `DistributedOptimizer`
+    # The largest time to the first update that is acceptable on two cores, in seconds; None for no limit.
     goal_s: float | None = None
+    # The largest acceptable difference from the script alone (the first case).
     goal_more_s: float | None = None
 
 

@@ -32,23 +32,14 @@ GOAL_US, GOAL_PER_TENSOR_US = 200.0, 3.0
 
 
 class StepRow(msgspec.Struct, frozen=True):
-    """The processor time of an iteration in microseconds, each the best of the rounds.
+    """The processor time of an iteration in microseconds, each the best of the rounds."""
 
-    Attributes:
-        tensors: number of tensors of the model.
-        script_us: time of the script without a step.
-        one_us: what Paceline adds in the only worker of a run.
-        two_us: what it adds in one of two workers.
-        ddp_us: what DistributedDataParallel adds in one process, with gloo.
-        met: True if both workers meet the goal.
-    """
-
-    tensors: int
-    script_us: float
-    one_us: float
-    two_us: float
-    ddp_us: float
-    met: bool
+    tensors: int  # number of tensors of the model
+    script_us: float  # time of the script without a step
+    one_us: float  # what Paceline adds in the only worker of a run
+    two_us: float  # what it adds in one of two workers
+    ddp_us: float  # what DistributedDataParallel adds in one process, with gloo
+    met: bool  # True if both workers meet the goal
 
 
 @Benchmark(minutes=4, quick={"rounds": 1, "blocks": 2, "sizes": (1, 10)})

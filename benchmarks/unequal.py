@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from typing import Any
 
 import msgspec
 import torch
@@ -19,11 +18,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from paceline.cli.console import TellShare
 from paceline.core.lease import BatchSizing
-from paceline.sim import Cluster, simulate
+from paceline.sim import simulate
 from paceline.train.data import distribute
 from paceline.train.optimizer import DistributedOptimizer
 
-from .harness import Benchmark, Columns, Figures, live, marked
+from .harness import Benchmark, Columns, Figures, live, marked, recorded
 
 MODELS: tuple[tuple[str, BatchSizing], ...] = (
     ("bsp", "equal"),
@@ -98,15 +97,15 @@ def measure(
     runs = len(SCENARIOS) * (len(models) + 1)
     for number, scenario in enumerate(SCENARIOS):
         done = number * (len(models) + 1)
-        with TemporaryDirectory() as folder:
-            tell(f"{scenario}: live run under bsp, to record the cluster", done / runs)
-            _live_s(scenario, "bsp", "equal", epochs, run_dir=Path(folder, "recorded"))
-            cluster = Cluster.from_run(Path(folder, "recorded"))
+        tell(f"{scenario}: live run under bsp, to record the cluster", done / runs)
+        arguments, machines = _emulated(scenario, epochs)
+        cluster = recorded(train, *arguments, sync="bsp", batch="equal", **machines)
         bsp_s = 0.0
         for position, (sync, batch) in enumerate(models):
             name = f"{sync} with {batch} batches"
             tell(f"{scenario}: live run and simulation under {name}", (done + position + 1) / runs)
-            live_s = _live_s(scenario, sync, batch, epochs)
+            result, _ = live(train, *arguments, sync=sync, batch=batch, **machines)
+            live_s = result.summary["duration_s"]
             simulated = simulate(cluster, sync, train_fn=train, args=(epochs, 0.0), batch=batch)
             bsp_s = bsp_s or live_s
             simulated_s = simulated.measures.duration_s
@@ -130,11 +129,8 @@ def train(epochs: int, compute_s: float) -> None:
             optimizer.step()
 
 
-def _live_s(scenario: str, sync: str, batch: BatchSizing, epochs: int, **settings: Path) -> float:
-    """Run the loop live; return its time in seconds."""
+def _emulated(scenario: str, epochs: int) -> tuple[tuple[int, float], dict[str, Any]]:
+    """Return the arguments of `train` and the settings of a live run."""
     slowed = scenario == "slowdown"
     emulated = {"slowdown": SLOWDOWN} if slowed else {"pace": PACE_S}
-    arguments = (epochs, COMPUTE_S if slowed else 0.0)
-    result, _ = live(train, *arguments, workers=len(PACE_S), sync=sync, batch=batch, **emulated, **settings)
-    duration_s: float = result.summary["duration_s"]
-    return duration_s
+    return (epochs, COMPUTE_S if slowed else 0.0), {"workers": len(PACE_S), **emulated}

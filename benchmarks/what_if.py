@@ -45,17 +45,11 @@ SYNCS = ("bsp", "asp")
 
 
 class Case(msgspec.Struct, frozen=True):
-    """What is predicted.
+    """What is predicted."""
 
-    Attributes:
-        workers: number of workers.
-        slower: factor by which the links are slower than in the recorded run.
-        goal: largest permitted error of the prediction.
-    """
-
-    workers: int
-    slower: float
-    goal: float
+    workers: int  # number of workers
+    slower: float  # factor by which the links are slower than in the recorded run
+    goal: float  # largest permitted error of the prediction
 
 
 RECORDED = "the recorded run"

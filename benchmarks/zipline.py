@@ -165,20 +165,13 @@ Round = dict[str, list[_Call]]
 
 
 class _Heat(NamedTuple):
-    """A group of functions that are measured in turn on inputs of one kind.
+    """A group of functions that are measured in turn on inputs of one kind."""
 
-    Attributes:
-        name: kind of input.
-        shape: (number of workers, lookahead).
-        inputs: number of inputs per round.
-        work_s: approximate time per round, for the progress display.
-        make: function that draws an input and returns the functions to measure, each bound to this input.
-    """
-
-    name: str
-    shape: Shape
-    inputs: int
-    work_s: float
+    name: str  # kind of input
+    shape: Shape  # (number of workers, lookahead)
+    inputs: int  # number of inputs per round
+    work_s: float  # approximate time per round, for the progress display
+    # Function that draws an input and returns the functions to measure, each bound to this input.
     make: Callable[[np.random.Generator], Mapping[str, Attempt]]
 
 

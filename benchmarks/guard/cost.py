@@ -26,12 +26,8 @@ WORKERS = 4
 class Cost(msgspec.Struct, frozen=True):
     """The time on the processor of each part, in microseconds per push."""
 
-    observe_us: (
-        float  # at the worker: the norm of its weights. That of the gradient comes from the check for NaN.
-    )
-    report_us: (
-        float  # at the worker and the coordinator: a message, as if each push were reported by one of its own
-    )
+    observe_us: float  # at the worker: the norm of its weights; the check for NaN gives that of the gradient
+    report_us: float  # at both: a message, as if each push were reported by one of its own
     judge_us: float  # at the coordinator
 
     @property

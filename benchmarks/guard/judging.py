@@ -119,20 +119,13 @@ def _visible_at(scenario: Scenario, measured: Measured) -> int | None:
     if begin is None or not measured:
         return None
     if scenario.at_once:
-        spoiled = [
-            update
-            for worker, step, update, _ in measured
-            if step >= begin and scenario.culprit in (None, worker)
-        ]
-        return min(spoiled, default=None)
+        own = (each for each in measured if scenario.culprit in (None, each[0]))
+        return min((update for _, step, update, _ in own if step >= begin), default=None)
     begun = measured[0][3]
     best = min((loss for _, step, _, loss in measured if step < begin), default=begun)
     most = begun - KEPT * (begun - best) if begin else GROWN * begun
-    bad = [
-        (update, not math.isfinite(loss) or loss > most)
-        for _, step, update, loss in measured
-        if step >= begin
-    ]
+    after = [(update, loss) for _, step, update, loss in measured if step >= begin]
+    bad = [(update, not math.isfinite(loss) or loss > most) for update, loss in after]
     for number, (update, _) in enumerate(bad):
         if all(each for _, each in bad[number : number + LASTING]):
             return update

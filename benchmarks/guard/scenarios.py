@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import msgspec
 import torch
@@ -40,9 +41,7 @@ class Scenario(msgspec.Struct, frozen=True):
     train: Train
     sync: str = "asp"
     compute_s: tuple[float, ...] = EQUAL  # the compute time of each worker
-    planted_at: int | None = (
-        None  # the step of a worker at which the divergence begins; None if the run is healthy
-    )
+    planted_at: int | None = None  # a worker's step at which the divergence begins; None for a healthy run
     culprit: int | None = None  # the worker that is to be named; None if none is
     # True if the pushes of the worker, or of all, show at once that something is wrong; False if the loss of the
     # weights must be measured.
@@ -237,140 +236,135 @@ def huge_once(at: int) -> Callable[[int, int, torch.Tensor], torch.Tensor]:
     return lambda worker, step, loss: loss * 1e25 if (worker, step) == (1, at) else loss
 
 
+def run(
+    name: str,
+    problem: str,
+    optimizer: Callable[..., torch.optim.Optimizer],
+    *,
+    sync: str = "asp",
+    compute_s: tuple[float, ...] = EQUAL,
+    planted_at: int | None = None,
+    culprit: int | None = None,
+    at_once: bool = False,
+    on_nan: str = "stop",
+    **how: Any,
+) -> Scenario:
+    """Return a scenario that trains on a problem. `how` are arguments of `training`."""
+    function = training(problem, optimizer, **how)
+    return Scenario(name, function, sync, compute_s, planted_at, culprit, at_once, on_nan)
+
+
+SUDDENLY = from_step(60, 30.0)
+
 HEALTHY = (
-    Scenario("digits, bsp", training("digits", sgd(0.1)), sync="bsp"),
-    Scenario("digits, asp", training("digits", sgd(0.02))),
-    Scenario("warm restarts", training("digits", sgd(0.03), rate=restarts(40))),
-    Scenario("warm restarts, AdamW", training("letters", adamw(5e-3), rate=restarts(50))),
-    Scenario("loss of one batch x 100", training("digits", sgd(0.01, 0.0), twist=spikes(50, 100.0))),
-    Scenario(
-        "loss of one batch x 30, unknown",
-        training("digits", sgd(0.01, 0.0), twist=spikes(40, 30.0), closure=False),
-    ),
+    run("digits, bsp", "digits", sgd(0.1), sync="bsp"),
+    run("digits, asp", "digits", sgd(0.02)),
+    run("warm restarts", "digits", sgd(0.03), rate=restarts(40)),
+    run("warm restarts, AdamW", "letters", adamw(0.005), rate=restarts(50)),
+    run("loss of one batch x 100", "digits", sgd(0.01, 0.0), twist=spikes(50, 100.0)),
+    run("loss of one batch x 30, unknown", "digits", sgd(0.01, 0.0), twist=spikes(40, 30.0), closure=False),
     Scenario("GAN", adversarial()),
     Scenario("Wasserstein GAN", adversarial(wasserstein=True)),
-    Scenario(
-        "cosine, AdamW",
-        training("letters", adamw(3e-3), rate=lambda step: 0.5 * (1 + math.cos(math.pi * step / 150))),
+    run(
+        "cosine, AdamW", "letters", adamw(0.003), rate=lambda step: 0.5 * (1 + math.cos(math.pi * step / 150))
     ),
-    Scenario("40 % wrong labels", training("digits", sgd(0.02), spoil=noisy_labels(0.4))),
-    Scenario("batches of 2", training("digits", sgd(0.01, 0.5), samples=2, steps=250)),
-    Scenario(
-        "BatchNorm, elastic-bsp",
-        training("digits with BatchNorm", sgd(0.005)),
-        sync="elastic-bsp",
-        compute_s=ONE_SLOW,
+    run("40 % wrong labels", "digits", sgd(0.02), spoil=noisy_labels(0.4)),
+    run("batches of 2", "digits", sgd(0.01, 0.5), samples=2, steps=250),
+    run(
+        "BatchNorm, elastic-bsp", "digits with BatchNorm", sgd(0.005), sync="elastic-bsp", compute_s=ONE_SLOW
     ),
-    Scenario("dropout", training("digits with dropout", sgd(0.02)), compute_s=ONE_SLOW),
-    Scenario(
+    run("dropout", "digits with dropout", sgd(0.02), compute_s=ONE_SLOW),
+    run(
         "harder data at half",
-        training(
-            "digits", sgd(0.02), spoil=only(lambda worker, step: range(5) if step < 75 else range(3, 10))
-        ),
+        "digits",
+        sgd(0.02),
+        spoil=only(lambda worker, step: range(5) if step < 75 else range(3, 10)),
     ),
-    Scenario("noisy quadratic", training("quadratic", sgd(0.01), samples=4, steps=250)),
-    Scenario("factors", training("factors", sgd(0.1, 0.5), steps=250)),
-    Scenario(
-        "warm-up x 100", training("letters", sgd(0.2, 0.5), rate=lambda step: min(1.0, 0.01 + step / 100))
-    ),
-    Scenario("digits, loss unknown", training("digits", sgd(0.02), closure=False), sync="ssp:staleness=3"),
-    Scenario(
+    run("noisy quadratic", "quadratic", sgd(0.01), samples=4, steps=250),
+    run("factors", "factors", sgd(0.1, 0.5), steps=250),
+    run("warm-up x 100", "letters", sgd(0.2, 0.5), rate=lambda step: min(1.0, 0.01 + step / 100)),
+    run("digits, loss unknown", "digits", sgd(0.02), closure=False, sync="ssp:staleness=3"),
+    run(
         "unequal data",
-        training(
-            "digits", sgd(0.01, 0.5), spoil=only(lambda worker, step: range(2 * worker, 2 * worker + 4))
-        ),
+        "digits",
+        sgd(0.01, 0.5),
+        spoil=only(lambda worker, step: range(2 * worker, 2 * worker + 4)),
     ),
-    Scenario(
-        "one NaN in 50", training("digits", sgd(0.02), twist=one_nan(50)), on_nan="skip", compute_s=ONE_SLOW
-    ),
+    run("one NaN in 50", "digits", sgd(0.02), twist=one_nan(50), on_nan="skip", compute_s=ONE_SLOW),
 )
 
 PLANTED = (
-    Scenario("rate x 30, bsp", training("digits", sgd(3.0)), sync="bsp", planted_at=0),
-    Scenario("rate x 30, asp", training("digits", sgd(0.6)), planted_at=0),
-    Scenario("rate x 30 at 60", training("digits", sgd(0.02), rate=from_step(60, 30.0)), planted_at=60),
-    Scenario(
-        "rate x 30 at 60, loss unknown",
-        training("digits", sgd(0.02), rate=from_step(60, 30.0), closure=False),
-        planted_at=60,
-    ),
-    Scenario(
-        "rate x 30 at 60, AdamW", training("letters", adamw(5e-3), rate=from_step(60, 30.0)), planted_at=60
-    ),
-    Scenario(
-        "rate x 30 at 80, factors",
-        training("factors", sgd(0.2, 0.5), rate=from_step(80, 30.0)),
-        planted_at=80,
-    ),
-    Scenario("rate x 30, quadratic", training("quadratic", sgd(1.5, 0.5)), planted_at=0, on_nan="skip"),
-    Scenario(
-        "rate x 30 at 60, BatchNorm",
-        training("digits with BatchNorm", sgd(0.005), rate=from_step(60, 30.0)),
-        planted_at=60,
-    ),
-    Scenario("momentum 0.99", training("digits", sgd(0.1, 0.99)), planted_at=0),
-    Scenario("momentum 0.99, quadratic", training("quadratic", sgd(0.2, 0.99)), planted_at=0, on_nan="skip"),
-    Scenario(
+    run("rate x 30, bsp", "digits", sgd(3.0), sync="bsp", planted_at=0),
+    run("rate x 30, asp", "digits", sgd(0.6), planted_at=0),
+    run("rate x 30 at 60", "digits", sgd(0.02), rate=SUDDENLY, planted_at=60),
+    run("rate x 30 at 60, loss unknown", "digits", sgd(0.02), rate=SUDDENLY, closure=False, planted_at=60),
+    run("rate x 30 at 60, AdamW", "letters", adamw(0.005), rate=SUDDENLY, planted_at=60),
+    run("rate x 30 at 80, factors", "factors", sgd(0.2, 0.5), rate=from_step(80, 30.0), planted_at=80),
+    run("rate x 30, quadratic", "quadratic", sgd(1.5, 0.5), planted_at=0, on_nan="skip"),
+    run("rate x 30 at 60, BatchNorm", "digits with BatchNorm", sgd(0.005), rate=SUDDENLY, planted_at=60),
+    run("momentum 0.99", "digits", sgd(0.1, 0.99), planted_at=0),
+    run("momentum 0.99, quadratic", "quadratic", sgd(0.2, 0.99), planted_at=0, on_nan="skip"),
+    run(
         "momentum 0.99 at 60, letters",
-        training("letters", sgd(0.15, 0.5), momentum=from_step(60, 0.99, 0.5), steps=250),
+        "letters",
+        sgd(0.15, 0.5),
+        momentum=from_step(60, 0.99, 0.5),
+        steps=250,
         planted_at=60,
     ),
-    Scenario(
+    run(
         "NaN in the loss at 50",
-        training("digits", sgd(0.02), twist=to_nan(50)),
+        "digits",
+        sgd(0.02),
+        twist=to_nan(50),
         planted_at=50,
         at_once=True,
         on_nan="skip",
     ),
-    Scenario(
+    run(
         "NaN in the data of worker 2 at 40",
-        training("digits", sgd(0.02), spoil=at_worker(2, 40, poisoned)),
+        "digits",
+        sgd(0.02),
+        spoil=at_worker(2, 40, poisoned),
         planted_at=40,
         at_once=True,
         culprit=2,
         on_nan="skip",
     ),
-    Scenario(
-        "weights overflow at 50",
-        training("digits", sgd(0.02), twist=huge_once(50)),
-        planted_at=50,
-        on_nan="skip",
-    ),
-    Scenario(
+    run("weights overflow at 50", "digits", sgd(0.02), twist=huge_once(50), planted_at=50, on_nan="skip"),
+    run(
         "inputs x 255 at worker 1",
-        training("digits", sgd(0.01, 0.0), spoil=at_worker(1, 40, brighter)),
+        "digits",
+        sgd(0.01, 0.0),
+        spoil=at_worker(1, 40, brighter),
         planted_at=40,
         at_once=True,
         culprit=1,
     ),
-    Scenario(
+    run(
         "wrong labels at worker 3",
-        training("digits", sgd(0.02), spoil=at_worker(3, 60, shifted)),
+        "digits",
+        sgd(0.02),
+        spoil=at_worker(3, 60, shifted),
         planted_at=60,
         at_once=True,
         culprit=3,
     ),
-    Scenario(
-        "rate x 30, factors, loss unknown", training("factors", sgd(6.0, 0.5), closure=False), planted_at=0
-    ),
-    Scenario(
-        "rate grows by 5 % a step",
-        training("letters", sgd(0.1, 0.5), rate=lambda step: 1.05**step),
-        planted_at=0,
-    ),
-    Scenario(
+    run("rate x 30, factors, loss unknown", "factors", sgd(6.0, 0.5), closure=False, planted_at=0),
+    run("rate grows by 5 % a step", "letters", sgd(0.1, 0.5), rate=lambda step: 1.05**step, planted_at=0),
+    run(
         "asp at bsp's rate, 16 workers",
-        training("digits", sgd(0.1), steps=60),
+        "digits",
+        sgd(0.1),
+        steps=60,
         compute_s=(*(1.0 + 0.01 * i for i in range(12)), 3.0, 3.1, 3.2, 3.3),
         planted_at=0,
     ),
-    Scenario(
+    run(
         "rate x 30 at 60, RMSprop",
-        training(
-            "digits with dropout",
-            lambda parameters: torch.optim.RMSprop(parameters, lr=2e-3),
-            rate=from_step(60, 30.0),
-        ),
+        "digits with dropout",
+        lambda parameters: torch.optim.RMSprop(parameters, lr=0.002),
+        rate=SUDDENLY,
         sync="elastic-bsp",
         compute_s=ONE_SLOW,
         planted_at=60,

@@ -101,9 +101,7 @@ class Case(msgspec.Struct, frozen=True):
 
     name: str
     logs: bool = False  # True if the script calls `paceline.log` in each step
-    visited: bool = (
-        False  # True if a client fetches the live page as a browser does, and another one the metrics
-    )
+    visited: bool = False  # True if a client fetches the page as a browser does, and another one the metrics
     # "requests" for 1,000 requests per second without the token beside the run; "busy" for a process that uses as
     # much of the processor without sending any; "" for neither.
     flood: str = ""

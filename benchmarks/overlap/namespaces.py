@@ -52,32 +52,21 @@ PACKETS = 100_000  # maximum number of packets that netem can hold at a time
 
 
 class NetworkLink(msgspec.Struct, frozen=True):
-    """The link of an emulated machine.
+    """The link of an emulated machine."""
 
-    Attributes:
-        rate: rate in each direction, in tc's notation, for example "1gbit".
-        delay_s: delay of each packet that the machine sends, if the kernel can delay packets.
-        queue_s: length of the queue of each direction, as the time to send it at the rate. Packets in excess are
-            dropped.
-    """
-
-    rate: str = "1gbit"
-    delay_s: float = 0.001
+    rate: str = "1gbit"  # rate in each direction, in tc's notation, for example "1gbit"
+    delay_s: float = 0.001  # delay of each packet that the machine sends, if the kernel can delay packets
+    # Length of the queue of each direction, as the time to send it at the rate. Packets in excess are dropped.
     queue_s: float = 0.05
 
 
 class Network(msgspec.Struct, frozen=True):
-    """A network of emulated machines.
+    """A network of emulated machines."""
 
-    Attributes:
-        host: address of the launcher.
-        machines: for each machine, its address and the command prefix that runs a process on it.
-        delayed: True if packets are delayed; False if no delay was requested or the kernel lacks netem.
-    """
-
-    host: str
+    host: str  # address of the launcher
+    # For each machine, its address and the command prefix that runs a process on it.
     machines: tuple[HostMachine, ...]
-    delayed: bool
+    delayed: bool  # True if packets are delayed; False if no delay was requested or the kernel lacks netem
 
     def placement(self, servers: int) -> ProcessPlacement:
         """Return a placement with so many servers on the first machines, and a worker on each of the others."""

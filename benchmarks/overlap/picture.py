@@ -31,18 +31,15 @@ GAP = 0.16  # fraction of a worker's row that is left empty, as a gap before the
 
 
 class Exchange(msgspec.Struct, frozen=True):
-    """The pushes and pulls of one iteration. All times are in seconds since the first worker began the iteration.
+    """The pushes and pulls of one iteration. All times are in seconds since the first worker began the iteration."""
 
-    Attributes:
-        computed_s: for each worker, the time at which its whole gradient was ready. Parts may have been sent before.
-        answered_s: for each worker, the time at which it had received the weights from all shards.
-        received_s: for each shard and worker, the time at which the push had arrived completely.
-        released_s: for each shard and worker, the time at which the shard began to send the answer.
-    """
-
+    # For each worker, the time at which its whole gradient was ready. Parts may have been sent before.
     computed_s: tuple[float, ...]
+    # For each worker, the time at which it had received the weights from all shards.
     answered_s: tuple[float, ...]
+    # For each shard and worker, the time at which the push had arrived completely.
     received_s: tuple[tuple[float, ...], ...]
+    # For each shard and worker, the time at which the shard began to send the answer.
     released_s: tuple[tuple[float, ...], ...]
 
     @property
@@ -143,7 +140,7 @@ def _explain(panel: Axes) -> None:
         ANSWERING: "answered: weights in flight or received",
     }
     panel.legend(
-        handles=[Patch(facecolor=colour, label=label) for colour, label in meanings.items()],
+        handles=[Patch(facecolor=color, label=label) for color, label in meanings.items()],
         loc="lower right",
         bbox_to_anchor=(1.0, 1.0),
         ncols=4,

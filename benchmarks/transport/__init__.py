@@ -175,23 +175,14 @@ def rows_of(turn: Turn, rounds: Sequence[plan.Times]) -> list[TransportRow]:
 
 
 class Goal(NamedTuple):
-    """A bound on a time, or on the ratio of two times.
+    """A bound on a time, or on the ratio of two times."""
 
-    Attributes:
-        top: case whose time is bounded or, for a ratio, is the numerator.
-        bottom: case whose time is the denominator; None for a bound on the time of `top`.
-        size_mb: model size in MB (2**20 bytes).
-        workers: number of workers.
-        bound: the bound, a ratio or a time in microseconds.
-        at_least: True if `bound` is a lower bound, False if it is an upper bound.
-    """
-
-    top: Case
-    bottom: Case | None
-    size_mb: float
-    workers: int
-    bound: float
-    at_least: bool = False
+    top: Case  # case whose time is bounded or, for a ratio, is the numerator
+    bottom: Case | None  # case whose time is the denominator; None for a bound on the time of `top`
+    size_mb: float  # model size in MB (2**20 bytes)
+    workers: int  # number of workers
+    bound: float  # the bound, a ratio or a time in microseconds
+    at_least: bool = False  # True if `bound` is a lower bound, False if it is an upper bound
 
     @property
     def unit(self) -> str:
@@ -199,17 +190,13 @@ class Goal(NamedTuple):
         return "us" if self.bottom is None else "x"
 
 
-def update_of(optimizer: str) -> Case:
-    """Return the case that represents an update by this optimizer."""
-    return Case(f"update by {optimizer}", OPTIMIZER.transport, OPTIMIZER.mode)
-
-
-def traffic_of(optimizer: str) -> Case:
-    """Return the case that represents the memory traffic of an update by this optimizer."""
-    return Case(f"traffic of {optimizer}", OPTIMIZER.transport, OPTIMIZER.mode)
+def update_of(optimizer: str, what: str = "update by") -> Case:
+    """Return the case that represents an update by this optimizer; if `what` says so, its memory traffic."""
+    return OPTIMIZER._replace(system=f"{what} {optimizer}")
 
 
 LARGE_MB = (25.0, 100.0)
+TRAFFIC = "traffic of"
 
 GOALS: tuple[Goal, ...] = (
     *(Goal(SHM_ASP, FLOOR, size_mb, 2, 1.3) for size_mb in LARGE_MB),
@@ -221,7 +208,7 @@ GOALS: tuple[Goal, ...] = (
         for size_mb in LARGE_MB
         for n, speed in ((2, 0.8), (4, 1.0))
     ),
-    Goal(update_of("Adam"), traffic_of("Adam"), 100.0, 1, 1.5),
+    Goal(update_of("Adam"), update_of("Adam", TRAFFIC), 100.0, 1, 1.5),
 )
 
 
@@ -269,7 +256,7 @@ def times_by_case(rows: Sequence[TransportRow]) -> Times:
         if row.optimizer is not None:
             case = update_of(row.optimizer)
             assert row.traffic_ms is not None
-            times_ms[traffic_of(row.optimizer), row.size_mb, row.workers] = row.traffic_ms
+            times_ms[update_of(row.optimizer, TRAFFIC), row.size_mb, row.workers] = row.traffic_ms
         times_ms[case, row.size_mb, row.workers] = row.median_ms
     return times_ms
 

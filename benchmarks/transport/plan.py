@@ -50,15 +50,11 @@ SYSTEMS = (*dict.fromkeys(turn[0].system for turn in TURNS), OPTIMIZER.system)
 
 
 class Updated(NamedTuple):
-    """An optimizer and the memory traffic of its updates.
+    """An optimizer and the memory traffic of its updates."""
 
-    Attributes:
-        make: creates the optimizer.
-        copies: number of copy operations that move as many bytes as one update. A copy reads one vector and writes
-            one. An update reads the gradient, and reads and writes the weights and the optimizer's state.
-    """
-
-    make: Callable[[list[torch.Tensor]], torch.optim.Optimizer]
+    make: Callable[[list[torch.Tensor]], torch.optim.Optimizer]  # creates the optimizer
+    # Number of copy operations that move as many bytes as one update. A copy reads one vector and writes one. An
+    # update reads the gradient, and reads and writes the weights and the optimizer's state.
     copies: float
 
 
@@ -71,22 +67,14 @@ OPTIMIZERS: dict[str, Updated] = {
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """One measurement in a round: all cases that one set of processes measures.
+    """One measurement in a round: all cases that one set of processes measures."""
 
-    Attributes:
-        cases: cases to measure, one after another in the same processes.
-        size_mb: model size in MB (2**20 bytes).
-        workers: number of workers.
-        servers: number of servers.
-        iterations: number of measured iterations.
-        optimizer: key in `OPTIMIZERS` if updates are measured; None if training steps are measured.
-    """
-
-    cases: tuple[Case, ...]
-    size_mb: float
-    workers: int
-    servers: int
-    iterations: int
+    cases: tuple[Case, ...]  # cases to measure, one after another in the same processes
+    size_mb: float  # model size in MB (2**20 bytes)
+    workers: int  # number of workers
+    servers: int  # number of servers
+    iterations: int  # number of measured iterations
+    # Key in `OPTIMIZERS` if updates are measured; None if training steps are measured.
     optimizer: str | None = None
 
     @property

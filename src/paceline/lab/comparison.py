@@ -469,9 +469,7 @@ def _table(cluster: Cluster, rows: Sequence[TrainedScript], hyperparameters: str
     staleness, waited = "staleness\n(updates)\nmean", "time\nwaited"
     columns: dict[str, Callable[[TrainedScript], str]] = {
         total: lambda row: f"{row.figures.until_s:.4g}",
-        speed: lambda row: (
-            f"{row.figures.samples_per_s if unit == 'samples' else row.figures.gradients_per_s:.4g}"
-        ),
+        speed: lambda row: f"{getattr(row.figures, f'{unit}_per_s'):.4g}",
         reached: lambda row: "never" if (s := row.reaches_s(target)) is None else f"{s:.4g}",
         "last\nloss": lambda row: f"{row.final_loss:.4g}",
         staleness: lambda row: f"{row.figures.mean_staleness:.1f}",

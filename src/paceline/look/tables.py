@@ -396,7 +396,7 @@ def comparison_table(outcomes: Sequence[TrialOutcome], *, every: bool = False, w
             "never" if o.time_to_target_s is None else f"{o.time_to_target_s:.2f}"
         ),
         "final\naccur.": lambda o: f"{o.final_accuracy:.1%}",
-        speed: lambda o: f"{o.samples_per_s if unit == 'samples' else o.gradients_per_s:.1f}",
+        speed: lambda o: f"{getattr(o, f'{unit}_per_s'):.1f}",
         waited: lambda o: f"{o.waiting_share:.1%}",
         staleness: lambda o: f"{o.mean_staleness:.1f}, {o.max_staleness}",
     }

@@ -111,10 +111,7 @@ class Cluster:
                     raise ConfigurationError(
                         f"{name} has {value!r} for worker {worker}, expected a paceline.sim.{kind.__name__}(...)."
                     )
-                if not (isinstance(worker, int) and 0 <= worker < self.workers):
-                    raise ConfigurationError(
-                        f"{name} has an entry for worker {worker!r}, expected a number from 0 to {self.workers - 1}."
-                    )
+                _require_index(name, worker, self.workers)
         object.__setattr__(self, "apply_s", times_of(self.apply_s))
         object.__setattr__(self, "pauses", tuple(self.pauses))
         object.__setattr__(self, "uplinks", tuple(self.uplinks))
@@ -229,10 +226,7 @@ class Cluster:
                 f"slow is {slow!r}, expected a factor for each worker that is slower, such as {{0: 3.0}}."
             )
         for worker, factor in slow.items():
-            if not (isinstance(worker, int) and 0 <= worker < count):
-                raise ConfigurationError(
-                    f"slow has an entry for worker {worker!r}, expected a number from 0 to {count - 1}."
-                )
+            _require_index("slow", worker, count)
             if not (isinstance(factor, int | float) and 0 < factor < math.inf):
                 raise ConfigurationError(
                     f"slow has the factor {factor!r} for worker {worker}, expected a number > 0."
@@ -329,6 +323,13 @@ def require_whole(name: str, value: object, least: int) -> None:
     """Raise `ConfigurationError` unless `value` is an integer >= `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigurationError(f"{name} is {value!r}, expected a whole number >= {least}.")
+
+
+def _require_index(name: str, worker: object, count: int) -> None:
+    if not (isinstance(worker, int) and 0 <= worker < count):
+        raise ConfigurationError(
+            f"{name} has an entry for worker {worker!r}, expected a number from 0 to {count - 1}."
+        )
 
 
 def _require_bandwidth(bandwidth_bps: object) -> None:

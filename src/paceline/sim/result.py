@@ -441,23 +441,8 @@ class Recorders:
             translated: True if the hyper-parameters of each update are translated.
         """
         imports = modules_of_models(self._schedule.models) or msgspec.UNSET
-        for index in range(self._count):
-            sync = str(self._schedule.at_shard(index))
-            header = Header(
-                sync=sync,
-                host="shard",
-                index=index,
-                seed=self._seed,
-                emulated=self._emulated,
-                computed_by=computed_by,
-                ticks_per_s=self.ticks_per_s,
-                imports=imports,
-                hyperparameters="translated" if translated else msgspec.UNSET,
-            )
-            self.shards.append(_together([self.meter.at_shard(index), *self._recorders(header)]))
-        sync = notation(self._schedule.first)
         header = Header(
-            sync=sync,
+            sync=notation(self._schedule.first),
             host="coordinator",
             seed=self._seed,
             emulated=self._emulated,
@@ -465,6 +450,13 @@ class Recorders:
             ticks_per_s=self.ticks_per_s,
             imports=imports,
         )
+        of_shards = msgspec.structs.replace(
+            header, host="shard", hyperparameters="translated" if translated else msgspec.UNSET
+        )
+        for index in range(self._count):
+            sync = str(self._schedule.at_shard(index))
+            own = self._recorders(msgspec.structs.replace(of_shards, sync=sync, index=index))
+            self.shards.append(_together([self.meter.at_shard(index), *own]))
         self.job = _together([self.meter.at_coordinator(), *self._recorders(header)])
 
     def summarize(self, summary: dict[str, Any]) -> None:

@@ -53,8 +53,8 @@ def barrier() -> None:
         >>> paceline.barrier()
     """
     session = current()
-    numbers = array("d", NO_PATHS if session is None else path_numbers(session))
-    sums = _combined("barrier()", "sum", numbers, 1.0)
+    paths = array("d", NO_PATHS if session is None else path_numbers(session))
+    sums = _combined("barrier()", "sum", paths, 1.0)
     if session is not None:
         warn_of_paths(session, sums)
 
@@ -120,11 +120,11 @@ def reduce(value: Value, op: Literal["mean", "sum"] = "mean", *, weight: float |
 def _combined(call: str, op: Literal["mean", "sum"], values: array[float], weight: float) -> array[float]:
     """Combine the values of all workers."""
     session = current()
-    numbers = values.tobytes()
+    content = values.tobytes()
     if session is None:
-        combined = combine({0: Contributed(call, 1, op, numbers, weight)})
+        combined = combine({0: Contributed(call, 1, op, content, weight)})
     else:
-        combined = (training_of(session) or session).combine(call, op, numbers, weight)
+        combined = (training_of(session) or session).combine(call, op, content, weight)
     if combined.refused:
         raise UsageError(f"The workers' calls differ: {combined.refused}")
     return array("d", combined.numbers)
@@ -226,7 +226,7 @@ def evaluating(model: Model) -> Iterator[Model]:
             f"evaluating() got {model!r}, expected a torch.nn.Module: the model, or a part of it."
         )
     session = current()
-    training = training_of(session) if session is not None else None
+    training = training_of(session)
     if training is None:
         hold_job_model(session, newest=True)
         with metrics_of(session).evaluation(session) if session is not None else nullcontext():
@@ -297,7 +297,7 @@ def save(obj: object, path: str | os.PathLike[str]) -> str:
         saved.path, saved.own = place, own
         if not writes:
             return place
-    training = training_of(session) if session is not None else None
+    training = training_of(session)
     if training is None:
         hold_job_model(session)
     elif pooled := _pooled_by_memory(training):
@@ -349,10 +349,10 @@ saved_at = OfSession(lambda _: SavedAt())
 def path_numbers(session: Session) -> list[float]:
     """Return numbers whose sums over the workers tell whether all have named the same path. See `warn_of_paths`."""
     saved = saved_at(session)
-    numbers = [
+    checksums = [
         1 + zlib.crc32(path.encode(errors="replace")) % 2**16 for path in (saved.path, saved.own) if path
     ]
-    return [float(bool(saved.path)), *(float(n**power) for n in numbers or [0, 0] for power in (1, 2))]
+    return [float(bool(saved.path)), *(float(n**power) for n in checksums or [0, 0] for power in (1, 2))]
 
 
 NO_PATHS = (0.0,) * 5

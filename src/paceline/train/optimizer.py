@@ -387,7 +387,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         self._require_current("editing()")
         # The parameters of this optimizer may be trained already, by one that it replaces.
-        training = training_of(self._session) if self._session is not None else None
+        training = training_of(self._session)
         if private:
             if self._session is not None and self._forward_hook is not None and not self._awaits_shapes():
                 # The first gradient may be computed inside the block, and training must not begin with its weights.

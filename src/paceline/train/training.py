@@ -650,9 +650,9 @@ class WorkerTraining:
             self._weights.keep()
 
 
-def training_of(session: Session) -> WorkerTraining | None:
-    """Return the training in which a worker takes part; None before its first forward pass."""
-    found = _trainings.get(session)
+def training_of(session: Session | None) -> WorkerTraining | None:
+    """Return the training in which a worker takes part; None before its first forward pass, and outside a run."""
+    found = _trainings.get(session) if session is not None else None
     return found() if found is not None else None
 
 
