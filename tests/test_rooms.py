@@ -181,7 +181,7 @@ def test_benchmarks_import_only_the_quoted_numbers_from_reproductions() -> None:
 
 MOST = Structure(
     modules=218,
-    nodes=318_900,
+    nodes=318_851,
     names_over_borders=4_001,
     edges=1_573,
     with_one_importer=35,

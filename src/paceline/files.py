@@ -64,7 +64,7 @@ def read_regular(path: str | os.PathLike[str]) -> bytes:
 class Unfinished:
     """A file that is being written. As a context manager, it returns the path at which the content is to be written.
 
-    When the context ends, the file gets its name. If it ends with an exception, the file is removed.
+    When the context ends, the file gets its name or, after an exception, is removed.
 
     Args:
         path: path of the complete file, in an existing directory.
@@ -138,7 +138,7 @@ def write_json(path: Path, value: object) -> None:
 
 
 class PatientWriter:
-    """Writes to a file in small parts, and tells after each one that it is on the disk.
+    """Writes to a file in small parts, and reports after each part that it is on the disk.
 
     Args:
         file: the file.

@@ -238,7 +238,7 @@ class Items(msgspec.Struct, frozen=True):
 
 
 class Unhashable:
-    """A frozen struct that has no hash, because it contains a list or a dict, which nobody changes."""
+    """A frozen struct without a hash, in an object with one. It contains a list or a dict, which nobody changes."""
 
     __slots__ = ("struct",)
 
@@ -329,7 +329,7 @@ class _Restorer:
         self._parts: dict[int, object] = {}  # number of a part -> the part
 
     def fill(self, thing: object, state: StatePart) -> None:
-        """Set the fields of an object. Those that it has already keep their identity: others may refer to them."""
+        """Set the fields of an object. A part that is there already is filled, because others may refer to it."""
         kind: type = type(thing)
         if kind is not state.kind:
             raise InternalError(f"a {kind.__name__} cannot have the state of a {state.kind.__name__}")

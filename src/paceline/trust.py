@@ -74,7 +74,7 @@ def is_own(*paths: Path) -> bool:
 
 
 def printable(words: str | Iterable[str]) -> str:
-    """Return a text, or several ones separated by commas, in which nothing controls a terminal.
+    """Return a text, or several texts separated by commas, in which nothing controls a terminal.
 
     >>> printable("rm -rf \\x1b[8m~")
     'rm -rf \\\\x1b[8m~'
@@ -104,7 +104,7 @@ def _read(file: Path) -> bytes:
 
 
 def _make(file: Path) -> bytes:
-    """Write a new key, and return the key that is there then; b"" if nothing can be written."""
+    """Write a new key, and return the key in the file, perhaps of another process; b"" if nothing can be written."""
     place = file.with_name(f".{file.name}.{secrets.token_hex(6)}")
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

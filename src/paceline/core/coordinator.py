@@ -261,7 +261,7 @@ class Coordinator:
         self._first = notation(schedule.first)
         self._sync = JobSync(self._first, seed, ticks_per_s)
         self.reconfigurations = Reconfigurations(self.placement, self._sync)
-        self.reconfigurations.cuts = max(cuts, self._resumes)
+        self.reconfigurations.cuts = max(cuts, self._resumed_number)
         self._seed = seed
         self._ticks_per_s = ticks_per_s
         self._connected: set[int] = set()  # workers
@@ -339,7 +339,7 @@ class Coordinator:
         return f"{len(self.members.present)} of at least {self.quorum.pause_below} workers"
 
     @property
-    def _resumes(self) -> int:
+    def _resumed_number(self) -> int:
         """Number of the cut with which the run has begun; 0 for none."""
         return 0 if self.resumed is None else self.resumed.number
 
@@ -513,7 +513,7 @@ class Coordinator:
 
         `SaveCut` follows when all shards have been cut, and `CompleteCut` when the workers have given their states.
 
-        If a cut is in progress already, it is the one that is wanted. See `paceline.core.reconfiguration`.
+        If a cut is in progress already, no other cut is made. See `paceline.core.reconfiguration`.
         """
         self.reconfigurations.wants_cut = True
         return self._join_next()
@@ -644,9 +644,8 @@ class Coordinator:
     def _begin_if_complete(self, now_ticks: int) -> list[Request]:
         """Send the servers their shards if all servers are connected and every worker has registered or left."""
         absent = self._workers - len(self._registered) - len(self.members.gone)
-        if self.model is not None or absent or len(self._registered) < self.quorum.least:
-            return []
-        if not self.servers.complete:
+        too_few = len(self._registered) < self.quorum.least
+        if self.model is not None or absent or too_few or not self.servers.complete:
             return []
         models = {worker: self._registered[worker].model for worker in sorted(self._registered)}
         initializer = next(iter(models))
@@ -720,7 +719,7 @@ class Coordinator:
             self.initializer if self.awaits_initial_weights else -1,
             main_worker=self.main.worker,
             digests=self.model.digests,
-            resumed=self._resumes,
+            resumed=self._resumed_number,
             directory=self.main.directory,
         )
         factor = self.oversight.guard.factor
@@ -751,7 +750,7 @@ class Coordinator:
         slices = model.layout.sliced(self._shards, self._slicing)
         assert self.model is not None
         known = "none" if self.resumed is None else self.resumed.has_of(self.model, model)
-        resumed = self._resumes if known != "none" else 0
+        resumed = self._resumed_number if known != "none" else 0
         return self.reconfigurations.extend(slices, models, resumed, lacking=known == "some")
 
     def _complete_extension(self, server: int, message: ExtensionReady, now_ticks: int) -> list[Request]:

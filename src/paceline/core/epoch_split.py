@@ -51,8 +51,8 @@ class Grant(msgspec.Struct, frozen=True):
     Attributes:
         leases: the batches that the worker may use, in order.
         last: True if the worker receives no more batches in this epoch.
-        uneven: True if other workers need not receive as many batches, for example because these are batches that
-            another worker has returned.
+        uneven: True if other workers need not receive as many batches, for example because another worker has returned
+            these batches.
     """
 
     leases: tuple[Lease, ...]
@@ -241,9 +241,7 @@ class StaticSplit(EpochSplit):
             if order.drop_last or left < least * len(members):
                 self.left_out += left
             else:
-                parts = sizes.balanced.divide(members, left, least=least, most=order.most)
-                for worker, start in _starts(parts, end - left):
-                    self.shares[worker].append(single(self._number, start, parts[worker]))
+                self._deal_batch(single(self._number, end - left, left))
 
     def _deal_returned(self, returned: deque[Lease]) -> None:
         """Give every worker the same number of batches from the returned positions."""

@@ -61,7 +61,7 @@ class LoaderCut(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         name: name of the loader.
         opened: number of epochs that have begun.
-        order: the order of the last one of them; None if there is none.
+        order: the order of the last of these epochs; None if no epoch has begun.
         epochs: the epochs that have begun and not ended, in order.
         returned: the positions before the rest of each epoch that are handed out again, in this order. Each lease has
             a count.

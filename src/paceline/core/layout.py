@@ -13,9 +13,9 @@ A script may add parameters after training has begun: with a later optimizer, or
 The parameters that are added together form a *part* of the layout. Each part has vectors of its own, whose names end
 with "." and the number of the part, so parameters and slices that exist already keep their places.
 
-Elastic Parameter Slicing, or EPS, then cuts each vector into parts of almost equal size, regardless of the sizes of
-the layers, so a layer may be spread over several shards. EPS is described in section III of the FluentPS paper. A
-push or a pull transfers slices of these vectors without conversion.
+Elastic Parameter Slicing (section III of the FluentPS paper) then cuts each vector into slices of almost equal size,
+regardless of the sizes of the layers, so a layer may be spread over several shards. A push or a pull transfers slices
+of these vectors without conversion.
 
 >>> layout = Layout.of([Parameter(("w",), (4, 5), "float32"), Parameter(("b",), (4,), "float32")])
 >>> layout.sizes, layout.offsets  # 20 elements, padded to 32; then 4, padded to 16
@@ -255,12 +255,12 @@ class Layout(msgspec.Struct, frozen=True):
         return {"even": self.slice_evenly, "by-parameter": self.slice_by_parameter}[slicing](shards)
 
     def slice_evenly(self, shards: int) -> tuple[ShardSlice, ...]:
-        """Cut every vector into one part per shard, and return the slices of all shards.
+        """Cut every vector into one range per shard, and return the slices of all shards.
 
-        Each vector is cut only between blocks of 64 bytes, so that every slice of it is aligned. The parts of one
-        vector differ by at most one block, and the slices of two shards therefore by at most 64 bytes for each
-        vector. This holds for the sizes with padding, which are what is stored, sent and updated. The number of
-        parameters' elements may differ more, because each parameter is padded to whole blocks:
+        Each vector is cut only between blocks of 64 bytes, so that every range is aligned. The ranges of one vector
+        differ by at most one block, so the slices of two shards differ by at most 64 bytes for each vector. These are
+        sizes with padding, which are what is stored, sent and updated. The number of parameters' elements may differ
+        more, because each parameter is padded to whole blocks:
 
         >>> scalars = [Parameter((f"scale{i}",), (1,), "float32") for i in range(32)]
         >>> layout = Layout.of([*scalars, Parameter(("weight",), (512,), "float32")])
@@ -272,7 +272,7 @@ class Layout(msgspec.Struct, frozen=True):
         """
         bounds = [
             {
-                dtype: (_cut(size, dtype, shard, shards), _cut(size, dtype, shard + 1, shards))
+                dtype: (_bound(size, dtype, shard, shards), _bound(size, dtype, shard + 1, shards))
                 for dtype, size in self.sizes.items()
             }
             for shard in range(shards)
@@ -330,9 +330,9 @@ def aligned(size: int, dtype: str) -> int:
     return -(-size // block) * block
 
 
-def _cut(size: int, dtype: str, part: int, parts: int) -> int:
+def _bound(size: int, dtype: str, shard: int, shards: int) -> int:
     block = _block(dtype)
-    return size // block * part // parts * block
+    return size // block * shard // shards * block
 
 
 # -- The description of a model, as sent between processes: its parameters, its optimizer, and its other tensors

@@ -354,8 +354,7 @@ class Drawn:
             accumulated: False if no gradient has been accumulated since the last push.
         """
         batches = self._used if accumulated else [*self._used, *self._undecided]
-        counts = [batch.samples for batch in batches if batch.samples is not None]
-        return sum(counts) if batches and len(counts) == len(batches) else None
+        return _samples_of(batches) if batches else None
 
     def push(self, *, accumulated: bool) -> int:
         """Record a push. Return the number of positions that have been skipped since the last push.
@@ -380,11 +379,15 @@ class Drawn:
         return self.pushed._replace(skipped=self.pushed.skipped + passed)
 
 
-def _joined(batches: Sequence[DrawnBatch]) -> DrawnBatch:
+def _samples_of(batches: Sequence[DrawnBatch]) -> int | None:
     counts = [batch.samples for batch in batches if batch.samples is not None]
+    return sum(counts) if len(counts) == len(batches) else None
+
+
+def _joined(batches: Sequence[DrawnBatch]) -> DrawnBatch:
     return DrawnBatch(
         sum(batch.positions for batch in batches),
-        sum(counts) if len(counts) == len(batches) else None,
+        _samples_of(batches),
         lambda: False,
         all(batch.passed for batch in batches),
     )

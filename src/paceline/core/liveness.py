@@ -541,7 +541,7 @@ class TrafficMeter:
         """
         totals = self._totals.setdefault((connection, link), deque())
         if totals and total_bytes < totals[-1][1]:
-            self._close(link, totals[-1][1])
+            self._closed[link] = self._closed.get(link, 0) + totals[-1][1]
             totals.clear()
         elif totals and now_ticks - totals[-1][0] > self._forget_ticks:
             totals.clear()
@@ -577,9 +577,6 @@ class TrafficMeter:
         for (_, link), totals in list(self._totals.items()):
             found[link] = found.get(link, 0) + totals[-1][1]
         return dict(sorted(found.items()))
-
-    def _close(self, link: Direction, total_bytes: int) -> None:
-        self._closed[link] = self._closed.get(link, 0) + total_bytes
 
 
 # -- The clocks of patience: for how long each subject of a run has kept it waiting --------------------------

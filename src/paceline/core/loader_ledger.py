@@ -336,7 +336,7 @@ class LoaderLedger:
         return removed
 
     def _leave_out(self, account: _Account, skipped: int) -> int:
-        """Leave out the settled positions of a worker that were skipped, `skipped` in total. Return the new ones."""
+        """Leave out a worker's settled positions of which `skipped` were skipped so far. Return how many are new."""
         new = max(min(skipped, account.counted) - account.skipped, 0)
         account.skipped += new
         self._left_out += new

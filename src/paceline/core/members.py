@@ -257,7 +257,7 @@ class Quorum:
         return [Send(worker_peer(worker), message) for worker in sorted(self._members.present)]
 
 
-# -- The main worker: the one whose script writes files and messages for the whole job, without I/O ----------
+# -- The main worker, whose script writes files and messages for the whole job -------------------------------
 #
 #     beginning   worker 0 or, if it does not take part, the worker with the lowest index of those with which training
 #                 begins

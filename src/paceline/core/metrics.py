@@ -414,7 +414,7 @@ class UnsentMetrics:
 
     def __init__(self) -> None:
         self._values: list[tuple[Noted, float]] = []  # with their weights
-        self._weight = self._earlier_weight = LEAST_WEIGHT  # of the last push, and of the one before
+        self._weight = self._earlier_weight = LEAST_WEIGHT  # of the last two pushes
 
     @property
     def fills_a_message(self) -> bool:

@@ -107,7 +107,7 @@ class Order:
     def last_label(self, worker: int) -> int:
         """Return the label of a worker's last push, also if the worker has left; -1 if there is none.
 
-        If the worker has joined again and has not pushed since, it is the label before its first one.
+        If the worker has joined again and has not pushed since, return the label before its first push.
         """
         return self.label.get(worker, self._former.get(worker, 0)) - 1
 

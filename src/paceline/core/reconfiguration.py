@@ -124,7 +124,7 @@ class Reconfigurations:
     # -- cuts ---------------------------------------------------------------------------------------------
 
     def begin_cut(self, members: Members, *, lockstep: bool) -> list[Request]:
-        """Begin the cut that is to be made, unless it has to wait. Give it up if it would have to wait now."""
+        """Begin a cut if one is wanted. While cuts have to wait, give up the cut that is in progress."""
         if not self.may_begin("cut"):
             self.give_up_cut()
         elif self.wants_cut and self.cut is None:
@@ -572,7 +572,7 @@ class Edits:
 # are returned with their data.
 #
 # Nothing waits for a cut, and a cut waits for everything else: it begins when no reconfiguration is in
-# progress and no loss is open, and begins again with the next number if one of them begins before all shards
+# progress and no loss is open, and begins again with the next number if any of these begins before all shards
 # have been cut. From the beginning of a cut to its end, the ledger settles nothing, so it still knows what
 # every worker has received.
 #

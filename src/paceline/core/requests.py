@@ -169,11 +169,10 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         syncs: the candidates.
         cycles: for each live worker, its latest cycles: the number of samples (-1 if it is unknown) and seconds.
-        computed: for each live worker, its latest computations in the same form; empty if they are unknown. What a
-            cycle takes longer is the time of its transfers.
+        computed: for each live worker, its latest computations in the same form; empty if they are unknown. A cycle
+            also contains the transfers.
         samples: number of samples in an epoch; None if the script distributes no loader of known size.
-        batch_size: number of samples for which a worker usually computes a gradient; for which all workers together
-            do, if `joint` is True.
+        batch_size: usual number of samples of a gradient; of a joint gradient if `joint` is True.
         balanced: True if the batches are balanced.
         joint: True if the batches are parts of joint batches of a given size.
         split: how the epochs are split.
@@ -206,10 +205,7 @@ class TakeCut(HostRequest):
 
 
 class SaveCut(HostRequest):
-    """Begin to write a cut: every shard has been copied. Its number is that of the `TakeCut`.
-
-    It is not whole before a `CompleteCut`.
-    """
+    """Begin to write a cut, for which every shard has been copied. The cut is not whole before a `CompleteCut`."""
 
     cut: JobCut
 
@@ -284,7 +280,7 @@ class Fail(HostRequest):
 class EndWithout(HostRequest):
     """End the run, because it cannot continue without a server that is lost.
 
-    How the process of the server has ended may say more than the reason. A host that learns it names it instead.
+    A host that learns how the process of the server has ended reports this instead of the reason.
 
     Attributes:
         server: index of the server.

@@ -191,7 +191,9 @@ class Shard:
         # the coordinator's questions: pushes in a mean of other shards, and perhaps in a mean of this shard
         self._asked: list[tuple[Key, ...]] = []
         self._cut: CutAgreed | None = None  # the cut that is yet to be made here
-        self._orphans: set[Key] = set()  # pushes that were held when their workers left
+        self._orphans: set[Key] = (
+            set()
+        )  # pushes that were held when their workers left, for which a cut waits
         self._to_mark: dict[int, int] = {}  # worker -> number of a cut of which its next answer tells it
 
     @property
@@ -331,10 +333,9 @@ class Shard:
         """Add the requests that cut the shard, if the time has come.
 
         In lockstep, all shards have made the same updates after the same round. A script may push several times for
-        one batch, and only when it asks for its next one can its state be taken. So the shard waits for the first
-        push with data that was drawn later, and is cut before this push. Meanwhile, answers tell the workers of the
-        cut. If no worker is live, none of them makes a further update. A held push of a worker that has left counts
-        as used already, or will be settled.
+        one batch, and its state can be taken only when it asks for its next batch. So the shard is cut just before
+        the first push with newly drawn data; until then, answers tell the workers of the cut. A shard without live
+        workers is cut at once. Held pushes of workers that have left delay the cut until they are applied or dropped.
 
         Args:
             requests: the requests to which those are added.
@@ -959,7 +960,7 @@ def _scaled(update: Apply, factor: float) -> Apply:
 #
 # A `Commit` says what the script had drawn. If the worker is lost, the data of its last push counts; if the
 # job is cut, that of its last push whose effect is in the weights. So the entries of held pushes are kept,
-# and the one before them.
+# and the entry before them.
 
 Drawn = tuple[PackedPushed, ...]
 

@@ -217,7 +217,7 @@ class Worker:
     def paused(self) -> bool:
         """True if the worker must not begin another iteration, because the run has too few workers.
 
-        It begins the iteration with which it passes a change of the model: nobody can join before.
+        Before a change of the model, it begins one more iteration, because no worker joins before the change is made.
         """
         return self._paused and self._change is None
 

@@ -52,11 +52,11 @@ def register(model: type[M]) -> type[M]:
             f"{model.__qualname__}.name is {name!r}, expected lower-case letters, digits and hyphens, for example "
             "'my-model'."
         )
-    known = MODELS.get(name)
     if name == AUTO:
         raise ConfigurationError(
             f"the name 'auto' of {model.__qualname__} means that a run chooses its models itself; choose another one."
         )
+    known = MODELS.get(name)
     if known is not None and (known.__module__, known.__qualname__) != (model.__module__, model.__qualname__):
         raise ConfigurationError(
             f"the name {name!r} of {model.__qualname__} is taken by {known.__module__}.{known.__qualname__}; choose "

@@ -33,9 +33,8 @@ class MemoryPlace(msgspec.Struct, frozen=True):
     Attributes:
         process: id of the worker's process.
         descriptor: file descriptor of the memory in this process.
-        name: name of the memory. It contains 128 random bits, so no other memory has it, and only who was told it
-            can name the memory. Names of any other form are refused: a member could guess them, and so let a server
-            map the memory of another program.
+        name: name of the memory. Its 128 random bits make it unique and a secret. Names of any other form are refused,
+            because a member of the run could guess one, and so let a server map the memory of another program.
     """
 
     process: Number

@@ -136,7 +136,7 @@ class ProcessState(msgspec.Struct, frozen=True, array_like=True):
     incarnation: Number = 0
 
 
-Ticks = Annotated[int, msgspec.Meta(ge=-(2**62), le=2**62)]
+ClockTicks = Annotated[int, msgspec.Meta(ge=-(2**62), le=2**62)]
 """A time or a difference of times on the clock of some machine."""
 
 
@@ -150,10 +150,10 @@ class ClockOffset(msgspec.Struct, frozen=True):
         drift_ppb: estimated change of the offset, in nanoseconds per second; None if it is not known yet.
     """
 
-    at_ticks: Ticks
-    offset_ticks: Ticks
+    at_ticks: ClockTicks
+    offset_ticks: ClockTicks
     bound_ticks: Annotated[int, msgspec.Meta(ge=0, le=2**62)]
-    drift_ppb: Ticks | None = None
+    drift_ppb: ClockTicks | None = None
 
 
 @sent("agent", to="coordinator", during="joined", forwarded=False)
@@ -166,7 +166,7 @@ class Heartbeat(Message):
         clock: the latest estimate of the offset between the two clocks; None if there is none yet.
     """
 
-    sent_ticks: Ticks
+    sent_ticks: ClockTicks
     states: Annotated[tuple[ProcessState, ...], msgspec.Meta(max_length=MOST_PROCESSES)]
     clock: ClockOffset | None = None
 
@@ -181,9 +181,9 @@ class HeartbeatAnswered(Message):
         answered_ticks: time on the coordinator's clock at which this message was sent.
     """
 
-    sent_ticks: Ticks
-    received_ticks: Ticks
-    answered_ticks: Ticks
+    sent_ticks: ClockTicks
+    received_ticks: ClockTicks
+    answered_ticks: ClockTicks
 
 
 @sent("observer", to="coordinator", forwarded=False)
