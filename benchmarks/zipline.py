@@ -196,7 +196,7 @@ def measure_cells(tell: TellShare, rounds: int, small: bool) -> tuple[list[Cell]
             calls = [heat.make(generator) for _ in range(heat.inputs)]
             n, r = heat.shape
             tell(f"round {number + 1} of {rounds}, {heat.name}, n = {n}, R = {r}", done_s / total_s)
-            results.setdefault((heat.name, heat.shape), []).append(in_turns(calls))
+            results.setdefault((heat.name, heat.shape), []).append(take_turns(calls))
             done_s += heat.work_s
     paper = {shape: _merged(found) for (name, shape), found in results.items() if name == "paper"}
     return list(_cells(paper, small)), _goal_rows(results)
@@ -315,7 +315,7 @@ def _too_many_sets(method: str, shape: Shape) -> bool:
     return method == "naive" and shape[1] ** shape[0] > NAIVE_SETS
 
 
-def in_turns(calls: Sequence[Mapping[str, Attempt]]) -> Round:
+def take_turns(calls: Sequence[Mapping[str, Attempt]]) -> Round:
     """Call every function once on every input. The functions take turns; successive calls have different inputs."""
     names = list(calls[0])
     found: dict[str, dict[int, _Call]] = {name: {} for name in names}

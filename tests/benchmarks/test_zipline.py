@@ -195,7 +195,7 @@ def test_what_is_compared_takes_turns_and_never_repeats_an_input() -> None:
         return attempt
 
     names = ["a", "b", "c"]
-    found = zipline.in_turns([{name: call(name, index) for name in names} for index in range(9)])
+    found = zipline.take_turns([{name: call(name, index) for name in names} for index in range(9)])
     assert [name for name, _ in order] == names * 9
     assert all(before[1] != after[1] for before, after in pairwise(order))
     for name in names:

@@ -223,7 +223,7 @@ def _no_steps(evidence: ScriptEvidence) -> Iterator[Mistake]:
     yield _mistake("no steps", late=" in the given time" if late else "", advice=advice)
 
 
-def _fails(evidence: ScriptEvidence) -> Iterator[Mistake]:
+def _fails_in_a_run(evidence: ScriptEvidence) -> Iterator[Mistake]:
     raised = evidence.of_workers("raised")
     for each in raised:
         yield _mistake("fails in a run", each, detail=each.detail)
@@ -239,7 +239,7 @@ def _optimizer_not_distributed(evidence: ScriptEvidence) -> Iterator[Mistake]:
             yield _mistake("optimizer not distributed", each, detail=each.detail)
 
 
-def _identical(evidence: ScriptEvidence) -> Iterator[Mistake]:
+def _identical_workers(evidence: ScriptEvidence) -> Iterator[Mistake]:
     if steps := evidence.identical_steps:
         yield _mistake("identical workers", evidence.step, workers=len(evidence.workers), steps=steps)
 
@@ -262,7 +262,7 @@ def _would_be_written(evidence: ScriptEvidence) -> Iterator[Mistake]:
             yield _mistake("file written by every worker", write, call=write.call)
 
 
-def _length(evidence: ScriptEvidence) -> Iterator[Mistake]:
+def _length_of_whole_loader(evidence: ScriptEvidence) -> Iterator[Mistake]:
     for worker in evidence.workers:
         if _of(worker, "prepared schedule"):
             continue  # its schedule was written for the whole loader, as `prepare` expects
@@ -272,7 +272,7 @@ def _length(evidence: ScriptEvidence) -> Iterator[Mistake]:
                 yield _mistake("length of the whole loader", each, workers=len(evidence.workers))
 
 
-def _schedule(evidence: ScriptEvidence) -> Iterator[Mistake]:
+def _schedule_of_one_worker(evidence: ScriptEvidence) -> Iterator[Mistake]:
     for worker in evidence.workers:
         for each in _of(worker, "scheduled"):
             # A scheduler that is stepped once per epoch is not stepped after two steps in a row.
@@ -328,7 +328,7 @@ def _schedule_length(evidence: ScriptEvidence) -> Iterator[Mistake]:
                     )
 
 
-def _metrics(evidence: ScriptEvidence) -> Iterator[Mistake]:
+def _metric_of_one_worker(evidence: ScriptEvidence) -> Iterator[Mistake]:
     given = [_of(worker, "metric") for worker in evidence.workers]
     if sum(map(bool, given)) < 2:
         for call in evidence.metrics:
@@ -393,15 +393,15 @@ def _warned(evidence: ScriptEvidence) -> Iterator[Mistake]:
 RULES: tuple[Callable[[ScriptEvidence], Iterable[Mistake]], ...] = (
     _fails_alone,
     _no_steps,
-    _fails,
+    _fails_in_a_run,
     _optimizer_not_distributed,
-    _identical,
+    _identical_workers,
     _written_by_several,
     _would_be_written,
-    _length,
-    _schedule,
+    _length_of_whole_loader,
+    _schedule_of_one_worker,
     _schedule_length,
-    _metrics,
+    _metric_of_one_worker,
     _hyper_parameters,
     _clipping,
     _same_seed,

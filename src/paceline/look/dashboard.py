@@ -43,8 +43,8 @@ class Dashboard:
         self._sent_s = -math.inf  # when a report was last sent, on the monotonic clock
         self._interval_s = 0.0  # between the last two times
         self._told = False  # True once a report was sent that says that the run has ended
-        self._of: RunReport | None = None
-        # (path, compressed) -> the answer for this report
+        self._answered: RunReport | None = None  # the report to which `_answers` belong
+        # (path, compressed) -> the answer
         self._answers: dict[tuple[str, bool], HttpResponse] = {}
 
     async def reply(self, request: Request) -> HttpResponse:
@@ -54,8 +54,8 @@ class Dashboard:
         if request.path not in CONTENT:
             return HttpResponse.text(HTTPStatus.NOT_FOUND, "There is nothing here. The page is at /.")
         report = await self._live.get()
-        if report is not self._of:
-            self._of, self._answers = report, {}
+        if report is not self._answered:
+            self._answered, self._answers = report, {}
         key = request.path, "gzip" in request.headers.get("accept-encoding", "")
         if key not in self._answers:
             self._answers[key] = await asyncio.to_thread(_answer, report, *key)

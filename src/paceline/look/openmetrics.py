@@ -52,8 +52,8 @@ class MetricsPage:
 
     def __init__(self, live: LiveReport) -> None:
         self._live = live
-        self._of: RunReport | None = None
-        self._answers: dict[str, HttpResponse] = {}  # format that was asked for -> answer for `_of`
+        self._answered: RunReport | None = None
+        self._answers: dict[str, HttpResponse] = {}  # format -> answer for the report `_answered`
 
     async def reply(self, request: Request) -> HttpResponse:
         """Return the metrics, in the format that the request asks for."""
@@ -62,8 +62,8 @@ class MetricsPage:
                 HTTPStatus.NOT_FOUND, "There is nothing here. The metrics are at /metrics."
             )
         report = await self._live.get()
-        if report is not self._of:
-            self._of, self._answers = report, {}
+        if report is not self._answered:
+            self._answered, self._answers = report, {}
         encode, kind = choose_encoder(request.headers.get("accept", ""))
         if kind not in self._answers:
             body = await asyncio.to_thread(encode, _registry(report))

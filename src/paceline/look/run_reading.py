@@ -149,7 +149,7 @@ class ReportReader:
     ) -> bool:
         """Digest what is new in the traces and records. Return False if that was hurried.
 
-        If the run has digested and deleted what is new, begin `again` with what it has digested.
+        The run may have digested and deleted a part of it meanwhile. Then begin once more, with the run's own digest.
         """
         traces = held_files(self._run_dir, "trace-shard-*")
         if traces != self._traces:  # the servers of a run do not begin their traces at the same moment

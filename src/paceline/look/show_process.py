@@ -57,7 +57,7 @@ async def _show(order: ShowOrder) -> list[str]:
     others: list[asyncio.Task[None]] = []
 
     def start(name: str, outlet: Outlet, tasks: list[asyncio.Task[None]]) -> None:
-        tasks.append(asyncio.create_task(_alone(name, outlet, failures)))
+        tasks.append(asyncio.create_task(_run_outlet(name, outlet, failures)))
 
     # What only some outlets need is imported for them: the packages may not be installed.
     if order.dashboard is not None:
@@ -85,7 +85,7 @@ async def _show(order: ShowOrder) -> list[str]:
     return failures
 
 
-async def _alone(name: str, outlet: Outlet, failures: list[str]) -> None:
+async def _run_outlet(name: str, outlet: Outlet, failures: list[str]) -> None:
     """Run an outlet. If it fails, note why, and let the others go on."""
     try:
         await outlet

@@ -163,18 +163,18 @@ def _cells(worker: WorkerStatus) -> list[Cell]:
 
 def _machines(machines: Sequence[MachineStatus]) -> FittedTable:
     columns = [Column("machine"), Column("last heartbeat", "number"), Column("suspicion", "number", rank=2)]
+    if any(machine.servers for machine in machines):
+        columns.append(Column("servers", rank=1))
     rows = [
-        [
+        (
             (machine.machine, ""),
             (f"{machine.silent_s:.1f} s ago", ""),
             (f"{machine.suspicion:.1f}", ""),
             (", ".join(map(str, machine.servers)), ""),
-        ]
+        )[: len(columns)]
         for machine in machines
     ]
-    if any(machine.servers for machine in machines):
-        return FittedTable([*columns, Column("servers", rank=1)], rows)
-    return FittedTable(columns, [row[:3] for row in rows])
+    return FittedTable(columns, rows)
 
 
 def _links(links: Sequence[LinkStatus]) -> FittedTable:

@@ -138,8 +138,8 @@ class _OutsideTimes:
         )
 
 
-class Unexplained:
-    """Collects the times of messages, and takes out of them what a network of limited bandwidth explains.
+class _LatencyEstimate:
+    """Collects the times of messages, and subtracts what their transfers take in a network of limited bandwidth.
 
     Args:
         bandwidth_bps: bandwidth of each machine. If it is unlimited, the whole time of a message is its latency.
@@ -233,7 +233,7 @@ def _arguments(
     """
     arrivals = _arrivals(shards)
     sizes = sizes or Sizes(0, (0,) * len(shards), (0,) * len(shards))
-    unexplained = Unexplained(bandwidth_bps)
+    estimate = _LatencyEstimate(bandwidth_bps)
     computed: list[tuple[Recorded, float]] = []
     latencies: list[tuple[Latencies, Latencies]] = []  # to the servers, and from them
     outside: list[_OutsideTimes] = []
@@ -250,14 +250,14 @@ def _arguments(
             for shard, column in enumerate(own.arrived_s):
                 if (arrived_s := column.get(number)) is not None:
                     push = Transfer(record.pushed_s, at, ("server", shard), sizes.pushes[shard])
-                    unexplained.add(to_server, arrived_s, [push])
+                    estimate.add(to_server, arrived_s, [push])
             answers = [
                 Transfer(released_s, ("server", shard), at, sizes.answers[shard])
                 for shard, column in enumerate(own.released_s)
                 if (released_s := column.get(number)) is not None
             ]
             if answers:
-                unexplained.add(from_server, record.answered_s, answers)
+                estimate.add(from_server, record.answered_s, answers)
             samples = own.samples.get(number)
             times = atypical if own.atypical.get(number) else observed
             computed_s = record.computing_s + record.apart_s[1]  # loading takes as long under every model
@@ -269,7 +269,7 @@ def _arguments(
             computed.append(compute_times(observed or atypical, batch_size))
     if not computed:
         raise ConfigurationError("no worker finished an iteration, so the speed of the workers is unknown.")
-    unexplained.explain()
+    estimate.explain()
     return {
         "compute_s": [times for times, _ in computed],
         "fixed_share": [share for _, share in computed],

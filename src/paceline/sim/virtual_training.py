@@ -48,12 +48,10 @@ from ..sync import SyncModel
 from ..sync.draws import uniform
 from ..sync.plugins import script_traceback
 from ..sync.schedule import Schedule, read_schedule
-from ..train.forward import unwatch_backward, watch_backward
 from ..train.generator_states import GeneratorStates
-from ..train.gradients import unwatch_scalers, watch_scalers
-from ..train.hooks import unwatch_clipping, watch_clipping
-from ..train.metrics import metrics_of, unwatch_adapters
+from ..train.metrics import metrics_of
 from ..train.session import Callbacks, Servers, Session, TrainingStep, install
+from ..train.training import unwatch_script, watch_script
 from .simulated_cuts import CutShard, SimCut
 from .simulated_job import Driver, VirtualJob
 
@@ -142,9 +140,7 @@ class Training(Driver):
         self._outside = GeneratorStates()
         self._main = sys.modules["__main__"]
         self._threads = torch.get_num_threads()
-        watch_clipping()
-        watch_backward()
-        watch_scalers()
+        watch_script()
         # Otherwise each worker would get its own pool of torch threads, and there would be more threads than cores.
         torch.set_num_threads(1)
         return self
@@ -158,10 +154,7 @@ class Training(Driver):
         self._running = None
         self.stores.clear()
         torch.set_num_threads(self._threads)
-        unwatch_adapters()
-        unwatch_scalers()
-        unwatch_backward()
-        unwatch_clipping()
+        unwatch_script()
         if self._outside is not None:
             self._outside.give_back()
         sys.modules["__main__"] = self._main

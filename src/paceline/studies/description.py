@@ -257,8 +257,8 @@ def describe(values: Mapping[str, Any], folder: Path, imports: Sequence[str] = (
             f"{reference!r} reaches."
         )
     arguments = _entries("arguments", file.arguments, Value)
-    for where, values in (("arguments", arguments), *(("grid", dict(each.points[0])) for each in contenders)):
-        if SEED in values:
+    for where, known in (("arguments", arguments), *(("grid", dict(each.points[0])) for each in contenders)):
+        if SEED in known:
             raise ConfigurationError(
                 f"[{where}] contains {SEED!r}, but each run has a seed of its own: list seeds in the entry 'seeds'."
             )

@@ -157,7 +157,7 @@ def _compared(study: Study, rows: Sequence[StudyRow]) -> list[StudyRow]:
     """Return the rows with comparisons with the reference on the same cluster, corrected for their number."""
     references = {row.cluster: row for row in rows if row.contender.name == study.reference}
     found = [
-        _beside(row, references[row.cluster], paired=study.paired)
+        _with_comparison(row, references[row.cluster], paired=study.paired)
         if row.cluster in references and row.contender.name != study.reference
         else row
         for row in rows
@@ -171,7 +171,7 @@ def _compared(study: Study, rows: Sequence[StudyRow]) -> list[StudyRow]:
     return found
 
 
-def _beside(row: StudyRow, reference: StudyRow, *, paired: bool) -> StudyRow:
+def _with_comparison(row: StudyRow, reference: StudyRow, *, paired: bool) -> StudyRow:
     """Return a row with its comparison; if pairs are compared, of the seeds that both have."""
     common = [seed for seed in row.outcomes if seed in reference.outcomes]
     if paired and not common:

@@ -297,11 +297,11 @@ class Activity:
             if not own.fate:
                 asked = first.pulls.asked.get(worker)
                 asked_s = -1.0 if asked is None else copy._at_s(first.machine, asked[1])
-                copy._end(worker, own, COMPUTING, asked_s, end_s)
+                copy._add_rest(worker, own, COMPUTING, asked_s, end_s)
         departed = [own.left_s for own in copy.workers.values() if own.fate]
         last_s = max(departed, default=0.0) if len(departed) == len(copy.workers) else end_s
         for worker, own in copy.workers.items():
-            copy._depart(worker, own, last_s if worker not in left else own.left_s)
+            copy._add_rest_of_departed(worker, own, last_s if worker not in left else own.left_s)
         return copy
 
     # -- what it is fed with ------------------------------------------------------------------------------
@@ -446,17 +446,17 @@ class Activity:
         for iteration in list(own.open):
             self._finish(worker, own, iteration)
 
-    def _end(self, worker: int, own: WorkerActivity, kind: int, asked_s: float, end_s: float) -> None:
+    def _add_rest(self, worker: int, own: WorkerActivity, kind: int, asked_s: float, end_s: float) -> None:
         """Add what a worker did after its last iteration. `asked_s` is when its pull had arrived, or negative."""
         computed_s = end_s if asked_s < 0.0 else min(max(asked_s, own.since_s), end_s)
         if own.since_s >= 0.0:
             self._spend(worker, own, kind, own.since_s, computed_s)
         self._spend(worker, own, WAITING, computed_s, end_s)
 
-    def _depart(self, worker: int, own: WorkerActivity, until_s: float) -> None:
+    def _add_rest_of_departed(self, worker: int, own: WorkerActivity, until_s: float) -> None:
         """Add the time from the last iteration of a worker that has left until the worker's index is used again."""
         if own.fate:
-            self._end(worker, own, WASTED if own.fate == "lost" else OUTSIDE, own.asked_s, own.left_s)
+            self._add_rest(worker, own, WASTED if own.fate == "lost" else OUTSIDE, own.asked_s, own.left_s)
         if own.fate == "finished":
             self._spend(worker, own, IDLE, own.left_s, until_s)
 
@@ -470,7 +470,7 @@ class Activity:
     def _joined(self, worker: int, at_s: float, event: WorkerJoined) -> None:
         own = self._worker(worker)
         self._finish_all(worker, own)
-        self._depart(worker, own, at_s)
+        self._add_rest_of_departed(worker, own, at_s)
         own.fate, own.joined_s, own.since_s = "", at_s, -1.0
         if own.first_joined_s < 0.0:
             own.first_joined_s = at_s
@@ -479,7 +479,7 @@ class Activity:
         else:
             own.since_s = at_s
 
-    def _departed(
+    def _left(
         self, worker: int, at_s: float, fate: Literal["finished", "lost"], asked_s: float | None
     ) -> None:
         own = self._worker(worker)
@@ -535,7 +535,7 @@ class _AtShard:
         waits = state.pulls.ended(entry)
         if isinstance(event, WorkerLost | WorkerFinished) and self._first:
             asked_s = next((self._at_s(wait.begin) for wait in waits if wait.reason == "left"), None)
-            activity._departed(
+            activity._left(
                 event.worker, at_s, "lost" if isinstance(event, WorkerLost) else "finished", asked_s
             )
         for wait in waits:

@@ -123,9 +123,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # How the gradient of the next step is clipped; at most one. This is a list that is changed in place, because
         # Lightning and Fabric wrap an optimizer in an object that reads its attributes, but has its own assignments.
         self._clip: list[Clip] = []
-        self.schedule_watch = ScheduleWatch(self._session) if self._session is not None else None
-        self._overflow_watch = OverflowWatch(self._session) if self._session is not None else None
-        self.marks = Marks(self._session) if self._session is not None and self._session.workers > 1 else None
+        self.schedule_watch = ScheduleWatch(session) if session is not None else None
+        self._overflow_watch = OverflowWatch(session) if session is not None else None
+        self.marks = Marks(session) if session is not None and session.workers > 1 else None
         self._set_index = 0  # index of this optimizer among those of the script
         # True if a graph may hold initial weights of a model whose shapes are not all known, which must not change
         # before the step.
@@ -135,7 +135,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._first_buffers: dict[int, torch.Tensor] = {}
         # notices the first forward pass with parameters that are not trained yet; None if there are none
         self._forward_hook: RemovableHandle | None = None
-        if self._session is not None:
+        if session is not None:
             # The wrapped optimizer takes no step in a run, so the hooks that are registered on it run here.
             self._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
             self._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
@@ -144,7 +144,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             optimizer._opt_called = self._opt_called = True  # type: ignore[attr-defined]
             require_not_wrapped(self._given, self._parameters())
             watch_adapters()
-            self._wait_for_forward(self._session)
+            self._wait_for_forward(session)
 
     @overload
     def step(self, closure: None = None, *, samples: int | None = None) -> None: ...
@@ -184,7 +184,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise UsageError(
                 f"samples is {samples!r}, expected a positive integer: the number of samples in the step."
             )
-        if self._session is None:
+        session = self._session
+        if session is None:
             with lent_scaling(self, self._wrapped):
                 result = self._wrapped.step() if closure is None else self._wrapped.step(closure)
             count_step(None, samples)
@@ -201,8 +202,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "scaler.step(optimizer, closure) was called, but a GradScaler looks for overflows before the closure "
                 "runs. Compute the gradients first, and call scaler.step(optimizer)."
             )
+        data = session.core.data
         if samples is not None:
-            self._session.core.data.samples, self._session.core.data.used = samples, True
+            data.samples, data.used = samples, True
         loss: Any = None
         # True if the gradients were computed before training began, or by the script
         computed = closure is None
@@ -211,20 +213,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 initialize(self.models(), closure)
             elif closure is not None and self._awaits_shapes():
                 # Only a whole computation gives buffers the content that they have in a single process.
-                with torch.enable_grad(), metrics_of(self._session).closure():
+                with torch.enable_grad(), metrics_of(session).closure():
                     loss = closure()
                 computed = True
             require_initialized(self.models(), self._new_parameters())
             self._takes_step = True
             try:
-                _begin(self._session)
+                _begin(session)
             finally:
                 self._takes_step = False
         assert self._training is not None
         self._require_current("step()")
         self._training.require_not_idle("step()")
         self._training.require_same(self._set_index, self._parameters())
-        if resumption_of(self._session).repeats:
+        if resumption_of(session).repeats:
             self._clip.clear()
             if closure is not None and not computed:
                 with torch.enable_grad():
@@ -242,7 +244,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.schedule_watch.look(groups)
         if self.marks is not None and (report := self.marks.look(self._set_index, groups)) is not None:
             sent = Send(COORDINATOR, report)
-            self._session.exchange(lambda: [sent])
+            session.exchange(lambda: [sent])
         clip = self._clip.pop() if self._clip else None
         overflows = scaling is not None and scaling.overflows
         if scaling is not None and self._overflow_watch is not None:
@@ -258,9 +260,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "worker %d: the first gradient is discarded, because it was computed before training began, with "
                 "other weights than those of the job. To keep it, compute the loss by calling the model, or pass a "
                 "closure to step().",
-                self._session.worker,
+                session.worker,
             )
-        count_step(self._session, self._session.core.data.samples)
+        count_step(session, data.samples)
         self._training.stale.discard(self._set_index)
         self._training.commit(
             self._set_index,
@@ -270,7 +272,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             leave_out_gradient=stale or overflows,
             clip=clip,
         )
-        after_step(self._session, loads=latest_position(self._session) is not None)
+        after_step(session, loads=latest_position(session) is not None)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

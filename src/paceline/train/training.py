@@ -29,11 +29,19 @@ from ..errors import NonFiniteGradientError, UsageError
 from ..shard.optimizers import join_state
 from ..shard.vectors import Vectors, digest, sampled_norm, squared_norm, torch_dtype
 from ..sync.events import Clip, PushFlags
-from .forward import builds_graph, guess_of
-from .gradients import Gradients
-from .hooks import Restartable, after_each_forward, before_each_load, remove_now, take_clipped
+from .forward import builds_graph, guess_of, unwatch_backward, watch_backward
+from .gradients import Gradients, unwatch_scalers, watch_scalers
+from .hooks import (
+    Restartable,
+    after_each_forward,
+    before_each_load,
+    remove_now,
+    take_clipped,
+    unwatch_clipping,
+    watch_clipping,
+)
 from .job_model import ParameterSet, TrainedModel, describe_parameter, least_samples_of
-from .metrics import MetricLog, metrics_of
+from .metrics import MetricLog, metrics_of, unwatch_adapters
 from .session import Session, TrainingStep, resumption_of
 from .weights import Stager, Weights, stager_of
 
@@ -659,6 +667,21 @@ def training_of(session: Session | None) -> WorkerTraining | None:
 # The references are weak: a `WorkerTraining` refers to its session, which is the key, so with a strong
 # reference the session would never be freed.
 _trainings: WeakKeyDictionary[Session, ref[WorkerTraining]] = WeakKeyDictionary()
+
+
+def watch_script() -> None:
+    """Wrap the functions of torch that tell a session what the script does with losses and gradients."""
+    watch_clipping()
+    watch_backward()
+    watch_scalers()
+
+
+def unwatch_script() -> None:
+    """Restore what `watch_script` has wrapped, and the methods of other libraries that optimizers have wrapped."""
+    unwatch_adapters()
+    unwatch_scalers()
+    unwatch_backward()
+    unwatch_clipping()
 
 
 def _restart(gradients: Gradients, weights: Weights, metrics: MetricLog) -> None:

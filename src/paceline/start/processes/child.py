@@ -31,9 +31,7 @@ from ...shard.foreign import use_sources
 from ...shard.optimizers import defer_dynamo
 from ...sync.plugins import load_models, local_conditions, script_traceback
 from ...train import session as sessions
-from ...train.forward import watch_backward
-from ...train.gradients import watch_scalers
-from ...train.hooks import watch_clipping
+from ...train.training import watch_script
 from .orders import Descriptors, ProcessOrder
 from .program import open_file
 
@@ -97,9 +95,7 @@ def main(order: ProcessOrder, descriptors: Descriptors) -> int:
     sessions.install(session)
     if job.joined:
         leave_on_sigterm(session)
-    watch_clipping()
-    watch_backward()
-    watch_scalers()
+    watch_script()
     try:
         _train(kind, arguments, objects)
     except SystemExit as end:
