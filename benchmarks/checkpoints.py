@@ -25,12 +25,8 @@ from .harness import Benchmark, Columns, Figures, Rounds, SizesMb, goal_text, in
 
 FEATURES = 1024
 BATCH = 16
-APART = 12
-"""Number of steps between the end of a checkpoint and the request for the next one."""
-
-SETTLING = 3
-"""Number of steps at the beginning, and after each checkpoint, that are not counted."""
-
+APART = 12  # number of steps between the end of a checkpoint and the request for the next one
+SETTLING = 3  # number of steps at the beginning, and after each checkpoint, that are not counted
 MEDIAN_GOAL, LONGEST_GOAL = 1.1, 2.0
 
 

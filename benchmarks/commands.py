@@ -14,28 +14,11 @@ from paceline.cli.console import run_app
 
 from .harness import command_of
 
-BENCHMARKS = {
-    "transport": "transport",
-    "overlap": "overlap.measurement",
-    "links": "links",
-    "step": "step",
-    "sync": "sync",
-    "zipline": "zipline",
-    "simulator": "simulator",
-    "guard": "guard",
-    "look": "look",
-    "unequal": "unequal",
-    "what-if": "what_if",
-    "advice": "advice",
-    "auto": "auto",
-    "data": "data",
-    "coordinator": "coordinator",
-    "startup": "startup",
-    "late-join": "late_join",
-    "checkpoints": "checkpoints",
-    "ray-startup": "ray_startup",
-    "accelerator": "accelerator",
-}
+NAMES = (
+    "transport overlap links step sync zipline simulator guard look unequal what-if advice auto data coordinator "
+    "startup late-join checkpoints ray-startup accelerator"
+)
+BENCHMARKS = {name: name.replace("-", "_") for name in NAMES.split()} | {"overlap": "overlap.measurement"}
 """Name of a benchmark -> the module whose function `measure` is declared as a benchmark."""
 
 

@@ -65,9 +65,7 @@ from .harness import (
 from .overlap.namespaces import Network, NetworkLink, network, rate_bps
 from .transport.plan import Flat
 
-SLOWER = 10
-"""How many times slower the link of one server is in the second measurement."""
-
+SLOWER = 10  # how many times slower the link of one server is in the second measurement
 SHARDS = 4  # number of shards in the first measurement
 IPERF_S = 3
 DELAYED_MB = 8.0  # size of the model in the second measurement

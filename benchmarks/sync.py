@@ -30,29 +30,12 @@ def within_two(state: PullState) -> bool:
     return state.gap <= 2
 
 
-MODELS: tuple[SyncModel, ...] = (
-    *map(
-        parse,
-        (
-            "bsp",
-            "asp",
-            "asp:push_scale=1/n",
-            "ssp:staleness=3",
-            "ssp:staleness=3,execution=lazy",
-            "dssp",
-            "dsps",
-            "pssp:staleness=0",
-            "dynamic-pssp:staleness=0",
-            "drop-stragglers:quorum=7",
-            "rennala:batch=7",
-            "ringmaster:threshold=100",
-            "naive-waiting:delay_s=0.001",
-            "elastic-bsp",
-            "spec-sync",
-        ),
-    ),
-    Conditions(pull=within_two),
+SYNCS = (
+    "bsp asp asp:push_scale=1/n ssp:staleness=3 ssp:staleness=3,execution=lazy dssp dsps pssp:staleness=0 "
+    "dynamic-pssp:staleness=0 drop-stragglers:quorum=7 rennala:batch=7 ringmaster:threshold=100 "
+    "naive-waiting:delay_s=0.001 elastic-bsp spec-sync"
 )
+MODELS: tuple[SyncModel, ...] = (*map(parse, SYNCS.split()), Conditions(pull=within_two))
 
 
 class CostRow(msgspec.Struct, frozen=True):

@@ -17,8 +17,7 @@ from .cost import MOST_US, Cost, measure_cost
 from .judging import MOST_UPDATES, Judged, judge
 from .scenarios import HEALTHY, PLANTED, Scenario
 
-SEEDS = (0, 1, 2)
-"""The constants of the guard were chosen with other seeds, from 100 on."""
+SEEDS = (0, 1, 2)  # the constants of the guard were chosen with other seeds, from 100 on
 
 COLUMNS: Columns[Sequence[Judged]] = {
     "run": lambda runs: runs[0].name,

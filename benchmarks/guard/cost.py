@@ -15,9 +15,7 @@ from paceline.core.messages import Message, Observation, Phase, PushesObserved, 
 from paceline.shard.vectors import sampled_norm
 from paceline.wire.stream import Stream
 
-MOST_US = 50.0
-"""Goal: 1 % of a step of 5 ms, in microseconds."""
-
+MOST_US = 50.0  # goal: 1 % of a step of 5 ms, in microseconds
 SIZE = 200_000  # number of weights
 CALLS = 2000
 WORKERS = 4

@@ -13,9 +13,7 @@ from paceline.sim import simulate
 
 from .scenarios import Measured, Scenario
 
-MOST_UPDATES = 20
-"""Number of updates within which a divergence must be said."""
-
+MOST_UPDATES = 20  # number of updates within which a divergence must be said
 GROWN, KEPT = 3.0, 0.25
 """A divergence can be seen if the loss without noise exceeds this multiple of its beginning or, if something has been
 learned before, when less than this share of that remains."""
