@@ -25,7 +25,7 @@ from paceline.run.coordinator import CoordinatorHost
 from paceline.run.job_options import make_job
 from paceline.run.listener import Listener
 from paceline.shard.optimizers import read_groups
-from paceline.wire.memory import PassedSockets, PushSource
+from paceline.wire.memory import ConnectionSource, PassedSockets
 from paceline.wire.preface import COORDINATOR
 from paceline.wire.secure import new_secret
 
@@ -117,7 +117,7 @@ def _measure(
             job, workers=workers, least=workers, secure=secure, token=new_secret(), version=__version__
         )
         sock, address = CoordinatorHost.listen_for(job)
-        source: PushSource = sock
+        source: ConnectionSource = sock
         if secure:
             listener = stack.enter_context(Listener(sock, bytes.fromhex(job.mark)))
             source = PassedSockets(listener.receiver(COORDINATOR))

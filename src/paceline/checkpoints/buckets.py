@@ -40,12 +40,12 @@ PIECE_BYTES = 4 * 2**20
 
 
 class LineageThere(NamedTuple):
-    """A lineage, the checkpoints of which are in a bucket or a directory.
+    """A lineage that has checkpoints in a bucket or a directory.
 
     Attributes:
         name: its identity; "" for checkpoints of earlier versions, which have none.
         numbers: the numbers of its complete checkpoints, in ascending order.
-        origin: the checkpoint of another lineage with which it has begun; "" for none. See `origin_of`.
+        origin: the checkpoint of another lineage with which this one has begun; "" for none. See `origin_of`.
         run: the content of `run.json` in its newest checkpoint; b"" if there is none.
     """
 

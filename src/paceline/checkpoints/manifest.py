@@ -202,7 +202,7 @@ def require_intact(folder: Path, manifest: Manifest, pace: Pace) -> None:
 
 
 def files_in(folder: Path) -> Iterable[Path]:
-    """Return the files of a checkpoint that is being written, in the order of their names."""
+    """Return the files of a checkpoint that is being written, except its mark, in the order of their names."""
     return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != DRAFT)
 
 
@@ -390,7 +390,7 @@ def read_draft(path: Path) -> DraftMark | None:
         return None
 
 
-def sync(path: Path) -> None:
+def await_disk(path: Path) -> None:
     """Wait until a file or the names in a directory are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

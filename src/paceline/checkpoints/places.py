@@ -31,7 +31,7 @@ PLACES = "places.json"  # exists while the checkpoint is being written
 LENGTH = struct.Struct("<Q")  # length of the header at the beginning of a file in safetensors format
 ZIP_HEADER = struct.Struct(
     "<26xHH"
-)  # the header of a file in a ZIP archive: lengths of its name and further fields
+)  # header of a file in a ZIP archive: lengths of its name and of further fields
 
 Settings = Sequence[Mapping[str, Any]]
 """The hyper-parameters in each group of an optimizer."""

@@ -84,8 +84,10 @@ class Checkpoint:
     @cached_property
     def optimizers(self) -> tuple[dict[str, Any], ...]:
         """The `state_dict()` of each optimizer."""
-        files = [self.path / optimizer_file(index) for index in range(len(self.manifest.optimizers))]
-        return tuple(torch.load(file, mmap=True, weights_only=True) for file in files)
+        return tuple(map(self._optimizer, range(len(self.manifest.optimizers))))
+
+    def _optimizer(self, index: int) -> Any:
+        return torch.load(self.path / optimizer_file(index), mmap=True, weights_only=True)
 
     def require_content(self, model: ModelSpec) -> None:
         """Check that the files contain this model. Values are not read.
@@ -115,11 +117,7 @@ class Checkpoint:
         shapes = {p.names[0]: torch.Size(p.shape) for p in model.layout.parameters}
         for index, record in enumerate(records):
             try:
-                _require_state(
-                    torch.load(self.path / optimizer_file(index), mmap=True, weights_only=True),
-                    record,
-                    shapes,
-                )
+                _require_state(self._optimizer(index), record, shapes)
             except Exception as error:  # the library does not say which it raises
                 raise CheckpointError(
                     f"{optimizer_file(index)} cannot be read: {first_line(error)}"
@@ -189,22 +187,17 @@ class Checkpoint:
         ]
 
     def _parameters(self, layout: Layout, *, lacking: bool = False) -> Sequence[torch.Tensor | None]:
-        """Return the values of all parameters, in the order of the layout; None for those that it may lack."""
+        """Return the values of all parameters, in the order of the layout; None for those that are missing."""
         found: list[torch.Tensor | None] = []
         for parameter in layout.parameters:
-            tensor = self.state_dict.get(parameter.names[0])
+            name = parameter.names[0]
+            tensor = self.state_dict.get(name)
             expected = f"{parameter.dtype}{list(parameter.shape)}"
-            if tensor is None and lacking:
-                found.append(None)
-                continue
             if tensor is None:
-                raise CheckpointError(
-                    f"{self.path} has no parameter {parameter.names[0]!r}, which the model has"
-                )
-            if (has := f"{dtype_name(tensor.dtype)}{list(tensor.shape)}") != expected:
-                raise CheckpointError(
-                    f"{self.path} has {parameter.names[0]!r} as {has}, the model as {expected}"
-                )
+                if not lacking:
+                    raise CheckpointError(f"{self.path} has no parameter {name!r}, which the model has")
+            elif (has := f"{dtype_name(tensor.dtype)}{list(tensor.shape)}") != expected:
+                raise CheckpointError(f"{self.path} has {name!r} as {has}, the model as {expected}")
             found.append(tensor)
         return found
 
@@ -213,7 +206,7 @@ def _require_state(state: dict[str, Any], record: OptimizerRecord, shapes: Mappi
     """Check the `state_dict()` of an optimizer.
 
     Raises:
-        Exception: it is not one.
+        Exception: this is no `state_dict()` of the optimizer with this record.
     """
     groups = [
         [record.parameters[position] for position in group["params"]] for group in state["param_groups"]
@@ -261,13 +254,9 @@ def newest_whole(
         pace: rate at which the files are read to check them; None for no limit.
     """
     folders = tuple(dict.fromkeys(folders))
-    complete = [(number, folder) for folder in folders for number in _ours_in(folder, "", MANIFEST)]
-    partial = [(number, folder) for folder in folders for number in _ours_in(folder, PARTIAL, PLACES)]
-    there = [
-        (number, folder)
-        for number, folder in sorted({*complete, *partial}, reverse=True)
-        if until is None or number <= until
-    ]
+    complete = {(number, folder) for folder in folders for number in _ours_in(folder, "", MANIFEST)}
+    partial = {(number, folder) for folder in folders for number in _ours_in(folder, PARTIAL, PLACES)}
+    there = [each for each in sorted(complete | partial, reverse=True) if until is None or each[0] <= until]
     highest = there[0][0] if there else 0
     faults = []
     for number, folder in there:

@@ -39,6 +39,7 @@ from .manifest import (
     Manifest,
     OptimizerRecord,
     Pace,
+    await_disk,
     carries,
     files_in,
     identity_of,
@@ -46,7 +47,6 @@ from .manifest import (
     numbers_in,
     read_draft,
     record_of,
-    sync,
 )
 from .places import MODEL, PLACES, Places, Settings, lay_out, optimizer_file
 
@@ -164,11 +164,11 @@ class Draft:
         with self._or_discarded():
             self._require_own()
             for index in range(len(versions)):
-                if not mark_of(self.path, index).exists():
+                if not (written := _written_file(self.path, index)).exists():
                     raise CheckpointError(
                         f"Checkpoint {self._number} was not written: shard {index} is missing."
                     )
-                mark_of(self.path, index).unlink()
+                written.unlink()
             (self.path / PLACES).unlink()
             for name, content in {"job.json": job, **(further or {})}.items():
                 (self.path / name).write_bytes(content)
@@ -180,9 +180,9 @@ class Draft:
             self._require_own()
             self._require_free(complete)
             for folder in (self.path / "workers", self.path):
-                sync(folder)
+                await_disk(folder)
             self.path.rename(complete)
-            sync(self._directory)
+            await_disk(self._directory)
         own = [n for n in numbers_in(self._directory) if carries(self._directory / name_of(n), self._lineage)]
         with contextlib.suppress(OSError):
             (complete / DRAFT).unlink()
@@ -199,7 +199,7 @@ class Draft:
     def _manifest(self, versions: Sequence[int], pace: Pace) -> Manifest:
         records: dict[str, FileRecord] = {}
         for path in files_in(self.path):
-            sync(path)
+            await_disk(path)
             records[str(path.relative_to(self.path))] = record_of(path, pace)
         counters = self._entries[0].counters
         optimizers = tuple(
@@ -375,8 +375,8 @@ class ShardWriter:
         self._files: dict[str, int] = {}
         self._unsynced_bytes = 0
         with self._explained():
-            places = _places_in(path)
-            self._left = list(reversed(list(_regions(places, bounds, entries))))
+            places = msgspec.json.decode(read_regular(path / PLACES), type=Places)
+            self._left = list(reversed(list(_parts(places, bounds, entries))))
             for _, targets in self._left:
                 for name, _ in targets:
                     if name not in self._files:
@@ -454,7 +454,7 @@ class ShardWriter:
             )
         with self._explained():
             self._sync()
-            mark_of(self._path, self._shard).touch()
+            _written_file(self._path, self._shard).touch()
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
@@ -466,12 +466,12 @@ class ShardWriter:
             ) from error
 
 
-Region = tuple[int, list[tuple[str, int]]]
+Part = tuple[int, list[tuple[str, int]]]
 """A part of a shard's content: its size in bytes, and the files and offsets to which it is written."""
 
 
-def _regions(places: Places, bounds: ShardSlice, entries: StateEntries) -> Iterator[Region]:
-    """Return the regions of a shard's content, in the order of `shard_content`."""
+def _parts(places: Places, bounds: ShardSlice, entries: StateEntries) -> Iterator[Part]:
+    """Yield the parts of a shard's content, in the order of `shard_content`."""
     for segment in bounds.segments:
         item = item_bytes(segment.dtype)
         begin = segment.offset * item
@@ -484,10 +484,6 @@ def _regions(places: Places, bounds: ShardSlice, entries: StateEntries) -> Itera
         size_bytes = (segment.stop - segment.start) * item
         begin = places.state[segment.parameter][key] + segment.offset * item
         yield size_bytes, [(optimizer_file(places.optimizer[segment.parameter]), begin)]
-
-
-def _places_in(path: Path) -> Places:
-    return msgspec.json.decode(read_regular(path / PLACES), type=Places)
 
 
 def is_draft(path: Path, token: str) -> bool:
@@ -507,6 +503,6 @@ def _write_at(descriptor: int, data: memoryview, begin: int) -> None:
         written += os.pwrite(descriptor, data[written:], begin + written)
 
 
-def mark_of(path: Path, shard: int) -> Path:
+def _written_file(path: Path, shard: int) -> Path:
     """Return the path of the empty file that exists once a shard has been written."""
     return path / f"shard-{shard}.written"

@@ -74,7 +74,7 @@ from ..sync.notation import notation
 from ..sync.ticks import TICKS_PER_S
 from ..trace.keyframes import keyframe_of
 from ..trace.recording import Header, Recorder
-from ..wire.memory import PushSource, Region, file_limit, shared_memory_available
+from ..wire.memory import ConnectionSource, Region, file_limit, shared_memory_available
 from ..wire.preface import Patience
 from ..wire.stream import Stream, no_payload
 from .agents import Agents, AwaitedProcess, JobWatch, Machines, MachinesLeft, StallWatch
@@ -262,7 +262,7 @@ class CoordinatorHost(Host):
     """
 
     def __init__(
-        self, job: Job, listener: PushSource, address: str, rehearse: Rehearsal | None = None
+        self, job: Job, listener: ConnectionSource, address: str, rehearse: Rehearsal | None = None
     ) -> None:
         self._rehearse = rehearse
         self.job = job
@@ -361,7 +361,7 @@ class CoordinatorHost(Host):
         return cls(job, *cls.listen_for(job, host))
 
     @staticmethod
-    def listen_for(job: Job, host: str = LOOPBACK) -> tuple[PushSource, str]:
+    def listen_for(job: Job, host: str = LOOPBACK) -> tuple[ConnectionSource, str]:
         """Return a new listening socket for the coordinator of a run, and its address.
 
         If the transport spans machines, the socket listens on `host`, an address of this machine.

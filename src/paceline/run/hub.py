@@ -33,7 +33,7 @@ from ..core.messages import Hello, Message, Role, first_phase, greeted
 from ..errors import DeadlineError, InternalError, PeerLostError, ProtocolError, UserCodeError
 from ..sync.ticks import TICKS_PER_S
 from ..wire.follow import close_in_forks
-from ..wire.memory import PushSource
+from ..wire.memory import ConnectionSource
 from ..wire.preface import COORDINATOR, Preface
 from ..wire.secure import Contexts, SecureSocket
 from ..wire.stream import Stream
@@ -145,7 +145,7 @@ class Hub(Generic[P]):
         self,
         name: str,
         token: str,
-        listener: PushSource,
+        listener: ConnectionSource,
         role: Role,
         make_peer: Callable[[Stream[Message]], P],
         host: _Host[P],

@@ -28,7 +28,7 @@ from typing import Generic, TypeVar
 
 from ..errors import ProtocolError
 from ..wire.follow import close_in_forks
-from ..wire.memory import PushSource, pass_on, socket_pair
+from ..wire.memory import ConnectionSource, pass_on, socket_pair
 from ..wire.preface import (
     ANY_RUN,
     BUSY,
@@ -66,7 +66,7 @@ class Listener:
         mark: the mark of the run, see `Preface`.
     """
 
-    def __init__(self, sock: PushSource, mark: bytes) -> None:
+    def __init__(self, sock: ConnectionSource, mark: bytes) -> None:
         self._mark = mark
         self._acceptor = Acceptor(sock)
         self._pending: PendingConnections[Arrival] = PendingConnections("the listener")
@@ -245,7 +245,7 @@ class Acceptor:
         stuck: True if the last attempt to accept a connection failed and left the connection in the queue.
     """
 
-    def __init__(self, listener: PushSource) -> None:
+    def __init__(self, listener: ConnectionSource) -> None:
         self.stuck = False
         self._listener = listener
         self._reserve: int | None = None

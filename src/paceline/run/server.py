@@ -81,7 +81,7 @@ from ..shard.store import Push
 from ..shard.vectors import Vectors
 from ..trace.keyframes import keyframe_of
 from ..trace.recording import Header, Recorder
-from ..wire.memory import MASTER, PassedSockets, PushSource, Region
+from ..wire.memory import MASTER, ConnectionSource, PassedSockets, Region
 from ..wire.preface import Traffic, traffic_of
 from ..wire.ring import Ring
 from ..wire.stream import Stream
@@ -153,7 +153,7 @@ class ServerHost(Host):
         coordinator: a connection to the coordinator on which the greeting has been sent. The server closes it.
     """
 
-    def __init__(self, place: Assignment, listener: PushSource, coordinator: Stream[Message]) -> None:
+    def __init__(self, place: Assignment, listener: ConnectionSource, coordinator: Stream[Message]) -> None:
         self._job = place.job
         self._machine = place.machine or msgspec.UNSET
         self._coordinator = ServerCaller.coordinator(coordinator)
@@ -198,7 +198,7 @@ class ServerHost(Host):
             PeerLostError: the coordinator cannot be reached.
         """
         job = place.job
-        listener: PushSource
+        listener: ConnectionSource
         if passed is not None:
             listener, address = PassedSockets(passed), place.address
         else:

@@ -1,5 +1,7 @@
 """Views of memory that other processes write to: one that detects edits by this process, and one that forbids them.
 
+At the end: how forked children close the descriptors that they inherit.
+
 The weights that the servers update are mapped privately (copy-on-write). If a script writes to the weights, it
 changes its own copy of the page, which no other process sees. From then on, the script does not see the servers'
 updates to this page. So before each push, `/proc/self/pagemap` is read to find the pages that have been copied. This
@@ -26,9 +28,9 @@ PAGE_BYTES = mmap.PAGESIZE
 ENTRY_BYTES = 8  # size of the pagemap entry of one page
 TOP = slice(
     ENTRY_BYTES - 1, None, ENTRY_BYTES
-)  # the most significant byte of each entry, which is its last one
+)  # the last byte of each entry, which is its most significant one
 PRESENT, SHARED = 0x80, 0x20  # bits of this byte
-ALL_SHARED = bytes(byte for byte in range(256) if byte & SHARED)
+WITH_SHARED = bytes(byte for byte in range(256) if byte & SHARED)
 COMPARED_BYTES = 1024 * 1024  # maximum number of bytes that are compared at a time
 
 
@@ -64,7 +66,7 @@ class MemoryFollower:
         """
         tops = self._read_pagemap()
         # The usual case: no page has been copied. NumPy would need 20 us for this in a process that has just slept.
-        if not tops.translate(None, ALL_SHARED):
+        if not tops.translate(None, WITH_SHARED):
             return False
         copied = [page for page, top in enumerate(tops) if top & PRESENT and not top & SHARED]
         for start, stop in _byte_ranges(copied):
@@ -137,11 +139,10 @@ def _byte_ranges(pages: Iterable[int]) -> list[tuple[int, int]]:
 # -- Closes inherited file descriptors in forked child processes ---------------------------------------------
 #
 # A script may fork, for example by using a `DataLoader` with workers. The child inherits every file
-# descriptor, and a connection stays open while any process holds its descriptor. Without this module, the
-# connections of a killed worker would stay open until all of its children had exited. Therefore, each object
-# that owns descriptors registers itself here, and a forked child closes these descriptors before it runs any
-# code of the script. Shared memory stays mapped in the child, because the script may read the model's weights
-# there.
+# descriptor, and a connection stays open while any process holds its descriptor. So the connections of a
+# killed worker would stay open until all of its children had exited. Therefore, each object that owns
+# descriptors registers itself here, and a forked child closes these descriptors before it runs any code of
+# the script. Shared memory stays mapped in the child, because the script may read the model's weights there.
 #
 # A program that is started with `exec` inherits no descriptors, because Python's descriptors are close-on-exec.
 

@@ -23,6 +23,8 @@ edits its weights, which is an error, it changes only its own copy.
 
 A `Region` is one block of memory, divided into vectors. It handles only bytes, not tensors. `run.server_memory` has the
 server's view of it.
+
+At the end: how a process that listens passes connections on to another one.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ Vectors = Mapping[str, memoryview]
 """Mapping from dtype to a flat vector, or to a slice of a flat vector, as bytes."""
 
 Kind = Literal["weights", "gradients"]
-WORKERS: Final[tuple[Kind, ...]] = ("weights", "gradients")
+# The kinds of vectors in the region of a worker, and in the master.
+OWN: Final[tuple[Kind, ...]] = ("weights", "gradients")
 MASTER: Final[tuple[Kind, ...]] = ("weights",)
 
 # Size of a pair of rings, rounded up to whole pages.
@@ -116,7 +119,7 @@ class Region:
     def create(
         cls,
         layout: Layout,
-        kinds: Sequence[Kind] = WORKERS,
+        kinds: Sequence[Kind] = OWN,
         *,
         shared: bool,
         channels: int = 0,
@@ -130,7 +133,7 @@ class Region:
         return cls(layout, kinds, _new_memfd(size_bytes, name) if shared else None, channels=channels)
 
     @staticmethod
-    def size_of(layout: Layout, kinds: Sequence[Kind] = WORKERS, *, channels: int = 0) -> int:
+    def size_of(layout: Layout, kinds: Sequence[Kind] = OWN, *, channels: int = 0) -> int:
         """Return the size of a region in bytes. A limit on the size of files holds for shared memory, too."""
         return _places(layout, kinds)[1] + channels * CHANNEL_BYTES
 
@@ -139,7 +142,7 @@ class Region:
         cls,
         layout: Layout,
         descriptor: int,
-        kinds: Sequence[Kind] = WORKERS,
+        kinds: Sequence[Kind] = OWN,
         *,
         channels: int = 0,
     ) -> Region:
@@ -287,7 +290,7 @@ def _places(layout: Layout, kinds: Sequence[Kind]) -> tuple[dict[tuple[Kind, str
 MARK = b"+"
 
 
-class PushSource(Protocol):
+class ConnectionSource(Protocol):
     """Where a host gets its connections from: a listening socket, or the sockets that another process passes on."""
 
     def fileno(self) -> int:
@@ -333,7 +336,7 @@ def pass_on(sock: socket.socket, sender: socket.socket) -> None:
 
 
 class PassedSockets:
-    """Receives the sockets that another process passes on. See `PushSource`.
+    """Receives the sockets that another process passes on. See `ConnectionSource`.
 
     Args:
         receiver: an end of a pair of sockets, of which this object takes ownership.

@@ -1,5 +1,7 @@
 """The preface of a TLS connection, which names the process that the connection is for.
 
+Below: for how long a transfer may stand still, and the bytes that a connection has carried.
+
 A machine listens on one port for all of its processes. Each connection begins with a preface of fixed size, as plain
 bytes, so that the listener can pass the socket to the right process, which then does the TLS handshake. Nobody has
 authenticated the plain preface. So the client sends it again inside TLS, and the process answers with the preface of
@@ -106,7 +108,7 @@ REFUSALS = {refusal.name: refusal for refusal in (BUSY, ENDED, UNKNOWN, OTHER_RU
 """OpenSSL's name for an alert -> what it means here."""
 
 
-# -- The only rule by which this package gives up waiting for a transfer: nothing has moved for too long -----
+# -- The only rule by which this package gives up a transfer: nothing has moved for too long -----------------
 #
 # A transfer takes as long as its size and the link require. So no limit applies to its duration, and none to
 # the time between two messages, which may be large. Progress is counted in bytes: as long as bytes move in

@@ -107,7 +107,7 @@ class SecureSocket:
         return name
 
     def setblocking(self, flag: bool) -> None:
-        """Make sure that this socket is not blocking, as it always is."""
+        """Do nothing, because this socket never blocks."""
         assert not flag
 
     def setsockopt(self, level: int, option: int, value: int) -> None:

@@ -69,7 +69,6 @@ FILLS = 16  # maximum number of times that one call of `receive` fills the buffe
 
 _encoder = msgspec.msgpack.Encoder()
 
-
 _bell = _encoder.encode(Bell())
 BELL = PREFIX.pack(MAGIC, len(_bell), 0) + _bell
 
@@ -90,7 +89,7 @@ class _Tagged(msgspec.Struct):
     type: str
 
 
-_name = msgspec.msgpack.Decoder(_Tagged)
+_tag_decoder = msgspec.msgpack.Decoder(_Tagged)
 
 
 def no_payload(message: Message, size_bytes: int) -> Sequence[memoryview]:
@@ -117,8 +116,7 @@ class Stream(Generic[T]):
 
     Args:
         sock: a connected stream socket or TLS connection, of which the stream takes ownership.
-        phase: the phase of what the peer sends, which says what it may send. See
-        `paceline.core.messages.table`.
+        phase: the phase of the connection, which says what the peer may send. See `paceline.core.messages.table`.
         sink: function that returns the memory into which a payload is received.
         trusted: False until the peer has sent the token. Only a small header is accepted from an untrusted peer.
         takes_descriptor: True while the peer may pass one file descriptor (AF_UNIX only).
@@ -169,7 +167,7 @@ class Stream(Generic[T]):
         # The number of bytes that were passed to the socket and received from it.
         self._sent_bytes = self._received_bytes = 0
         # Frames that wait for room in the ring, each with the argument `lent` of its message.
-        self._late: deque[tuple[bytes, Hashable]] = deque()
+        self._ring_queue: deque[tuple[bytes, Hashable]] = deque()
         # True if the ring indicates that the next message comes through the socket.
         self._on_socket = False
         close_in_forks(self)
@@ -178,7 +176,7 @@ class Stream(Generic[T]):
         """From now on, decode what the peer may send in this phase, and follow the phases after it."""
         self._phase = phase
         self._decode: Callable[[bytes | memoryview], T] = decoder(phase)
-        self._turns = {kind: after for kind, after in expected(phase).items() if after != phase}
+        self._next_phases = {kind: after for kind, after in expected(phase).items() if after != phase}
 
     def fileno(self) -> int:
         """Return the file descriptor of the socket. Selectors call this method."""
@@ -187,12 +185,12 @@ class Stream(Generic[T]):
     @property
     def backlog(self) -> bool:
         """True if data is still queued. If so, call `flush` when the socket is writable."""
-        return bool(self._queue or self._late)
+        return bool(self._queue or self._ring_queue)
 
     @property
     def unsent(self) -> int:
         """The number of message parts that are queued."""
-        return len(self._queue) + len(self._late)
+        return len(self._queue) + len(self._ring_queue)
 
     @property
     def traffic(self) -> Traffic:
@@ -218,7 +216,9 @@ class Stream(Generic[T]):
 
     def owes(self, lent: Hashable) -> bool:
         """Return True if a part of a message that was sent with `lent` is still queued."""
-        return any(part.lent == lent for part in self._queue) or any(late[1] == lent for late in self._late)
+        return any(part.lent == lent for part in self._queue) or any(
+            late[1] == lent for late in self._ring_queue
+        )
 
     def use_rings(self, outgoing: Ring, incoming: Ring) -> None:
         """From now on, send and receive small messages through these rings."""
@@ -259,7 +259,7 @@ class Stream(Generic[T]):
         payload = [part for part in payload if part.nbytes]
         if self._ring_out is not None:
             through_ring = not payload and not descriptors and len(header) <= LARGEST_IN_RING_BYTES
-            self._late.append((header if through_ring else b"", lent))
+            self._ring_queue.append((header if through_ring else b"", lent))
             self._fill_ring(self._ring_out)
             if through_ring:
                 return
@@ -300,7 +300,7 @@ class Stream(Generic[T]):
 
     def flush(self) -> None:
         """Send as much of the queued data as the socket accepts now."""
-        if self._late and self._ring_out is not None:
+        if self._ring_queue and self._ring_out is not None:
             self._fill_ring(self._ring_out)
         if self._queue:
             left = self._push_out([part.data for part in self._queue])
@@ -321,7 +321,7 @@ class Stream(Generic[T]):
         """
         patience = self.patience(silence_s)
         while self.backlog:
-            if self._ready(select.POLLOUT, patience):
+            if self._await(select.POLLOUT, patience):
                 self.flush()
 
     def receive(self, *, from_socket: bool = True) -> Iterator[T]:
@@ -395,7 +395,7 @@ class Stream(Generic[T]):
             if ready:
                 for message in self.receive():
                     return message
-            ready = self._ready(select.POLLIN, patience)
+            ready = self._await(select.POLLIN, patience)
 
     def close(self) -> None:
         """Close the connection and all file descriptors that are still in `descriptors`."""
@@ -412,7 +412,7 @@ class Stream(Generic[T]):
         """See `close_in_forks`."""
         self.sock.close()
 
-    def _ready(self, events: int, patience: Patience) -> bool:
+    def _await(self, events: int, patience: Patience) -> bool:
         """Wait until one of the events occurs, but only for a short time. Return True if one has occurred.
 
         Raises:
@@ -554,14 +554,14 @@ class Stream(Generic[T]):
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             reason = self._unexpected(header) or f"a message header cannot be decoded: {error}"
             raise ProtocolError(reason) from error
-        if type(message) in self._turns:
-            self.expect(self._turns[type(message)])
+        if type(message) in self._next_phases:
+            self.expect(self._next_phases[type(message)])
         return message
 
     def _unexpected(self, header: bytes | memoryview) -> str:
         """Return the reason if a header is refused because its class is not expected now; else ""."""
         try:
-            return refusal(self._phase, _name.decode(header).type)
+            return refusal(self._phase, _tag_decoder.decode(header).type)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return ""
 
@@ -569,8 +569,8 @@ class Stream(Generic[T]):
         """Put waiting frames into the ring while it has room, and wake its reader if necessary."""
         written = False
         try:
-            while self._late and ring.write(self._late[0][0]):
-                self._late.popleft()
+            while self._ring_queue and ring.write(self._ring_queue[0][0]):
+                self._ring_queue.popleft()
                 written = True
         except ValueError as error:
             raise ProtocolError(f"cannot write to a ring: {error}") from error

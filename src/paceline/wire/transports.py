@@ -23,9 +23,9 @@ from typing import ClassVar, overload
 
 from ..core.layout import Layout
 from ..errors import ConfigurationError, InternalError, PeerLostError, ProtocolError
-from .memory import PushSource, Region, shared_memory_available
+from .memory import ConnectionSource, Region, shared_memory_available
 from .preface import COORDINATOR, Preface
-from .ring import available
+from .ring import available as rings_available
 from .secure import Contexts, SecureSocket
 
 BACKLOG = 1024
@@ -60,7 +60,7 @@ class Transport(ABC):
     @abstractmethod
     def listen(
         self, host: str = "127.0.0.1", port: int = 0, *, secure: bool = False
-    ) -> tuple[PushSource, str]:
+    ) -> tuple[ConnectionSource, str]:
         """Return what accepts new connections, without blocking, and its address.
 
         Args:
@@ -75,7 +75,7 @@ class Transport(ABC):
 
     @abstractmethod
     def connect(self, address: str, timeout_s: float, known: Contexts | None) -> socket.socket | SecureSocket:
-        """Return a connection to an address of this transport. See `addresses.connect`.
+        """Return a connection to an address of this transport. See the function `connect`.
 
         Raises:
             OSError: no connection was made within `timeout_s`.
@@ -98,7 +98,7 @@ class Transport(ABC):
         return True
 
     def seen_from(self, address: str, reached: str) -> str:
-        """Return an address as another process sees it. See `addresses.seen_from`."""
+        """Return an address as another process sees it. See the function `seen_from`."""
         return address
 
 
@@ -125,7 +125,7 @@ class Tcp(Transport):
     def listen(
         self, host: str = "127.0.0.1", port: int = 0, *, secure: bool = False
     ) -> tuple[socket.socket, str]:
-        host = host.removeprefix("[").removesuffix("]")
+        host = host.strip("[]")
         sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -150,7 +150,7 @@ class Tcp(Transport):
 
     def connect(self, address: str, timeout_s: float, known: Contexts | None) -> socket.socket | SecureSocket:
         kind, host, port = _parts(address)
-        named = host.removeprefix("[").removesuffix("]")
+        named = host.strip("[]")
         if kind == "tls":
             return _connect_securely(named, port, known, time.monotonic() + timeout_s)
         return socket.create_connection((named, int(port)), timeout=timeout_s)
@@ -159,7 +159,7 @@ class Tcp(Transport):
         if is_local(address):
             return True
         try:
-            own, its = _route_to(_parts(address)[1].removeprefix("[").removesuffix("]"))
+            own, its = _route_to(_parts(address)[1].strip("[]"))
             return own == its
         except OSError:
             return False
@@ -331,14 +331,22 @@ class Unix(Transport):
         return listener, f"unix:{listener.path}"
 
     def connect(self, address: str, timeout_s: float, known: Contexts | None) -> socket.socket:
+        deadline_s = time.monotonic() + timeout_s
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.settimeout(timeout_s)
-            _connect(sock, address.partition(":")[2], time.monotonic() + timeout_s)
+            while True:
+                try:
+                    sock.connect(address.partition(":")[2])
+                    return sock
+                except BlockingIOError:
+                    # The listener's queue is full. Unlike with TCP, the kernel does not retry the connection.
+                    if time.monotonic() > deadline_s:
+                        raise
+                    time.sleep(QUEUE_INTERVAL_S)
         except BaseException:
             sock.close()
             raise
-        return sock
 
 
 UNIX = Unix()
@@ -354,18 +362,6 @@ def _private_folder() -> str:
         return tempfile.mkdtemp(prefix=prefix, dir=MEMORY)
     except OSError:
         return tempfile.mkdtemp(prefix=prefix)
-
-
-def _connect(sock: socket.socket, name: str, deadline_s: float) -> None:
-    while True:
-        try:
-            sock.connect(name)
-            return
-        except BlockingIOError:
-            # The listener's queue is full. Unlike with TCP, the kernel does not retry the connection.
-            if time.monotonic() > deadline_s:
-                raise
-            time.sleep(QUEUE_INTERVAL_S)
 
 
 # -- Shared memory: servers map the memory of the workers, and small messages pass through rings in it -------
@@ -386,7 +382,7 @@ class SharedMemory(Unix):
         return shared_memory_available()
 
     def place(self, layout: Layout, *, servers: int, offered: bool, name: str) -> Region:
-        return Region.create(layout, shared=True, channels=servers if available() else 0, name=name)
+        return Region.create(layout, shared=True, channels=servers if rings_available() else 0, name=name)
 
 
 SHM = SharedMemory()
