@@ -96,9 +96,9 @@ def sync(
 
     load_named_models(name or "", imports)
     if name is None or every:
-        plain_console().print(ModelsTable(pages()), highlight=False, markup=False, crop=False)
+        plain_console().print(ModelsTable(pages()), highlight=False, crop=False)
     else:
-        plain_console().print(page_text(describe(name)), highlight=False, markup=False, crop=False)
+        plain_console().print(page_text(describe(name)), highlight=False, crop=False)
 
 
 def _help(command: Callable[..., None]) -> str:
@@ -107,8 +107,7 @@ def _help(command: Callable[..., None]) -> str:
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 
 
-# The help text lists the commands in the order below. Arguments after the script's name are passed to the
-# script.
+# The help text lists the commands in the order below. Arguments after the script's name are those of the script.
 for with_script in (run, check):
     app.command(
         cls=RunCommand,
@@ -127,11 +126,5 @@ for name, text, joining in (
         hidden=name != "join",
         context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False},
     )(joining)
-app.command(help=_help(status))(status)
-app.command(help=_help(report))(report)
-app.command(help=_help(demo))(demo)
-app.command(help=_help(simulate))(simulate)
-app.command(help=_help(advise))(advise)
-app.command(help=_help(study))(study)
-app.command(help=_help(replay))(replay)
-app.command(help=_help(sync))(sync)
+for command in (status, report, demo, simulate, advise, study, replay, sync):
+    app.command(help=_help(command))(command)

@@ -53,17 +53,14 @@ def run_app(app: typer.Typer) -> None:
     keep_streams_usable()
     try:
         command_line(app)()
-    except (ConfigurationError, UsageError) as error:
-        print_sentence(plain_console(stderr=True), f"error: {error}")
-        for line in getattr(error, "__notes__", ()):
-            print(line, file=sys.stderr)
-        sys.exit(EXIT_BAD_INPUT)
     except PacelineError as error:
-        first, *details = str(error).split("\n")  # the details are tracebacks and lines of logs
+        is_input = isinstance(error, ConfigurationError | UsageError)
+        # The details of a failed run are tracebacks and lines of logs.
+        first, *details = [str(error)] if is_input else str(error).split("\n")
         print_sentence(plain_console(stderr=True), f"error: {first}")
         for line in (*details, *getattr(error, "__notes__", ())):
             print(line, file=sys.stderr)
-        sys.exit(EXIT_FAILED)
+        sys.exit(EXIT_BAD_INPUT if is_input else EXIT_FAILED)
 
 
 def keep_streams_usable() -> None:

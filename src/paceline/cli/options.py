@@ -88,13 +88,17 @@ class OptionalValues(TyperCommand):
     """A command which understands an option of `OPTIONAL` without a value. Its value is then ""."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, self.completed(ctx, args))
+
+    def completed(self, ctx: Any, args: Sequence[str]) -> list[str]:
+        """Return arguments of this command in which the options of `OPTIONAL` have values."""
         valued = {
             name
             for parameter in self.params
             if parameter.param_type_name == "option" and not getattr(parameter, "is_flag", False)
             for name in parameter.opts
         }
-        return super().parse_args(ctx, completed(args, valued, mixed=ctx.allow_interspersed_args))
+        return completed(args, valued, mixed=ctx.allow_interspersed_args)
 
 
 def completed(args: Sequence[str], valued: Collection[str], *, mixed: bool = False) -> list[str]:

@@ -192,7 +192,7 @@ def replay(
         entries = sum(len(trace.entries) for trace in traces)
         for host, found in differences.items():
             for difference in found[:MOST_SHOWN]:
-                console.print(f"{host}: {difference}", highlight=False, markup=False, soft_wrap=True)
+                console.print(f"{host}: {difference}", highlight=False, soft_wrap=True)
             if len(found) > MOST_SHOWN:
                 console.print(f"{host}: {len(found) - MOST_SHOWN} more differences", highlight=False)
         count = sum(map(len, differences.values()))
@@ -361,7 +361,7 @@ def _place(run: str | None, secret_file: Path | None) -> _Place:
 
 
 def _last_resumption(run_dir: Path) -> list[str]:
-    """Return what happened when the run in a directory was resumed last, as a note; [] if it was not."""
+    """Return what happened when the run in a directory was last resumed, as a note; [] if it was never resumed."""
     try:
         file = read_run_file(run_dir)
     except (OSError, msgspec.MsgspecError):
@@ -371,10 +371,7 @@ def _last_resumption(run_dir: Path) -> list[str]:
 
 @contextlib.contextmanager
 def _in_progress(place: _Place) -> Iterator[None]:
-    """If the run ends in this context, say so, instead of naming the address of its coordinator.
-
-    If nobody can see from here whether it has ended, say what is known.
-    """
+    """If a connection is lost in this context, say how the run has ended, or what can be seen of it from here."""
     from ..run.run_lock import run_in, unreachable
 
     try:

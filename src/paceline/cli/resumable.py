@@ -16,7 +16,7 @@ from ..settings import SETTINGS
 from ..settings.checks import is_bucket
 from ..trace.report import RunFile
 from ..trust import printable
-from .options import OptionalValues, completed
+from .options import OptionalValues
 
 HIDDEN = "..."
 """What stands for a secret in the description of a run."""
@@ -24,7 +24,6 @@ HIDDEN = "..."
 FLAGS = ("--accept-changes", "--force", "--trust")
 NOT_REPEATED = ("--resume", "--run-dir", "--command", *FLAGS)
 """Options that concern only one start of a run. The `FLAGS` have no value."""
-
 
 OWN_TRUSTED = {"listen": "--listen", "observer": "--observer", "announce_to": "--announce"}
 """Options of commands that are no settings, for which `Setting.trusted` would be True."""
@@ -36,7 +35,7 @@ CONDITION = re.compile(r"=[^,|@]*:")
 class Resumable(OptionalValues):
     """A command which, with --resume, repeats the options and the script of the run that is resumed.
 
-    Options that are given anew follow the earlier ones. So they count.
+    Options that are given anew follow the earlier ones, and the last value of an option counts.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -70,7 +69,7 @@ class Resumable(OptionalValues):
         if is_bucket(resumed):
             run_dir, bucket = fetch_run(resumed, given.get("run_dir"), force=force)
             further = [f"--checkpoint-dir={bucket}"]
-            options = [*_left(options, ("--resume", "--run-dir")), f"--resume={run_dir}"]
+            options = [*_without(options, ("--resume", "--run-dir")), f"--resume={run_dir}"]
         file = earlier_run(run_dir, force=force)
         if not program and has_finished(run_dir):
             raise ConfigurationError(
@@ -85,7 +84,7 @@ class Resumable(OptionalValues):
                 "in the same way again, with this directory for `resume`."
             )
         found, before = self._split(ctx, words[2:])
-        trusted = [] if given.get("trust") else _trusted(file, run_dir, found, given)
+        trusted = [] if given.get("trust") else _require_trusted(file, run_dir, found, given)
         if not program and (program := _program(found)):
             if HIDDEN in " ".join(program):
                 raise ConfigurationError(
@@ -98,11 +97,11 @@ class Resumable(OptionalValues):
                     f"the run in {run_dir} was started in {printable(file.folder)}, and paths in its command refer "
                     "to this directory. Resume it there, or give the script with its arguments."
                 )
-        kept = [*_left(before), *further]
-        again = shlex.join([*words[:2], *kept, *_left(options), *program])
+        kept = [*_without(before), *further]
+        again = shlex.join([*words[:2], *kept, *_without(options), *program])
         return [
             *kept,
-            *_without_end(options),
+            *_without_dashes(options),
             *trusted,
             f"--command={again}",
             *(["--", *program] if program else []),
@@ -111,32 +110,28 @@ class Resumable(OptionalValues):
     def _split(self, ctx: Any, args: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         """Return the options and arguments by their names, and the arguments before any script.
 
-        Wrong options are found later, so they are no error here.
+        Wrong options are no error here: the command itself refuses them later.
         """
-        valued = {
-            name
-            for parameter in self.params
-            if parameter.param_type_name == "option" and not getattr(parameter, "is_flag", False)
-            for name in parameter.opts
-        }
-        args = completed(args, valued, mixed=ctx.allow_interspersed_args)
+        args = self.completed(ctx, args)
         strict, ctx.resilient_parsing = ctx.resilient_parsing, True
-        found, _, _ = self.make_parser(ctx).parse_args(list(args))
+        found, _, _ = self.make_parser(ctx).parse_args(args.copy())  # the parser empties its list
         ctx.resilient_parsing = strict
-        return found, list(args[: len(args) - len(_program(found))])
+        return found, args[: len(args) - len(_program(found))]
 
 
-def _trusted(file: RunFile, run_dir: Path, found: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
+def _require_trusted(
+    file: RunFile, run_dir: Path, found: Mapping[str, Any], given: Mapping[str, Any]
+) -> list[str]:
     """Require that what a directory says may be done. At a terminal, ask the user whether it is trusted.
 
     Args:
         file: the description of the run in the directory.
         run_dir: the directory.
         found: the options and the script in its command, by their names.
-        given: those that the user has given, which replace them.
+        given: the options and the script that the user has given, which replace those in the command.
 
     Returns:
-        --trust if the user says so; else [].
+        ["--trust"] if the user says so now; [] if no answer was needed.
 
     Raises:
         ConfigurationError: the directory is not trusted.
@@ -147,7 +142,7 @@ def _trusted(file: RunFile, run_dir: Path, found: Mapping[str, Any], given: Mapp
     named = {
         option: value
         for name, option in options.items()
-        if (value := _left_of(found.get(name), given.get(name)))
+        if (value := _still_counting(found.get(name), given.get(name)))
     }
     if "sync" not in given and CONDITION.search(str(found.get("sync", ""))):
         named["--sync"] = str(found["sync"])
@@ -171,10 +166,10 @@ def _can_ask() -> bool:
     return sys.stdin.isatty() and sys.stderr.isatty()
 
 
-def _left_of(found: Any, given: Any) -> str:
+def _still_counting(found: Any, given: Any) -> str:
     """Return what counts of an earlier value of an option, as a text; "" if nothing does.
 
-    A value that is given anew replaces the earlier one. Those of an option that can be repeated are added to it.
+    A value that is given anew replaces the earlier one. The values of an option that can be repeated add up.
     """
     if isinstance(found, list | tuple):
         return ", ".join(str(each) for each in found if each not in (given or ()))
@@ -186,15 +181,15 @@ def _program(found: Mapping[str, Any]) -> list[str]:
     return [found["script"], *(found.get("arguments") or ())] if found.get("script") else []
 
 
-def _without_end(options: Sequence[str]) -> list[str]:
+def _without_dashes(options: Sequence[str]) -> list[str]:
     """Return the options without a -- at their end."""
     return list(options[:-1] if options[-1:] == ["--"] else options)
 
 
-def _left(options: Sequence[str], left_out: Collection[str] = NOT_REPEATED) -> list[str]:
+def _without(options: Sequence[str], left_out: Collection[str] = NOT_REPEATED) -> list[str]:
     """Return the options without some of them: by default, those that a resumed run repeats."""
     kept: list[str] = []
-    left = _without_end(options)
+    left = _without_dashes(options)
     while left:
         word = left.pop(0)
         name, equals, _ = word.partition("=")

@@ -61,7 +61,7 @@ class RunCommand(Resumable):
         script, arguments = ctx.params["script"], list(ctx.params["arguments"] or ())
         shown = [parameter for parameter in self.params if not getattr(parameter, "hidden", False)]
         options = {name for parameter in shown for name in parameter.opts if name.startswith("-")}
-        options.discard("-m")  # it means nothing after the script
+        options.discard("-m")  # after the script, -m is always an option of the script
         strays = _strays(arguments, options)
         separated = given[: len(given) - len(arguments) - 1][-1:] == ["--"]
         if strays and not separated:
@@ -167,10 +167,10 @@ def run(
             if end.summary:
                 _print_summary(end.summary)
             raise
-    report(result)
+    _tell_result(result)
 
 
-def report(result: RunResult) -> None:
+def _tell_result(result: RunResult) -> None:
     """Print the summary of a finished run, and where its results are. Exit with code 3 if there were problems."""
     _print_summary(result.summary)
     if Path(result.summary["weights"]).parent == result.run_dir:
@@ -400,7 +400,7 @@ def serve(
             outlets=outlets,
             force=settings["force"],
         )
-    report(result)
+    _tell_result(result)
 
 
 def join(
@@ -564,7 +564,7 @@ def _tell_how_to_join(address: str, job: Job, announce_to: int | None, *, is_new
         write_secret(job.token, file)
     most = f", and at most {job.workers}" if job.workers > job.least else ""
     brought = f", and {counted(job.remote_servers, 'server')}" if job.remote_servers else ""
-    # If the run listens on all addresses, any name by which the other machines know this one will do.
+    # If the run listens on all addresses, the name of this machine stands for an address that others can reach.
     place = seen_from(address, f"tls:{socket.gethostname()}:0").removeprefix("tls:")
     least = counted(job.least, "worker")
     print_sentence(plain_console(stderr=True), f"waiting for {least}{most}{brought}; on each machine, run:")
@@ -647,7 +647,7 @@ HOW = (
 
 
 def scheduled_join(scheduler: str) -> Callable[..., None]:
-    """Return the command that each process of a job runs which this scheduler has started."""
+    """Return the command that a scheduler runs in each process of a job."""
 
     @takes_settings(SCHEDULED, before="run_dir")
     def command(

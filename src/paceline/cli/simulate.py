@@ -142,7 +142,6 @@ def simulate(
 
     from ..core.layout import WireFormat
     from ..lab import comparison, ranking
-    from ..lab import ranking as sweeps
     from ..lab.clusters import Changes, load_cluster
     from ..look.timelines import can_draw
     from ..run.job_options import require_script
@@ -177,8 +176,8 @@ def simulate(
     machines = changes.made(load_cluster(cluster, recorded_bandwidth))
     load_named_models(sync, imports)
     syncs = ranking.read_syncs(sync)
-    swept = sweeps.sweep_values(sweep) if sweep is not None else None
-    variants = syncs if swept is None else [name for _, name in sweeps.variants(syncs, *swept)]
+    swept = ranking.sweep_values(sweep) if sweep is not None else None
+    variants = syncs if swept is None else [name for _, name in ranking.variants(syncs, *swept)]
     ranking.require_runnable(machines, variants, shards)
     data = None
     if samples is not None:
@@ -199,9 +198,7 @@ def simulate(
     with interruptible("no results were saved, and all processes have ended"), counting() as tell:
         result: object
         if script is not None:
-            from ..lab.comparison import train_and_compare
-
-            result = train_and_compare(
+            result = comparison.train_and_compare(
                 machines,
                 syncs,
                 Path(path),

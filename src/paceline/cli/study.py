@@ -90,7 +90,7 @@ def study(
             result = run_study(found, folder, pool, tell)
         write(result, folder)
     for line in failure_lines(result.failures):
-        errors.print(line, markup=False, highlight=False, soft_wrap=True)
+        errors.print(line, highlight=False, soft_wrap=True)
     print(f"{'summary, tables and figures' if can_draw() else 'summary and tables'}: {folder}")
     if result.failures:
         raise typer.Exit(EXIT_NOT_ALL_WELL)
@@ -175,7 +175,7 @@ def check(
                 sync=sync,
                 joint_batch=joint_batch,
                 timeout_s=timeout,
-                tell=partial(console.print, style="dim", highlight=False, markup=False),
+                tell=partial(console.print, style="dim", highlight=False),
             )
     if as_json:
         print_json(found)

@@ -21,12 +21,12 @@ from ..trace.run_dir import require_usable
 
 Pace = tuple[float, float]
 
-UNITS_S = {"h": 3600, "min": 60, "s?": 1}
+UNITS_S = {"h": 3600, "min": 60, "s?": 1}  # unit, as a regular expression -> seconds
 DURATION = re.compile(r"(?=.)" + "".join(rf"(?:(\d+(?:\.\d+)?) *{unit} *)?" for unit in UNITS_S))
 
 
 def one_of(choices: Collection[str], *others: str) -> Check:
-    """Return a check that accepts the names in a collection, as it is when the check is made, and some others."""
+    """Return a check that accepts some names: `others`, and those in `choices` at the time of the check."""
 
     def check(name: str, value: Any) -> str:
         if value not in choices and value not in others:
@@ -92,7 +92,7 @@ def duration(name: str, value: str | float) -> float:
     """Accept a number of seconds, a text such as 5min, or "off", which means 0.
 
     Returns:
-        the duration in seconds.
+        The duration in seconds.
 
     >>> duration("checkpoint_every", "1h30min")
     5400.0
@@ -144,7 +144,7 @@ def paces(name: str, value: str | Sequence[float | Pace]) -> tuple[Pace, ...]:
     proportional part.
 
     Returns:
-        a pair for each worker.
+        A pair for each worker.
     """
     if isinstance(value, str):
         return tuple(_pace(name, value, part) for part in value.split(","))
@@ -224,13 +224,12 @@ class Setting:
         panel: heading under which the help text shows the option.
         commands: the commands that have the option.
         check: returns the value that the run uses.
-        field: attribute of `run.job.Job` that has this value; None if there is none. Default: the name of the
-            setting.
-        written: returns this value as it is written on the command line.
+        field: attribute of `run.job.Job` with the value; None if there is none. Default: the name of the setting.
+        written: returns the value that the run uses as it is written on the command line.
         reported: True if the report of a run shows the value.
-        trusted: True if a run that is resumed uses the value of the run before only if its directory is trusted (see
-            `paceline.trust`): the value names code to import, a place to write to, or an address to serve at.
-        name: name of the setting, which the table knows.
+        trusted: True if a resumed run may use the earlier value only from a trusted directory (see `paceline.trust`):
+            the value names code to import, a place to write to, or an address to serve at.
+        name: name of the setting. `named` sets it.
     """
 
     default: Any
@@ -275,7 +274,7 @@ WORDS = {
     "bool": "true or false",
     "str": "text",
 }
-"""The names of types in msgspec's messages -> what they are called in a file."""
+"""Name of a type in msgspec's messages -> what it is called in a message to the user."""
 
 
 def read_toml(path: Path, what: str, hint: str) -> dict[str, Any]:
@@ -335,7 +334,7 @@ def _readable(
     """Return the error for a message of msgspec. See `converted`."""
     place = ""
     if match := re.search(r"got `(\w+)` - at `key` in `\$\.?(.*)`$", reason):
-        return ConfigurationError(f"a name in {match[2] or where} is {_words(match[1])}, expected text.")
+        return ConfigurationError(f"a name in {match[2] or where} is {_type_words(match[1])}, expected text.")
     if match := re.search(r" - at `\$(.*)`$", reason):
         place, reason = match[1].lstrip("."), reason[: match.start()]
     full = ".".join(filter(None, [where, place])).replace(".[", "[")
@@ -347,16 +346,18 @@ def _readable(
     if match := re.search(r"Invalid enum value (.*)", reason):
         return unknown_name(full, match[1].strip("'"), choices[place.rpartition(".")[2]])
     if match := re.fullmatch(r"Expected `([^`]+)`(.*), got `([^`]+)`", reason):
-        return ConfigurationError(f"{full} is {_words(match[3])}, expected {_words(match[1])}{match[2]}.")
-    reason = re.sub("Expected `([^`]+)`", lambda match: f"expected {_words(match[1])}", reason)
-    return ConfigurationError(f"{full} is {_at(values, place)!r}, {reason}.")
+        return ConfigurationError(
+            f"{full} is {_type_words(match[3])}, expected {_type_words(match[1])}{match[2]}."
+        )
+    reason = re.sub("Expected `([^`]+)`", lambda match: f"expected {_type_words(match[1])}", reason)
+    return ConfigurationError(f"{full} is {_value_at(values, place)!r}, {reason}.")
 
 
-def _words(types: str) -> str:
+def _type_words(types: str) -> str:
     return " or ".join(dict.fromkeys(WORDS.get(name, name) for name in types.split(" | ")))
 
 
-def _at(values: Any, place: str) -> Any:
+def _value_at(values: Any, place: str) -> Any:
     """Return the value at a place as msgspec names it: "budget.seconds", "models[2]"."""
     for key in re.findall(r"[^.\[\]]+", place):
         values = values[int(key)] if isinstance(values, Sequence) else values[key]

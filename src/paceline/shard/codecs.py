@@ -27,7 +27,7 @@ class Codec:
         vectors: the flat vectors, with their own values.
 
     Attributes:
-        vectors: see above.
+        vectors: the flat vectors.
         travelling: the memory in which the vectors travel.
         in_place: True if values arrive where they are used, so a part that has arrived is usable at once.
     """
@@ -56,7 +56,7 @@ class Codec:
         """Set these parts of the vectors to what their memory contains."""
 
     def round_trip(self) -> Vectors:
-        """Return what arrives at the other end if all vectors are sent. What travels as it is is not copied."""
+        """Return what arrives at the other end if all vectors are sent. Vectors that are not encoded are not copied."""
         return self.vectors
 
 

@@ -46,8 +46,7 @@ Kind = TypeVar("Kind", bound=type[torch.optim.Optimizer])
 _registered: set[type] = set()
 _classes: dict[str, type[torch.optim.Optimizer]] = {}
 _counters: dict[type, set[str]] = {}  # the hyper-parameters that an optimizer changes in its own steps
-# The sources of this process, in a list of at most one. The list is empty in a process that is not part of a
-# run.
+# The sources of this process, in a list of at most one. It is empty in a process that is not part of a run.
 _sources: list[OptimizerSources] = []
 
 
@@ -210,7 +209,7 @@ def _trial(
     whole, shards = _segments(len(groups))
     for dtype in sorted({torch.float64} | used, key=str):
         try:
-            expected = list(_steps([_twin(optimizer, groups, dtype)], [whole], dtype))
+            expected = list(_steps([_copy_of(optimizer, groups, dtype)], [whole], dtype))
         except Exception as error:  # an optimizer may raise any exception
             return f"a step on a small copy of it failed: {first_line(error)}"
         for parts, change in (
@@ -220,7 +219,7 @@ def _trial(
             if parts is shards and not sliced:
                 continue
             try:
-                built = [_server(kind, groups, segments, dtype) for segments in parts]
+                built = [_built_by_server(kind, groups, segments, dtype) for segments in parts]
                 found = list(_steps(built, parts, dtype))
             except Exception as error:  # an optimizer may raise any exception
                 return f"{change}it failed with {first_line(error)}"
@@ -276,7 +275,7 @@ def _gradient(segment: _Segment, step: int, dtype: torch.dtype) -> torch.Tensor 
     return segment.of(whole * 3.0 ** (step % 4 - segment.parameter))
 
 
-def _twin(
+def _copy_of(
     optimizer: torch.optim.Optimizer, groups: Sequence[HyperParameters], dtype: torch.dtype
 ) -> Runnable:
     """Return a copy of the script's optimizer with other parameters and without state."""
@@ -295,10 +294,10 @@ def _twin(
     left_out = {"state", "param_groups", *dir(kind)}
     attributes = {key: value for key, value in vars(optimizer).items() if key not in left_out}
     attributes |= {key: OrderedDict() for key in attributes if key.startswith("_optimizer_")}
-    twin = kind.__new__(kind)
-    vars(twin).update(copy.deepcopy(attributes, memo))
-    twin.state = defaultdict(dict)
-    twin.param_groups = [
+    copied = kind.__new__(kind)
+    vars(copied).update(copy.deepcopy(attributes, memo))
+    copied.state = defaultdict(dict)
+    copied.param_groups = [
         {
             **copy.deepcopy({k: v for k, v in group.items() if k != "params"}, memo),
             **settings,
@@ -306,16 +305,16 @@ def _twin(
         }
         for group, settings, small in zip(optimizer.param_groups, groups, parameters, strict=False)
     ]
-    return twin, [parameter for small in parameters for parameter in small]
+    return copied, [parameter for small in parameters for parameter in small]
 
 
-def _server(
+def _built_by_server(
     kind: type[torch.optim.Optimizer],
     groups: Sequence[HyperParameters],
     segments: Sequence[_Segment],
     dtype: torch.dtype,
 ) -> Runnable:
-    """Return an optimizer that is built as a server builds it."""
+    """Return an optimizer that is built as a server builds it, with parameters for these segments."""
     parameters = [_initial(segment, dtype) for segment in segments]
     pairs = list(zip(segments, parameters, strict=True))
     settings = [
@@ -394,8 +393,6 @@ def _unusual_state(optimizers: Sequence[torch.optim.Optimizer]) -> str:
 # - the script, for a class that it defines: the server executes the definition of the class, the definitions
 #   and imports that this definition uses, and nothing else of the script;
 # - the classes that `launch` has sent along, for classes that are defined in a script or notebook.
-#
-# This module does not import torch.
 
 MAIN = "__main__"
 

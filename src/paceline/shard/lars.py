@@ -154,7 +154,7 @@ def scaled_gradient(parameter: torch.Tensor, group: dict[str, Any]) -> torch.Ten
     if gradient.is_sparse:
         gradient = gradient.to_dense()
     decay = float(group["weight_decay"])
-    # Double precision is used where there is, because the square of a large gradient overflows in single precision.
+    # In double precision, if the device has it: the square of a large gradient overflows in single precision.
     weights_norm = l2_norm(parameter)
     gradient_norm = l2_norm(gradient)
     local = 1.0

@@ -7,6 +7,8 @@ and `REASONS` says why its other optimizers are rejected before training begins.
 gradients and the servers run SGD.
 
 Hyper-parameters are sent with every push as plain data; `read_groups` reads them from the user's optimizer.
+
+Below: the states of optimizers as slices, the states of tracked objects as bytes, and how `torch._dynamo` stays out.
 """
 
 from __future__ import annotations
@@ -92,7 +94,7 @@ def require_elementwise(optimizer: torch.optim.Optimizer) -> str:
         return "SGD"
     if (name := torch_name(kind)) is not None:
         return name
-    base = next((base for base in kind.__mro__ if base.__name__ in REASONS and _is_torchs(base)), None)
+    base = next((base for base in kind.__mro__ if base.__name__ in REASONS and _is_of_torch(base)), None)
     reason = REASONS[base.__name__] if base is not None else foreign_reason(optimizer, read_groups(optimizer))
     if reason:
         raise ConfigurationError(
@@ -125,7 +127,7 @@ def read_groups(optimizer: torch.optim.Optimizer) -> tuple[HyperParameters, ...]
     """
     rest: HyperParameters = {}
     keys: tuple[str, ...]
-    convert = _plain
+    convert = _read_value
     kind: Any = type(optimizer)
     if isinstance(optimizer, LARS):
         keys, rest = ("lr", "momentum", "nesterov"), AFTER_SCALING
@@ -133,7 +135,7 @@ def read_groups(optimizer: torch.optim.Optimizer) -> tuple[HyperParameters, ...]
         keys = known
     else:
         keys = tuple(key for key in optimizer.defaults if key not in IMPLEMENTATION_KEYS)
-        convert = _data
+        convert = _read_foreign_value
     found = []
     for group in optimizer.param_groups:
         settings = rest.copy()
@@ -213,11 +215,11 @@ def _function(kind: type, name: str) -> Any:
     return inspect.unwrap(getattr(kind, name))
 
 
-def _is_torchs(kind: type) -> bool:
+def _is_of_torch(kind: type) -> bool:
     return kind.__module__.partition(".")[0] == "torch"
 
 
-def _plain(key: str, value: Any) -> HyperParameter:
+def _read_value(key: str, value: Any) -> HyperParameter:
     if isinstance(value, torch.Tensor | np.generic):
         value = value.item()
     if value is None or isinstance(value, bool | int):
@@ -231,14 +233,14 @@ def _plain(key: str, value: Any) -> HyperParameter:
     )
 
 
-def _data(key: str, value: Any) -> HyperParameter:
+def _read_foreign_value(key: str, value: Any) -> HyperParameter:
     """Return a hyper-parameter of a class that is not one of torch's: also a string, or a tuple of numbers."""
     if isinstance(value, str):
         return str(value)
     if isinstance(value, tuple | list) and all(isinstance(each, int | float | np.number) for each in value):
         return tuple(map(float, value))
     try:
-        return _plain(key, value)
+        return _read_value(key, value)
     except (ConfigurationError, RuntimeError, ValueError):
         raise ConfigurationError(
             f"Hyper-parameter {key} is {value!r}, which cannot be sent to the servers; expected a number, text, "
@@ -283,11 +285,10 @@ def slice_state(
     }
     for position, segment in enumerate(bounds.segments):
         for key, value in tensors_of(state.get(parameters[segment.parameter], {})).items():
-            length = segment.stop - segment.start
             if key in PER_PARAMETER_STATE:
                 value = value.to(_scalar_dtype())
             elif key not in single and key[0] != NUMBER:
-                value = value.reshape(-1)[segment.offset : segment.offset + length].clone()
+                value = value.reshape(-1)[segment.offset :][: segment.stop - segment.start].clone()
             values[f"{position}/{key}"] = value
     return values
 
@@ -391,12 +392,11 @@ MAPPINGS: dict[str, Callable[[list[Any]], Any]] = {
     "Counter": lambda items: Counter(dict(items)),
 }
 
-
 MALFORMED = (
     *(AttributeError, LookupError, OverflowError, RuntimeError, TypeError, ValueError),
     *(msgspec.MsgspecError, struct.error),
 )
-"""The exceptions that bytes can cause that are not those of states. A `RecursionError` is a `RuntimeError`."""
+"""The exceptions that other bytes than those of states can cause. A `RecursionError` is a `RuntimeError`."""
 
 
 class _Tensor(msgspec.Struct, frozen=True, array_like=True):
@@ -498,9 +498,7 @@ def decode_states(data: bytes | bytearray | memoryview, *, arrays: bool = True) 
     """
     try:
         view = memoryview(data)
-        (length,) = LENGTH.unpack_from(view)
-        begin = LENGTH.size + length
-        header = msgspec.msgpack.decode(view[LENGTH.size : begin], type=_Header)
+        header, begin = _read_header(view)
         tensors = []
         for each in header.tensors:
             end = begin + each.size_bytes
@@ -521,15 +519,21 @@ def require_states(data: bytes | bytearray | memoryview) -> None:
     """
     try:
         view = memoryview(data)
-        (length,) = LENGTH.unpack_from(view)
-        header = msgspec.msgpack.decode(view[LENGTH.size : LENGTH.size + length], type=_Header)
-        end = LENGTH.size + length + sum(each.size_bytes for each in header.tensors)
+        header, begin = _read_header(view)
+        end = begin + sum(each.size_bytes for each in header.tensors)
         if end != len(view) or any(min(each.shape, default=0) < 0 for each in header.tensors):
             raise ValueError(f"{len(view)} bytes, expected {end}")
         nothing = [torch.empty(0)] * len(header.tensors)
         {str(name): _value(state, nothing, arrays=False) for name, state in header.structure.items()}
     except MALFORMED as error:
         raise ProtocolError(f"the states of tracked objects cannot be read: {error}") from error
+
+
+def _read_header(view: memoryview) -> tuple[_Header, int]:
+    """Return the header of encoded states, and where the bytes of the tensors begin."""
+    (length,) = LENGTH.unpack_from(view)
+    begin = LENGTH.size + length
+    return msgspec.msgpack.decode(view[LENGTH.size : begin], type=_Header), begin
 
 
 def _tensor(described: _Tensor, data: memoryview) -> torch.Tensor:

@@ -30,8 +30,6 @@ from ..sync.translation import FAMILIES, WHOLE, Family, Fraction
 from .optimizers import ELEMENTWISE, entry_of, make_optimizer, segments_of_state, take_step, tensors_of
 from .vectors import Vectors, segment_views
 
-"""Function that returns True if the parameter with a given index has a gradient in at least one push."""
-
 Kernel = Callable[..., object]
 """Function of (weights, gradient, *state) that updates a chunk of the weights and of the state in place."""
 
@@ -104,7 +102,7 @@ def _sgd_state(settings: Mapping[str, Any]) -> tuple[str, ...]:
     return ("momentum_buffer",) if settings["momentum"] else ()
 
 
-def _sgd(settings: Mapping[str, Any], steps: float) -> Kernel:
+def _sgd_step(settings: Mapping[str, Any], steps: float) -> Kernel:
     lr = settings["lr"]
     if not settings["momentum"] and not settings["weight_decay"]:
         alpha = lr if settings["maximize"] else -lr
@@ -121,7 +119,7 @@ def _adam_state(settings: Mapping[str, Any]) -> tuple[str, ...]:
     return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if settings["amsgrad"] else ()))
 
 
-def _adam(settings: Mapping[str, Any], steps: float) -> Kernel:
+def _adam_step(settings: Mapping[str, Any], steps: float) -> Kernel:
     decoupled = settings.get("decoupled_weight_decay", False)
     fused = torch._fused_adamw_ if decoupled else torch._fused_adam_
     beta1, beta2 = settings["betas"]
@@ -159,15 +157,14 @@ DECOUPLED = {"decoupled_weight_decay": True}
 
 # -- Takes a fraction of an optimizer's step: see `paceline.sync.translation` for the reasons, and for the terms
 #
-# `FractionalSteps`  for any torch optimizer: takes a whole step, and then moves the weights and the state
-# back to
-#                    the fraction. It knows nothing of what the optimizer computes, except which entries of its
-#                    state are averages of the gradient, and which is the running mean of squares (`FAMILIES`).
-# `sgd_kernel`, `adam_kernel`  compute the same directly on chunks of flat vectors, without copies of all of
-# them.
+# `FractionalSteps` does it for any torch optimizer: it takes a whole step, and then moves the weights and the
+# state back to the fraction. Of what the optimizer computes, it knows only which entries of the state are
+# averages of the gradient, and which is the running mean of squares (`FAMILIES`).
+#
+# `_sgd_part` and `_adam_part` compute the same on chunks of flat vectors, without copies of whole vectors.
 
 
-def adam_kernel(
+def _adam_part(
     settings: Mapping[str, Any], steps: float, fraction: Fraction, scratch: Callable[[str], torch.Tensor]
 ) -> Kernel:
     """Return the kernel of a fraction of a step of Adam or AdamW.
@@ -221,10 +218,10 @@ def adam_kernel(
     return take
 
 
-def sgd_kernel(
+def _sgd_part(
     settings: Mapping[str, Any], steps: float, fraction: Fraction, scratch: Callable[[str], torch.Tensor]
 ) -> Kernel:
-    """Return the kernel of a fraction of a step of SGD. See `adam_kernel` for the arguments.
+    """Return the kernel of a fraction of a step of SGD. See `_adam_part` for the arguments.
 
     A whole step computes the velocity v = m u + (1 - d) g, and moves the weights by -h v, or by -h (g + m v) with
     Nesterov's momentum. Both are -h (a g + b u).
@@ -256,12 +253,12 @@ def sgd_kernel(
 
 
 FUSED: dict[str, FusedUpdate] = {
-    "SGD": FusedUpdate(_sgd_state, _sgd, sgd_kernel, counts_steps=False),
-    "Adam": FusedUpdate(_adam_state, _adam, adam_kernel, counts_steps=True),
+    "SGD": FusedUpdate(_sgd_state, _sgd_step, _sgd_part, counts_steps=False),
+    "Adam": FusedUpdate(_adam_state, _adam_step, _adam_part, counts_steps=True),
     "AdamW": FusedUpdate(
         _adam_state,
-        lambda settings, *rest: _adam({**settings, **DECOUPLED}, *rest),
-        lambda settings, *rest: adam_kernel({**settings, **DECOUPLED}, *rest),
+        lambda settings, *rest: _adam_step({**settings, **DECOUPLED}, *rest),
+        lambda settings, *rest: _adam_part({**settings, **DECOUPLED}, *rest),
         counts_steps=True,
     ),
 }
@@ -606,7 +603,7 @@ class FractionalSteps:
     def take(
         self, optimizer: torch.optim.Optimizer, fraction: Fraction, take_step: Callable[[], object]
     ) -> None:
-        """Take a fraction of the optimizer's next step. Parameters without a gradient are left as they are.
+        """Take a fraction of the optimizer's next step. Parameters without a gradient do not change.
 
         Args:
             optimizer: the optimizer, whose parameters have their gradients.

@@ -1,10 +1,10 @@
 """The tensors of one shard: its slice of the weights, the user's optimizer on that slice, and the stored pushes.
 
-Below are the tensors that belong to no shard: buffers, snapshots of the model, and files with frozen parameters.
-
 A store carries out requests from a server's core (see `paceline.core.requests`): it applies, discards or
 copies pushes, each identified by (worker, iteration). A store does not depend on sync models, processes or time. A
 simulation without gradients uses a `NullStore` instead.
+
+At the end are the tensors that belong to no shard: buffers, snapshots of the model, and files with frozen parameters.
 """
 
 from __future__ import annotations
@@ -392,7 +392,7 @@ def named_weights(layout: Layout, vectors: Vectors) -> dict[str, torch.Tensor]:
 # that has joined the run writes none, because its run directory is on another machine than the launcher's.
 
 
-def _path(run_dir: Path, spec: FrozenSpec) -> Path:
+def _frozen_file(run_dir: Path, spec: FrozenSpec) -> Path:
     return run_dir / "frozen" / spec.digest
 
 
@@ -402,7 +402,7 @@ def write_frozen(run_dir: Path, spec: FrozenSpec, parts: Iterable[memoryview]) -
     Raises:
         OSError: they cannot be written.
     """
-    path = _path(run_dir, spec)
+    path = _frozen_file(run_dir, spec)
     if path.exists():
         return
     path.parent.mkdir(exist_ok=True)
@@ -413,7 +413,7 @@ def write_frozen(run_dir: Path, spec: FrozenSpec, parts: Iterable[memoryview]) -
 
 def read_frozen(run_dir: Path, spec: FrozenSpec) -> torch.Tensor | None:
     """Return a frozen parameter, which is read from its file when it is used; None if there is no such file."""
-    path, size_bytes = _path(run_dir, spec), packed_bytes(spec)
+    path, size_bytes = _frozen_file(run_dir, spec), packed_bytes(spec)
     if not path.exists() or path.stat().st_size != size_bytes:
         return None
     if not size_bytes:

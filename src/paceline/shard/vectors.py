@@ -117,7 +117,9 @@ def sampled_norm(vectors: Iterable[torch.Tensor]) -> float:
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:
-    """Return a hash of at most `DIGESTED` elements of each tensor; "" if all of these elements are zero.
+    """Return a hash of a sample of tensors: `DIGESTED` elements of each; "" if all of these elements are zero.
+
+    `digest_of` hashes all bytes.
 
     Example:
         >>> digest([torch.ones(3)]) == digest([torch.ones(3)]) != digest([torch.ones(2)])
@@ -238,10 +240,7 @@ COUNTED = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.ui
 
 def packed_bytes(spec: BufferSpec) -> int:
     """Return the size of a buffer in bytes."""
-    size = torch_dtype(spec.dtype).itemsize
-    for length in spec.shape:
-        size *= length
-    return size
+    return math.prod(spec.shape) * torch_dtype(spec.dtype).itemsize
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> list[memoryview]:
@@ -278,7 +277,7 @@ def unpack(spec: BufferSpec, data: bytes | bytearray | memoryview) -> torch.Tens
 
 
 def pool(slots: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Pool the buffers of all workers according to the rules in the module docstring.
+    """Pool the buffers of all workers according to the rules above.
 
     Args:
         slots: one mapping from name to buffer per worker, in the order of the workers' indices. Must not be empty.
