@@ -37,7 +37,7 @@ from paceline.start.processes import devices
 from paceline.start.processes.child import with_advice
 from paceline.start.processes.devices import (
     Accelerators,
-    CountedDevices,
+    CountedDevice,
     assign_devices,
     device_of_process,
     environment_of,
@@ -61,9 +61,9 @@ def have(monkeypatch: pytest.MonkeyPatch) -> Have:
     """have("cuda", "cuda", "xpu"): the accelerators of this machine. torch chooses the first kind."""
 
     def have(*kinds: str) -> None:
-        found: dict[str, list[CountedDevices]] = {}
+        found: dict[str, list[CountedDevice]] = {}
         for kind in kinds:
-            found.setdefault(kind, []).append(CountedDevices(f"Model {len(found.get(kind, ()))}", 8 * 10**9))
+            found.setdefault(kind, []).append(CountedDevice(f"Model {len(found.get(kind, ()))}", 8 * 10**9))
         accelerators = Accelerators(kinds[0] if kinds else None, "2.13.0", found)
         monkeypatch.setattr(devices, "count_accelerators", lambda imports, kinds=(): accelerators)
         monkeypatch.setattr(devices, "may_have_accelerators", lambda imports: True)

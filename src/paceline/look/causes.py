@@ -174,7 +174,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
         joined: True if machines have joined the run.
         handout: how the data was handed out.
         overlap: False if the run had the option `--overlap off`.
-        program: what each worker ran, as in `Order.arguments`.
+        program: what each worker ran, as in `ProcessOrder.arguments`.
         run_dir: the run directory, to be named in commands; "" if workers have kept their records.
         noticed: what was noticed while the run was in progress, in sentences; see `find`.
         unapplied: a sentence about pushes that were never applied; "" if there is none.

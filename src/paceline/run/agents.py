@@ -1,4 +1,10 @@
-"""The agents of the machines that have joined a run: what they report, and what happens when a machine is lost."""
+"""What the host of the coordinator knows of the machines and processes of a run.
+
+Agents      handles what the agents of machines report, and the loss of a machine
+Machines    the machines that have joined the run
+JobWatch    when each process was heard, how fast workers are, and what travels
+StallWatch  finds out what a stalled run waits for
+"""
 
 from __future__ import annotations
 
@@ -481,9 +487,8 @@ class JobWatch:
         self.devices: dict[int, str] = {}
         self.traffic = TrafficMeter()
         self.progress = ProgressMeter()
-        self._begun_s: dict[
-            tuple[Stage, str, int], float
-        ] = {}  # (stage, role, index) -> time at which it began
+        # (stage, role, index) -> time at which the stage began
+        self._begun_s: dict[tuple[Stage, str, int], float] = {}
         self._job = job
         self._core = core
         self._machines = machines
@@ -659,9 +664,8 @@ PATIENCE_ITERATIONS = 5
 # Permitted silence while a worker's iteration time is unknown, long enough for an iteration that compiles
 # code. An accelerator may compile code in any iteration.
 FIRST_PATIENCE_S = 15.0
-NOBODY_YET_PATIENCE_S = (
-    60.0  # time for a machine's first process to start, and for the first worker to reach step()
-)
+# Time for a machine's first process to start, and for the first worker to reach step().
+NOBODY_YET_PATIENCE_S = 60.0
 # Permitted silence of a server, which answers once it has handled the current message.
 SERVER_PATIENCE_S = 3.0
 SUSPICIOUS_S = 2.0  # after this time without a computing worker, ask the servers which workers are waiting
@@ -768,8 +772,7 @@ class StallWatch:
             waiting = tuple(worker for worker in live if worker != initializer)
             doing = "has not sent the initial weights yet"
             return [AwaitedProcess("worker", initializer, quiet_s[initializer], doing, waiting)]
-        held = {worker for answer in self._answers for shard in answer.shards for worker, _ in shard.pulls}
-        held |= core.awaiting_turn | gathered.keys()
+        held = self._held
         for worker in held:
             clocks.renew(("silent", "worker", worker), now_s)
         awaited = [worker for worker in late if worker not in held]
@@ -853,6 +856,12 @@ class StallWatch:
         return [answer for _, answer in sorted(self._core.waits.items())]
 
     @property
+    def _held(self) -> set[int]:
+        """The workers that wait for a pull, for a call of all workers, or for their turn."""
+        pulling = {worker for answer in self._answers for shard in answer.shards for worker, _ in shard.pulls}
+        return pulling | self._core.awaiting_turn | self._core.collectives.waiting.keys()
+
+    @property
     def _answered(self) -> bool:
         return len(self._core.waits) == self._job.servers
 
@@ -868,9 +877,6 @@ class StallWatch:
         core = self._core
         before, self._before = self._before, core.waits.copy()
         shards = [shard for answer in self._answers for shard in answer.shards]
-        gathered = core.collectives.waiting
-        held = {worker for shard in shards for worker, _ in shard.pulls} | gathered.keys()
-        held |= core.awaiting_turn
         # Some of the workers that wait in a barrier push after a while, so that others need not wait for them.
         patience_s = max(map(self._patience_s, core.standing_in), default=0.0)
         if (
@@ -878,10 +884,10 @@ class StallWatch:
             or idle_s < patience_s
             or self._before != before
             or any(answer.timers for answer in self._answers)
-            or set(live) - held
+            or set(live) - self._held
             or any({worker for worker, _ in shard.staleness} != set(live) for shard in shards)
         ):
             # A worker can still continue: its pull was answered, its push has not arrived yet, or a shard has yet to
             # learn that another worker has joined, left or been lost.
             return
-        self.standstill = standstill(shards, gathered)
+        self.standstill = standstill(shards, core.collectives.waiting)

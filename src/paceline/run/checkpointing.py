@@ -86,7 +86,7 @@ class _Answer(NamedTuple):
 
 
 class Completion(NamedTuple):
-    """What completes a checkpoint whose files are written, or ends it.
+    """What the thread of a checkpoint needs to complete it, or why it must give it up.
 
     Attributes:
         fault: why there is no checkpoint, as a clause; "" if it is complete.
@@ -132,9 +132,10 @@ class Checkpoints:
         self._copied: dict[int, dict[int, StateEntries]] = {}  # number of a cut -> shard -> its entries
         self._buffers: list[bytearray] = []  # the buffers that were copied last
         self._incoming = bytearray()  # the state of a worker that is being received
-        # what completes the checkpoint that is being written, or ends it
         self._completion: queue.SimpleQueue[Completion] = queue.SimpleQueue()
-        self._waits_since_s: float | None = None  # since when it lacks nothing but states of workers
+        self._waits_since_s: float | None = (
+            None  # since when the checkpoint lacks nothing but states of workers
+        )
         # number of a cut -> worker -> label of its last push -> its state
         self._states: dict[int, dict[int, dict[int, bytearray]]] = {}
         self._piece = bytearray()  # the piece of a copy that is being received
@@ -311,7 +312,7 @@ class Checkpoints:
         began_s, at_s = time.monotonic(), self._job.now_s()
         fault = ""
         try:
-            path = self._complete(cut, entries, buffers, answers, completion)
+            path = self._write_files(cut, entries, buffers, answers, completion)
             # at once: if the run ends now, this is its newest checkpoint
             self.saved = Saved(path, cut, at_s, time.monotonic() - began_s)
             if self._job.bucket is not None:
@@ -332,7 +333,7 @@ class Checkpoints:
 
         self._call(done)
 
-    def _complete(
+    def _write_files(
         self,
         cut: JobCut,
         entries: Sequence[StateEntries],
@@ -383,7 +384,7 @@ class Checkpoints:
         placement, number = self._job.placement, cut.number
         for server in placement.servers:
             self._call(partial(self._tell, server, WriteCut(number, str(draft.path), draft.token)))
-        written = [_answer_of(number, answers) for _ in placement.servers]
+        written = [_await_answer(number, answers) for _ in placement.servers]
         unseen = [shard for each in written if not each.seen for shard in placement.shards_of(each.server)]
         for shard in unseen:
             with ShardWriter(draft.path, draft.token, cut.slices[shard], entries[shard], pace) as writer:
@@ -391,7 +392,7 @@ class Checkpoints:
                     asked_s = time.monotonic()
                     wanted = FetchCut(number, shard, begin, min(PIECE_BYTES, writer.size_bytes - begin))
                     self._call(partial(self._tell, placement.server_of[shard], wanted))
-                    writer.write(_answer_of(number, answers).piece)
+                    writer.write(_await_answer(number, answers).piece)
                     self._rest(time.monotonic() - asked_s)
 
     def _rest(self, took_s: float) -> bool:
@@ -414,7 +415,7 @@ class Checkpoints:
         return completed
 
 
-def _answer_of(number: int, answers: queue.SimpleQueue[_Answer]) -> _Answer:
+def _await_answer(number: int, answers: queue.SimpleQueue[_Answer]) -> _Answer:
     """Wait for an answer, and return it.
 
     Raises:
@@ -438,7 +439,7 @@ TOUCHED_BYTES = 4 * 2**20
 
 
 class Copy(NamedTuple):
-    """A copy of a shard: its number of the cut, its slice, the entries of its optimizer state, and its content."""
+    """A copy of a shard: the number of the cut, its slice, the entries of its optimizer state, and its content."""
 
     number: int
     bounds: ShardSlice
@@ -450,7 +451,7 @@ class ShardCopies:
     """Copies shards and writes the copies. There is at most one copy of each shard.
 
     Attributes:
-        bell: a socket that can be read when a thread has something to report.
+        bell: a socket that is readable when a thread has something to report.
     """
 
     def __init__(self) -> None:
@@ -488,7 +489,7 @@ class ShardCopies:
     def write(self, message: WriteCut) -> None:
         """Write the copies in a thread, unless this machine does not see the files."""
         copies = [copy for copy in self._copies.values() if copy.number == message.number]
-        self._begin(partial(_write, message, copies))
+        self._begin(partial(_write_copies, message, copies))
 
     def piece(self, message: FetchCut) -> memoryview:
         """Return a piece of a copy; nothing if there is no such copy."""
@@ -545,7 +546,7 @@ class ShardCopies:
         return CopiesReserved()
 
 
-def _write(message: WriteCut, copies: list[Copy]) -> CutWritten:
+def _write_copies(message: WriteCut, copies: list[Copy]) -> CutWritten:
     """Write copies to the files of a checkpoint, if they are there."""
     path, pace = Path(message.path), Pace(BYTES_PER_S)
     if not is_draft(path, message.token):

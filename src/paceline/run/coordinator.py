@@ -321,15 +321,13 @@ class CoordinatorHost(Host):
         self._timers: Timers[Timer] = Timers()
         self._shared = SharedWeights()
         # the traces of servers on other machines
-        self._traces = TraceFiles(
-            Path(job.run_dir), self.core.placement, lambda text: self.core.faults.append(text)
-        )
+        self._traces = TraceFiles(Path(job.run_dir), self.core.placement, self.core.faults.append)
         self.checkpoints = Checkpoints(
             job,
             lambda server, message: self.send(server_peer(server), message),
             lambda: self._perform(self.core.cut()),
             self.call,
-            lambda text: self.core.faults.append(text),
+            self.core.faults.append,
         )
         self._collection: Collection | None = None  # None except while the final weights are collected
         # Server from which data is awaited at the end of the run -> for how long it may be silent.

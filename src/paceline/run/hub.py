@@ -41,11 +41,9 @@ from .listener import Acceptor, Entrance, PendingConnections
 
 log = logging.getLogger("paceline.hub")
 
-# If a process ends but its connection stays open, the connection is dropped once it has been silent for this
-# time.
+# If a process ends but its connection stays open, this is the silence after which the connection is dropped.
 ENDED_TIMEOUT_S = 1.0
-# Maximum number of message parts that are queued for a peer. If the peer reads its messages, the queue stays
-# short.
+# Maximum number of message parts that are queued for a peer, whose queue stays short if it reads its messages.
 MOST_UNSENT = 1 << 14
 # Maximum number of characters in a logged reason, which may contain data that a peer sent.
 LONGEST_REASON = 1000
@@ -103,7 +101,7 @@ P = TypeVar("P", bound=Caller)
 P_contra = TypeVar("P_contra", bound=Caller, contravariant=True)
 
 
-class _Host(Protocol[P_contra]):
+class _HubHost(Protocol[P_contra]):
     """The methods that a hub calls on its host. All methods except `gone` may raise `ProtocolError`."""
 
     def greeted(self, peer: P_contra, hello: Hello) -> None:
@@ -148,7 +146,7 @@ class Hub(Generic[P]):
         listener: ConnectionSource,
         role: Role,
         make_peer: Callable[[Stream[Message]], P],
-        host: _Host[P],
+        host: _HubHost[P],
         known: Contexts | None = None,
         target: int = COORDINATOR,
     ) -> None:

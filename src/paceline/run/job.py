@@ -409,7 +409,7 @@ _TRACES_TEXTS = {
 def _wire_text(job: Job) -> str:
     """Return the description of the format in which gradients and weights travel."""
     if job.carrier.shares_memory:
-        return f"nothing travels, so {job.wire} has no effect" if not job.wire.exact else "nothing travels"
+        return "nothing travels" if job.wire.exact else f"nothing travels, so {job.wire} has no effect"
     return "float32" if job.wire.exact else f"{job.wire}, for float32 gradients and weights"
 
 

@@ -17,7 +17,7 @@ from ..checkpoints.manifest import new_lineage
 from ..core.guard import guard_mode
 from ..errors import ConfigurationError
 from ..settings import SETTINGS, Settings, checked
-from ..settings.checks import is_bucket
+from ..settings.checks import is_bucket, whole
 from ..shard.foreign import OptimizerSources
 from ..sync.plugins import load_models, modules_of
 from ..sync.schedule import read_schedule
@@ -53,20 +53,16 @@ def make_job(
     Raises:
         ConfigurationError: an option is not valid. The message states the value, what was expected and what to do.
     """
-    workers = _require_integer("workers", workers, least=1)
-    least = _require_integer("least", workers if least is None else least, least=1)
+    workers = whole(least=1)("workers", workers)
+    least = whole(least=1)("least", workers if least is None else least)
     if least > workers:
         raise ConfigurationError(
             f"the least number of workers is {least} and the largest is {workers}; write --workers MIN:MAX, or in "
             "Python workers=(MIN, MAX)."
         )
     values = checked(settings)
-    servers, shards, pace, jitter = (
-        values["servers"],
-        values["shards"],
-        values["pace"] or (),
-        values["jitter"],
-    )
+    servers, shards, jitter = values["servers"], values["shards"], values["jitter"]
+    pace, slowdown = values["pace"] or (), values["slowdown"] or ()
     resumed = None
     lineage, origin = new_lineage(), ""
     if (run_dir := values["resume"]) is not None:
@@ -97,8 +93,8 @@ def make_job(
     _require_per_worker("pace", [sum(parts) for parts in pace], workers, least=0.0)
     for parts in zip(*pace, strict=True):
         _require_per_worker("pace", parts, workers, least=0.0)
-    _require_per_worker("slowdown", values["slowdown"] or (), workers, least=1.0)
-    if jitter and not (pace or values["slowdown"]):
+    _require_per_worker("slowdown", slowdown, workers, least=1.0)
+    if jitter and not (pace or slowdown):
         raise ConfigurationError(
             f"jitter is {jitter}, but it has no effect without pace or slowdown, and neither is set. Set one of "
             "them, or omit jitter."
@@ -106,7 +102,7 @@ def make_job(
     if servers is None:
         # One server for each core that the workers leave free, but at least one.
         servers = max(1, (os.cpu_count() or 1) - workers)
-    remote_servers = _require_integer("remote_servers", remote_servers, least=0)
+    remote_servers = whole(least=0)("remote_servers", remote_servers)
     if remote_servers >= servers:
         raise ConfigurationError(
             f"remote_servers is {remote_servers} and servers is {servers}, but at least one server must run on this "
@@ -148,7 +144,7 @@ def make_job(
         "batch": "balanced" if schedule.auto else values["batch"],
         "guard": guard_mode(values["guard"], translated=hyperparameters == "translated"),
         "pace": pace,
-        "slowdown": values["slowdown"] or (),
+        "slowdown": slowdown,
         "run_dir": values["run_dir"] or "",
     }
     job = Job(
@@ -229,13 +225,6 @@ def require_script(path: Path) -> None:
         raise refusal from error
     except (ValueError, RecursionError, MemoryError) as error:
         raise ConfigurationError(f"the script {str(path)!r} cannot be compiled: {error}.") from error
-
-
-def _require_integer(name: str, value: int, least: int) -> int:
-    """Return `value` if it is an integer >= `least`. Raise `ConfigurationError` otherwise."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigurationError(f"{name} is {value!r}, expected a whole number >= {least}.")
-    return value
 
 
 def _require_per_worker(name: str, values: Sequence[float], workers: int, least: float) -> None:

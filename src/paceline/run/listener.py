@@ -22,7 +22,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from types import TracebackType
 from typing import Generic, TypeVar
 
@@ -216,14 +215,12 @@ class Listener:
 hub_log = logging.getLogger("paceline.hub")
 
 LEAST, MOST = 4, 256
-# Maximum number of connections that are accepted before those that a host has are served again.
-ACCEPTED_AT_ONCE = 8
-SHARE_OF_DESCRIPTORS = (
-    8  # pending connections may use one eighth of the descriptors that this process may open
+ACCEPTED_AT_ONCE = (
+    8  # maximum number of connections that are accepted before the present ones are served again
 )
+SHARE_OF_DESCRIPTORS = 8  # pending connections may use one eighth of the descriptors of this process
 GREETING_TIMEOUT_S = 10.0
-# Peers send their greeting immediately, so a pending connection that has been silent for this time may be
-# dropped.
+# A pending connection that has been silent for this time may be dropped: peers send their greeting immediately.
 GREETING_S = 0.25
 LOGGED_IN_FULL = 5  # number of messages about pending connections that are logged in full
 COUNT_INTERVAL_S = 10.0  # minimum time between two log lines that state how many messages were omitted
@@ -293,7 +290,7 @@ class Acceptor:
         return True
 
     def _take_reserve(self) -> None:
-        with suppress(OSError):
+        with contextlib.suppress(OSError):
             self._reserve = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
 

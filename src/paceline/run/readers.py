@@ -58,8 +58,10 @@ from ..wire.transports import connect, seen_from
 from .job import Assignment
 from .worker_links import Links, exclusive
 
+Received = TypeVar("Received", bound=Message)
+
 FROZEN_SILENCE_S = 600.0
-"""Time within which a server sends a frozen parameter: a worker sends it to the server only between computations."""
+"""Time within which a server sends a frozen parameter, which a worker may first have to send between computations."""
 
 
 class Assembly:
@@ -195,10 +197,7 @@ class Reader:
         assembly = self._assembly = Assembly(self._model, self._shards)
         for shard, stream in zip(self._shards, self._streams, strict=True):
             stream.send(FetchSnapshot(shard.index))
-            answer = stream.wait()
-            if not isinstance(answer, Snapshot):
-                raise ProtocolError(f"a server sent {type(answer).__name__} to a reader, expected Snapshot")
-            assembly.arrived(answer)
+            assembly.arrived(_expected(Snapshot, stream.wait()))
         self._assembly = None
         return assembly.snapshot()
 
@@ -214,11 +213,7 @@ class Reader:
         for shard, stream in zip(self._shards, self._streams, strict=True):
             self._fetching = shard
             stream.send(FetchOptimizerState(shard.index))
-            answer = stream.wait()
-            if not isinstance(answer, OptimizerState):
-                raise ProtocolError(
-                    f"a server sent {type(answer).__name__} to a reader, expected OptimizerState"
-                )
+            _expected(OptimizerState, stream.wait())
             states.append((shard, safetensors.torch.load(bytes(self._state))))
         self._fetching, self._state = None, bytearray()
         return states
@@ -237,9 +232,7 @@ class Reader:
         self._values = {spec.digest: bytearray(packed_bytes(spec)) for spec in specs}
         stream = self._streams[0]
         stream.send(FetchFrozen(0, tuple(self._values)))
-        answer = stream.wait(FROZEN_SILENCE_S)
-        if not isinstance(answer, FrozenTensors):
-            raise ProtocolError(f"a server sent {type(answer).__name__} to a reader, expected FrozenTensors")
+        answer = _expected(FrozenTensors, stream.wait(FROZEN_SILENCE_S))
         require_complete({spec.digest: spec.name for spec in specs}, answer.digests)
         return {spec.name: unpack(spec, self._values[spec.digest]) for spec in specs}
 
@@ -259,6 +252,13 @@ class Reader:
         if assembly is None or not isinstance(message, Snapshot) or message.shard not in assembly.missing:
             return []
         return assembly.targets(message)
+
+
+def _expected(kind: type[Received], answer: Message) -> Received:
+    """Return the answer of a server if it is of this kind. Raise `ProtocolError` otherwise."""
+    if not isinstance(answer, kind):
+        raise ProtocolError(f"a server sent {type(answer).__name__} to a reader, expected {kind.__name__}")
+    return answer
 
 
 def read_states(
@@ -289,11 +289,9 @@ def read_states(
     try:
         stream.send(Hello(token, "reader", 0))
         stream.send(FetchStates(0))
-        answer = stream.wait()
+        answer = _expected(KeptStates, stream.wait())
     finally:
         stream.close()
-    if not isinstance(answer, KeptStates):
-        raise ProtocolError(f"a server sent {type(answer).__name__} to a reader, expected KeptStates")
     return (answer.position, data) if answer.position is not None else None
 
 
@@ -362,8 +360,7 @@ def call(address: str, timeout_s: float, known: Contexts) -> socket.socket | Sec
 
 # -- What a worker requests from the servers besides the weights: the optimizer's state, buffers, tracked objects
 #
-# A worker that joins a run in progress also reads the model, as a reader: it is not connected to the servers
-# yet.
+# A worker that joins a run in progress is not connected to the servers yet, so it reads the model as a reader.
 
 log = logging.getLogger("paceline.worker")
 
@@ -555,8 +552,9 @@ class Fetches(Servers):
         return [memoryview(self._frozen[digest]) for digest in message.digests]
 
     def _take_frozen(self, message: FrozenTensors) -> None:
-        for digest in (self._frozen or {}).keys() - set(message.digests):
-            del self._frozen[digest]  # type: ignore[union-attr]
+        if self._frozen is not None:
+            for digest in self._frozen.keys() - set(message.digests):
+                del self._frozen[digest]
         self._frozen = None
 
     def _send_frozen(self, message: FetchFrozen) -> None:

@@ -53,11 +53,7 @@ def require_sound(model: ModelSpec, sources: OptimizerSources = NO_SOURCES) -> N
         ProtocolError: the model is not valid; the message says why.
     """
     require_sound_parameters(model)
-    members = [
-        sum(parameter.set_index == set_index for parameter in model.layout.parameters)
-        for set_index in range(len(model.optimizers))
-    ]
-    for set_index, (optimizer, size) in enumerate(zip(model.optimizers, members, strict=True)):
+    for set_index, (optimizer, size) in enumerate(zip(model.optimizers, _set_sizes(model), strict=True)):
         _require_sound_optimizer(model, set_index, optimizer, size, sources)
 
 
@@ -85,14 +81,16 @@ def require_sound_parameters(model: ModelSpec) -> None:
         raise ProtocolError("the digest of a frozen parameter is not valid")
     if (largest := max(layout.size_bytes, *(packed_bytes(spec) for spec in untrained), 0)) > MOST_BYTES:
         raise ProtocolError(f"a buffer or the parameters have {largest} bytes, expected at most {MOST_BYTES}")
-    members = [
-        sum(parameter.set_index == set_index for parameter in parameters)
-        for set_index in range(len(model.optimizers))
-    ]
     places = [(parameter.part, parameter.set_index) for parameter in parameters]
     parts = {parameter.part for parameter in parameters}
-    if sum(members) != len(parameters) or places != sorted(places) or max(parts) != len(parts) - 1:
+    if sum(_set_sizes(model)) != len(parameters) or places != sorted(places) or max(parts) != len(parts) - 1:
         raise ProtocolError("the parameters are not ordered by parts and sets, or a set has no optimizer")
+
+
+def _set_sizes(model: ModelSpec) -> list[int]:
+    """Return the number of parameters in each parameter set that has an optimizer."""
+    parameters = model.layout.parameters
+    return [sum(p.set_index == index for p in parameters) for index in range(len(model.optimizers))]
 
 
 def _require_sound_optimizer(

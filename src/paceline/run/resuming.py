@@ -29,7 +29,7 @@ from ..trace.run_dir import require_usable
 from ..trust import is_own, printable
 from ..words import counted
 from .job import CHECKPOINTS, Job, ResumedFrom
-from .run_lock import RUNS, await_free, newest_lock
+from .run_lock import RUNS, await_free, ending_of, newest_lock
 
 if TYPE_CHECKING:
     from ..checkpoints.buckets import LineageThere
@@ -208,7 +208,7 @@ def earlier_run(run_dir: Path, *, force: bool = False) -> RunFile:
 
 
 def _what_is_there(directory: Path) -> str:
-    """Return what a user can do who has named a directory that is not the directory of a run, as a sentence."""
+    """Return, as a sentence, what a user can do after naming a directory that is not the directory of a run."""
     from ..checkpoints.buckets import lineages_at  # imports torch
 
     usual = "name a directory that a run has made, such as runs/NAME."
@@ -386,8 +386,8 @@ def _is_copy(earlier: RunFile, run_dir: Path) -> bool:
 def can_resume(run_dir: Path, *, force: bool = False) -> bool:
     """Return True if a directory has a whole checkpoint of a run that has not finished.
 
-    Also True if the run is still in progress, or if nobody may look for its checkpoints where it says: --resume says
-    so, and refuses.
+    Also True if the run is in progress, or names an untrusted place for its checkpoints: --resume then says why it
+    refuses.
 
     Args:
         run_dir: the directory.
@@ -410,24 +410,14 @@ def can_resume(run_dir: Path, *, force: bool = False) -> bool:
 
 def has_finished(run_dir: Path) -> bool:
     """Return True if the scripts of a run have come to their ends."""
-    try:
-        summary = msgspec.json.decode(read_regular(run_dir / "summary.json"), type=_Summary)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
-        return False
-    return summary.ended == "finished"
-
-
-class _Summary(msgspec.Struct):
-    """The part of `summary.json` that is used here."""
-
-    ended: str = ""
+    return ending_of(run_dir) == "finished"
 
 
 def require_meaningful(checkpoint: Checkpoint) -> None:
-    """Check what a checkpoint contains, the files of which are undamaged.
+    """Check the content of a checkpoint whose files are undamaged.
 
-    Everybody who can write a checkpoint can also write a manifest that fits. Then a run must not end with an error in
-    its middle, but refuse the checkpoint as any other one that is not whole.
+    Whoever can write a checkpoint can also write a manifest that fits. A run must refuse such a checkpoint like any
+    other one that is not whole, and not fail in its middle.
 
     Raises:
         CheckpointError: its content means nothing to this version of Paceline.

@@ -15,6 +15,8 @@ Is the holder of a lock alive? This module alone decides it:
 
 The holder looks every second whether another process has taken its lock (`--force`, or after missed heartbeats). If
 so, it ends at once and writes nothing more, because what it would write is in the way of the other run.
+
+Below: the states of processes, and the file by which users find a run in progress.
 """
 
 from __future__ import annotations
@@ -53,8 +55,7 @@ MOST_MISSED = 3
 
 LOOK_INTERVAL_S = 1.0  # time after which a holder notices that its lock was taken
 POLL_INTERVAL_S = 0.25
-# Time that a run has to end after its lock was taken by force.
-FORCED_S = 60.0
+FORCED_S = 60.0  # time that a run has to end after its lock was taken by force
 
 
 class Holder(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,7 +114,7 @@ def life_of(holder: Holder) -> Life:
 
 
 class _Lock(NamedTuple):
-    """A file in a run directory: its number, who has written it, and whether it holds the directory.
+    """A lock as its file describes it: the path, the number, and the process that has written the file.
 
     `holder` is None if the file cannot be read, for example because it has just been created.
     """
@@ -196,7 +197,7 @@ def await_free(
             continue
         life = lock.life
         if life == "unseen":
-            life = _listened(run_dir, lock, tell or _warn, look)
+            life = _await_sign_of_life(run_dir, lock, tell or _warn, look)
         if life == "alive":
             raise ConfigurationError(
                 f"the run in {run_dir} is still in progress: {lock.words} holds the directory; wait until the run "
@@ -217,7 +218,7 @@ class RunLock:
 
     def __init__(self, run_dir: Path, number: int, holder: Holder, *, own: bool) -> None:
         self.number, self.token, self.lost = number, holder.token, ""
-        self._run_dir, self._path = run_dir, run_dir / f".lock-{number}"
+        self._run_dir, self._path = run_dir, run_dir / f"{LOCK}{number}"
         self._holder, self._own = holder, own
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="paceline run lock", daemon=True)
@@ -262,12 +263,12 @@ class RunLock:
                 if _locks(run_dir) != before:
                     continue
             number = before[0].number + 1 if before else 1
-            if not _create(run_dir / f".lock-{number}", holder):
+            path = run_dir / f"{LOCK}{number}"
+            if not _create(path, holder):
                 continue
-            if newest_lock(run_dir) > number:
-                _remove(run_dir / f".lock-{number}")
-                continue
-            break
+            if newest_lock(run_dir) <= number:
+                break
+            _remove(path)
         lock = cls(run_dir, number, holder, own=True)
         lock._thread.start()
         try:
@@ -324,7 +325,7 @@ class RunLock:
             self._thread.join()
         if self._own:
             with contextlib.suppress(OSError):
-                place = self._run_dir / f".lock-{self.number}.{self.token}"
+                place = self._path.with_name(f"{self._path.name}.{self.token}")
                 if self._path.exists():
                     place.write_bytes(msgspec.json.encode(msgspec.structs.replace(self._holder, free=True)))
                     place.replace(self._path)
@@ -353,7 +354,10 @@ class RunLock:
         deadline_s = time.monotonic() + FORCED_S
         for each in held:
             while (now := _lock_at(each.path)).life != "dead":
-                if now.life == "unseen" and _listened(self._run_dir, now, lambda words: None, look) == "dead":
+                if (
+                    now.life == "unseen"
+                    and _await_sign_of_life(self._run_dir, now, lambda words: None, look) == "dead"
+                ):
                     break
                 look()
                 if self.look():
@@ -390,18 +394,18 @@ class _Clock:
             return None
 
 
-def _listened(run_dir: Path, lock: _Lock, tell: Callable[[str], object], look: Callable[[], object]) -> Life:
+def _await_sign_of_life(
+    run_dir: Path, lock: _Lock, tell: Callable[[str], object], look: Callable[[], object]
+) -> Life:
     """Return whether a process that cannot be seen gives a sign of life. This takes up to three heartbeats."""
     with _Clock(run_dir) as clock:
         first_s, age_s = _changed(lock.path), clock.age_s(lock.path)
-        if age_s is not None and age_s > lock.patience_s:
-            return "dead"
         if age_s is None and lock.path.exists():
             raise ConfigurationError(
                 f"the run directory {run_dir} cannot be written, so nobody can tell whether {lock.words}, which "
                 "holds it, is alive; allow writing."
             )
-        if age_s is None:
+        if age_s is None or age_s > lock.patience_s:
             return "dead"
         tell(
             f"The run in {run_dir} is held by {lock.words}, which cannot be seen from here. Waiting for up to "
@@ -411,7 +415,8 @@ def _listened(run_dir: Path, lock: _Lock, tell: Callable[[str], object], look: C
             look()
             time.sleep(POLL_INTERVAL_S)
             if _changed(lock.path) != first_s:
-                return _lock_at(lock.path).life if _lock_at(lock.path).life != "unseen" else "alive"
+                life = _lock_at(lock.path).life
+                return "alive" if life == "unseen" else life
             age_s = clock.age_s(lock.path)
             if age_s is None or age_s > lock.patience_s:
                 tell(f"No sign of life of {lock.words} during three heartbeats, so the run goes on here.")
@@ -616,7 +621,6 @@ FILE_NAME = "running.json"
 RUNS = Path("runs")
 """The folder in which runs make their directories by default."""
 
-
 ENDS = {"finished": "has finished", "interrupted": "was interrupted", "failed": "has failed"}
 """How a run has ended according to its summary, as a clause."""
 
@@ -625,6 +629,14 @@ class _Summary(msgspec.Struct):
     """The part of `summary.json` that is used here."""
 
     ended: str = ""
+
+
+def ending_of(run_dir: Path) -> str | None:
+    """Return how a run has ended according to its summary, such as "finished"; None if it has no summary."""
+    try:
+        return msgspec.json.decode(read_regular(run_dir / "summary.json"), type=_Summary).ended
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return None
 
 
 class RunInProgress(msgspec.Struct, frozen=True):
@@ -772,11 +784,8 @@ def _run_at(run_dir: Path) -> RunInProgress | None:
 
 def _absence(run_dir: Path) -> PacelineError:
     """Return the error that says why a directory contains no run in progress."""
-    with contextlib.suppress(OSError, msgspec.MsgspecError):
-        summary = msgspec.json.decode(read_regular(run_dir / "summary.json"), type=_Summary)
-        return PeerLostError(
-            f"the run in {run_dir} {ENDS.get(summary.ended, 'has ended')}; its results are there"
-        )
+    if (ended := ending_of(run_dir)) is not None:
+        return PeerLostError(f"the run in {run_dir} {ENDS.get(ended, 'has ended')}; its results are there")
     if (run_dir / "run.json").exists() or any(run_dir.glob("trace-*.jsonl")):
         return PeerLostError(f"the run in {run_dir} has ended without a summary; its logs are there")
     return ConfigurationError(

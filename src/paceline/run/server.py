@@ -95,8 +95,7 @@ from .traces import TEND_S, TEND_TICKS, SegmentedFile, parts_of, segmenting, tra
 
 log = logging.getLogger("paceline.server")
 
-# Maximum number of connections from readers, per shard. Each connection may hold a copy of a snapshot being
-# sent.
+# Maximum number of connections from readers, per shard. Each may hold a copy of a snapshot that is being sent.
 READERS_PER_SHARD = 32
 
 Fetch = FetchSnapshot | FetchOptimizerState | FetchBuffers | FetchInitialBuffers | FetchFrozen | FetchStates
@@ -389,60 +388,50 @@ class ServerHost(Host):
 
     def _handle_coordinator(self, message: Message) -> None:
         match message:
-            case CreateShards(model, shards):
+            case CreateShards(model, shards) | ExtendShards(model, shards):
                 _load_classes(model)
-                self._require_room(model, shards, len(message.workers))
-                master = self._attach_master(model.layout)
-                self._memory = ServerMemory(
-                    model, shards, self._job.servers, master, self._keep, self._job.wire
-                )
-                self.stores = self._memory.stores
+                if isinstance(message, CreateShards):
+                    self._require_room(model, shards, len(message.workers))
+                    master = self._attach_master(model.layout)
+                    self._memory = ServerMemory(
+                        model, shards, self._job.servers, master, self._keep, self._job.wire
+                    )
+                    self.stores = self._memory.stores
+                else:
+                    self._require_memory().prepare(model, shards, self._attach_master(model.layout))
                 self._lacking = message.lacking
                 if message.resumed and not message.lacking:
                     self._load(shards)
-                self._pass_on(self._coordinator, message)
-            case ExtendShards(model, shards):
-                _load_classes(model)
-                self._require_memory().prepare(model, shards, self._attach_master(model.layout))
-                self._lacking = message.lacking
-                if message.resumed and not message.lacking:
-                    self._load(shards)
-                self._pass_on(self._coordinator, message)
             case ModelExtended():
                 self._extend()
-                self._pass_on(self._coordinator, message)
             case WorkerLost(worker, at_once=at_once):
                 peer = self._workers.get(worker)
                 if at_once and peer is not None:
                     self._hub.drop(peer, "the worker was taken out of the run")
                 else:
                     self._expect_end(worker)
-                self._pass_on(self._coordinator, message)
             case FetchSnapshot():
                 for worker in self._core.expected.intersection(message.left):
                     self._expect_end(worker)
-                self._pass_on(self._coordinator, message)
             case JoinProposed():
                 for worker in {*self._core.expected.intersection(message.left), message.worker}:
                     self._expect_end(worker)
-                self._pass_on(self._coordinator, message)
             case FetchWaits():
                 waits = self._core.waits(timers=bool(self._timers))
                 moved = tuple((w, self._job.ticks_of(peer.moved_s)) for w, peer in self._workers.items())
                 waits = msgspec.structs.replace(waits, traffic=self._traffic(), moved_ticks=moved)
-                self._hub.send(self._coordinator, waits)
+                return self._hub.send(self._coordinator, waits)
             case ReserveCopies():
-                self._copies.reserve(self._require_memory().stores)
+                return self._copies.reserve(self._require_memory().stores)
             case WriteCut():
-                self._copies.write(message)
+                return self._copies.write(message)
             case FetchCut():
                 piece = CutPiece(message.number, message.shard)
-                self._hub.send(self._coordinator, piece, [self._copies.piece(message)], lent=CutPiece)
+                return self._hub.send(self._coordinator, piece, [self._copies.piece(message)], lent=CutPiece)
             case Shutdown():
                 self._running, self._told_to_end = False, True
-                self._save_states()
-            case _:
-                self._pass_on(self._coordinator, message)
+                return self._save_states()
+        self._pass_on(self._coordinator, message)
 
     def _require_room(self, model: ModelSpec, shards: Sequence[ShardSlice], workers: int) -> None:
         """Raise `ConfigurationError` if this machine has too little memory for the shards of this server.
@@ -702,9 +691,8 @@ class FrozenValues(Generic[Waiter]):
         self._sizes: dict[str, int] = {}  # digest -> size in bytes, for the values that were requested
         self._waiting: dict[Waiter, tuple[str, ...]] = {}
         self._source = -1  # the worker that has been asked and has not answered yet; -1 for none
-        self._tried: defaultdict[str, set[int]] = defaultdict(
-            set
-        )  # digest -> the workers that were asked for it
+        # digest -> the workers that were asked for the value
+        self._tried: defaultdict[str, set[int]] = defaultdict(set)
 
     def request(self, peer: Waiter, digests: tuple[str, ...], sizes: Mapping[str, int]) -> None:
         """Note the request of a peer. `sizes` contains the size in bytes of each frozen parameter, by its digest.

@@ -198,10 +198,10 @@ TEND_TICKS = round(TEND_S * TICKS_PER_S)
 LEAST_BYTES = 2**14
 """Minimum size of a segment in bytes."""
 
+# The sizes of what is written for an iteration of a worker, in relation to one another. In the traces, which contain
+# all workers: entries for the push and the pull at each shard, and at most one at the coordinator.
 PART_OF_MERGED = {"shard": 4, "coordinator": 1}
-PART_OF_OWN = 2
-"""The sizes of what is written for an iteration of a worker, in relation to one another: an entry for the push and
-one for the pull at each shard, at most one at the coordinator, and a record."""
+PART_OF_OWN = 2  # in the records of the worker
 
 
 class Segmenting(NamedTuple):
@@ -231,7 +231,7 @@ def segmenting(
     """
     if job.traces.kept != "recent":
         return None
-    merged = sum(PART_OF_MERGED.values()) - PART_OF_MERGED["shard"] + PART_OF_MERGED["shard"] * job.shards
+    merged = PART_OF_MERGED["coordinator"] + PART_OF_MERGED["shard"] * job.shards
     total = job.workers * (merged + PART_OF_OWN)
     part = PART_OF_OWN if kind == "worker" else PART_OF_MERGED[kind] * job.workers
     size_bytes = job.traces.size_bytes * part // (total * (KEPT_SEGMENTS + 1))

@@ -64,15 +64,13 @@ from .worker_links import WAITING_S, InitialModel, Links, SlowLink, WorkerMemory
 
 log = logging.getLogger("paceline.worker")
 
-# Minimum time between two checks for messages from the coordinator. Very short iterations skip most of these
-# checks.
+# Minimum time between two checks for messages from the coordinator: very short iterations skip most of them.
 HEARING_INTERVAL_S = 200e-6
 # Minimum time in a call of all workers before the worker pushes without a gradient, or gives what its script
 # holds.
 COMBINING_S = 0.5
-LOOKING_S = (
-    0.1  # maximum time between two looks at what the coordinator has sent, while the script is not training
-)
+# Maximum time between two looks at what the coordinator has sent, while the script is not training.
+LOOKING_S = 0.1
 LEAST_IDLE_S = 1e-3  # minimum time between two pushes while the script is not training
 # Minimum times between two pushes that are observed, and between two reports of what was seen. They bound the
 # cost of the guard: a push takes about 15 us to observe, and as long to judge (see `python -m benchmarks
@@ -123,10 +121,10 @@ class WorkerSession(Session):
         self._thread = 0  # the thread that trains; 0 before the training
         self._queued_ticks = 0  # until the training
         self._slow_link: SlowLink | None = None  # set if the servers are on other machines
-        # when the coordinator was last heard; when a push was last observed, and reported to the guard; and when the
-        # coordinator was last told what the script has logged
         self._held = b""  # what the script held at the beginning of an evaluation
         self._stand_in_s = math.inf  # when to push next during an evaluation
+        # when the coordinator was last heard; when a push was last observed, and reported to the guard; and when the
+        # coordinator was last told what the script has logged
         self._heard_s = self._observed_s = self._reported_s = self._logged_s = -math.inf
 
     @classmethod
@@ -217,7 +215,7 @@ class WorkerSession(Session):
         buffers: Sequence[torch.Tensor],
         state_of: Callable[[ShardSlice], Vectors],
     ) -> Callable[[InitialWeights], None]:
-        """Return the function that sends a shard the initial model, or what an extended model has in addition."""
+        """Return the function that sends a shard its part of the initial model, or of what an extension adds."""
         values_of = self.callbacks.frozen
         initial = InitialModel(
             self._job, self.links, shards, weights, buffers, state_of, model.frozen, values_of
@@ -460,7 +458,7 @@ class WorkerSession(Session):
 
     @contextlib.contextmanager
     def idle(self) -> Iterator[None]:
-        # The script changes what it holds in the meantime, so this is copied.
+        # This is a copy, because the script changes what it holds in the meantime.
         self._held = (
             b"".join(self.callbacks.state(False)) if self._may_be_cut and self.callbacks.state else b""
         )

@@ -364,7 +364,7 @@ class Links(Host):
     def raise_if_taken_out(self, error: PeerLostError) -> None:
         """If this worker was taken out of the run, raise an exception that says why.
 
-        The coordinator says it once. A script may call the session again after that, for example when it leaves an
+        The coordinator says it once. A script may call the session again after that, for example when it leaves a
         `with paceline.evaluating():`, and must not see the closed connections instead of the reason.
         """
         if self.taken_out is None:
@@ -404,8 +404,10 @@ class _Goodbyes(Host):
 
 # -- Finds out in the first iterations of a worker whether its link to the servers is too slow for the model
 
-FIRST = 5  # number of iterations that are not measured, because connections are slow in the beginning
-LAST = 15  # number of iterations after which the measurement ends
+SKIPPED_ITERATIONS = (
+    5  # number of iterations that are not measured, because connections are slow in the beginning
+)
+WATCHED_ITERATIONS = 15  # number of iterations after which the measurement ends
 LEAST_BYTES = 65_536  # the time for less data depends on the latency of the link, not on its rate
 FACTOR = 2.0  # sending may take this many times as long as computing before the worker reports it
 
@@ -418,7 +420,7 @@ class SlowLink:
 
     Example:
         >>> watch = SlowLink()
-        >>> for n in range(LAST):
+        >>> for n in range(WATCHED_ITERATIONS):
         ...     warning = watch.iterated([Sending(sent=8_000_000 * n, busy_s=2.0 * n)], computing_s=0.1)
         >>> print(warning.partition(",")[0])
         the link to the servers is slow for this model: a gradient of 8 MB leaves at 4 MB/s
@@ -441,17 +443,17 @@ class SlowLink:
             computing_s: time that the worker took to compute the gradient, in seconds.
         """
         self._computing_s.append(computing_s)
-        if len(self._computing_s) == FIRST:
+        if len(self._computing_s) == SKIPPED_ITERATIONS:
             self._before = sendings
-        if len(self._computing_s) < LAST:
+        if len(self._computing_s) < WATCHED_ITERATIONS:
             return ""
         self.over = True
-        iterations = LAST - FIRST
+        iterations = WATCHED_ITERATIONS - SKIPPED_ITERATIONS
         both = list(zip(self._before, sendings, strict=False))
         sent_bytes = sum(after.sent - before.sent for before, after in both) / iterations
         # The connections send at the same time.
         busy_s = max((after.busy_s - before.busy_s for before, after in both), default=0.0) / iterations
-        usual_s = median(self._computing_s[FIRST:])
+        usual_s = median(self._computing_s[SKIPPED_ITERATIONS:])
         if busy_s <= FACTOR * usual_s or sent_bytes < LEAST_BYTES:
             return ""
         return (

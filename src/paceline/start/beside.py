@@ -1,6 +1,6 @@
 """The programs beside a run: the one that serves a scheduled job, and those that digest, simulate and show the run.
 
-Each is a value, a `Companion`. This module says what they are told, and what their ends mean.
+Each is a `Companion`. This module says what they are told, and what their ends mean.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ from ..run.compute_devices import Device
 from ..run.job import Job, ResumedFrom, claim_run_dir, decode_job
 from ..run.listener import Listener
 from ..run.readers import call
-from ..run.run_lock import RunningProcess, State
+from ..run.run_lock import RunningProcess
 from ..wire.secure import Contexts, contexts
 from ..wire.stream import Stream, no_payload
 from ..wire.transports import TCP, is_local, seen_from
@@ -147,7 +147,7 @@ def join(
     Args:
         address: address of the coordinator, for example "tls:10.0.0.1:29600".
         token: the secret of the run.
-        worker_arguments: what each worker runs; see `Order`.
+        worker_arguments: what each worker runs; see `ProcessOrder`.
         worker_payload: the objects that are sent to each worker.
         version: version of Paceline on this machine.
         workers: number of workers to start on this machine.
@@ -170,22 +170,22 @@ def join(
         RunFailedError: the run failed, or a process on this machine failed.
         KeyboardInterrupt: Ctrl-C was pressed; all processes on this machine have ended.
     """
-    again = Rejoins(rejoins)
+    rejoining = Rejoins(rejoins)
     folder, wanted = run_dir or "", workers
     with Interruption() as interruption:
         first = True
         reason: PacelineError
         while True:
             stream = _call(address, contexts(token), patience_s, console, interruption)
-            door = contextlib.ExitStack()  # what this machine listens with
+            opened = contextlib.ExitStack()  # what is closed before this machine joins again
             try:
                 sock, listens_at = None, "tls:"
                 if servers is not None:
                     sock, listens_at = _listen(servers, stream.sock.getsockname()[0], console)
-                    door.callback(sock.close)
+                    opened.callback(sock.close)
                 count = 0 if servers is None else servers.count
                 offer = MachineJoined(version, wanted, tuple(indices), count)
-                checkpoint, admitted = _ask_to_join(stream, address, token, offer, door)
+                checkpoint, admitted = _ask_to_join(stream, address, token, offer, opened)
                 if taken := ", ".join(str(index) for index in indices if index not in admitted.workers):
                     print_sentence(console, f"the worker index {taken} is not free")
                 job = decode_job(admitted.job, admitted.now_ticks)
@@ -195,7 +195,7 @@ def join(
                 folder, first = job.run_dir, False
                 listener = None
                 if sock is not None:
-                    listener = door.enter_context(Listener(sock, bytes.fromhex(job.mark)))
+                    listener = opened.enter_context(Listener(sock, bytes.fromhex(job.mark)))
                     names = process_names("server", admitted.servers)
                     print_sentence(console, f"brings {names}, reached at {listens_at}")
                 with starter or Starter([()] * (wanted + count)) as processes:
@@ -217,7 +217,7 @@ def join(
                         listens_at,
                         imports,
                     )
-                    agent = Agent(job, engine, channels, stream, console, interruption, again)
+                    agent = Agent(job, engine, channels, stream, console, interruption, rejoining)
                     if servers is not None:
                         agent.start_servers(admitted.servers, payload_of_server(servers.path, {}))
                     placed = dict(zip(admitted.workers, devices, strict=True)) if devices else {}
@@ -232,15 +232,15 @@ def join(
                     return Joined.of(folder, engine)
                 wanted, indices = len(error.workers), error.workers
                 devices = [agent.devices[worker] for worker in error.workers if worker in agent.devices]
-                reason, pause_s = error, FIRST_PAUSE_S if error.resumes else again.pause_s()
+                reason, pause_s = error, FIRST_PAUSE_S if error.resumes else rejoining.pause_s()
             except UnansweredError as error:
-                reason, pause_s = error, again.pause_s()
+                reason, pause_s = error, rejoining.pause_s()
             except ConfigurationError as error:
                 if first:
                     raise
-                reason, pause_s = error, again.pause_s()
+                reason, pause_s = error, rejoining.pause_s()
             finally:
-                door.close()
+                opened.close()
                 stream.close()
             if pause_s is None:
                 raise reason
@@ -306,18 +306,18 @@ def _call(
 
 
 def _ask_to_join(
-    stream: Stream[Message], address: str, token: str, offer: MachineJoined, door: contextlib.ExitStack
+    stream: Stream[Message], address: str, token: str, offer: MachineJoined, opened: contextlib.ExitStack
 ) -> tuple[Path | None, MachineAdmitted]:
     """Offer to run some processes.
 
     Returns:
-        the directory of the checkpoint with which the run begins, perhaps a copy that `door` removes, and the answer.
+        The directory of the checkpoint with which the run begins, perhaps a copy that `opened` removes, and the answer.
     """
     try:
         stream.send(Hello(token, "agent", 0))
-        # A machine that has been admitted must show at regular intervals that it is alive, so this comes first.
+        # Before the offer: a machine that has been admitted must show at regular intervals that it is alive.
         checkpoint = fetch_checkpoint(
-            stream, lambda: door.enter_context(TemporaryDirectory(prefix="paceline-"))
+            stream, lambda: opened.enter_context(TemporaryDirectory(prefix="paceline-"))
         )
         stream.send(offer)
         answer = stream.wait()
@@ -409,9 +409,7 @@ def _pieces(stream: Stream[Message], name: str) -> Iterator[_Piece]:
             time.sleep(REST * (time.monotonic() - asked_s))
 
 
-# -- What the agent of a machine does while the machine is in a run: it starts the processes of its machine, monitors
-#
-# them, and reports how they end.
+# -- The agent of a machine in a run: it starts the processes of its machine, and reports how they end --------
 #
 # The agent carries out what the coordinator orders over the connection on which it has admitted the machine
 # (see `join`), and sends heartbeats. Workers that were taken out of the run join it again on the same
@@ -532,7 +530,7 @@ class Agent:
 
         Args:
             workers: index of each worker -> its incarnation.
-            arguments: what each worker runs; see `Order`.
+            arguments: what each worker runs; see `ProcessOrder`.
             payload: the objects that are sent to each worker.
             devices: worker -> its device, for workers to which one is assigned.
 
@@ -704,7 +702,7 @@ class Agent:
         """Return the workers that join the run again now that the connection is lost."""
         if (
             self._resumes
-        ):  # also those that have finished their script, because the run goes back to a checkpoint
+        ):  # the run goes back to a checkpoint, so workers that have finished their script return, too
             return sorted(w for w, each in self._hosted.items() if not (each.gone or each.excluded))
         cut_off = [
             worker
@@ -735,17 +733,17 @@ class Agent:
             if hosted.running is not None:
                 state = hosted.running.state()
                 states.append(ProcessState("worker", worker, state, hosted.incarnation))
-                self._end_if_taken_out(hosted, process, state)
+                self._end_if_taken_out(hosted, process, runs=state == "running")
         heartbeat = self._heartbeats.due(states, self._job.now_ticks())
         if heartbeat is not None:
             with contextlib.suppress(PeerLostError):  # `_hear` notices that the connection is lost
                 self._stream.send(heartbeat)
 
-    def _end_if_taken_out(self, hosted: _Hosted, process: Process, state: State) -> None:
+    def _end_if_taken_out(self, hosted: _Hosted, process: Process, *, runs: bool) -> None:
         """Kill the process of a worker that was taken out if it does not end by itself when it runs again."""
         if (since_s := hosted.taken_out_s) is None:
             return
-        since_s = min(since_s, time.monotonic()) if state == "running" else math.inf
+        since_s = min(since_s, time.monotonic()) if runs else math.inf
         hosted.taken_out_s = since_s
         if time.monotonic() > since_s + GRACE_S:
             process.kill("it was taken out of the run")

@@ -26,8 +26,7 @@ from .processes.spawn import Child, Starter
 from .terminal import Channels
 
 TERMINATE_TIMEOUT_S = 3.0
-# This timeout is long, because a process in an uninterruptible system call survives SIGKILL until the call
-# returns.
+# Long, because a process in an uninterruptible system call survives SIGKILL until the call returns.
 KILL_TIMEOUT_S = 10.0
 # Maximum time to wait for the last output of a process that has ended. A child process may keep the pipe open.
 OUTPUT_TIMEOUT_S = 1.0
@@ -356,9 +355,8 @@ class LocalEngine:
         applies to a worker that could not continue because another process was lost, and to one whose script was
         interrupted and has ended by itself.
         """
-        harmless = (None, EXIT_PEER_LOST, EXIT_INTERRUPTED)
         for worker in self.workers.values():
-            if worker.exit_code not in harmless and (worker.exit_code or 0) > 0:
+            if (code := worker.exit_code or 0) > 0 and code not in (EXIT_PEER_LOST, EXIT_INTERRUPTED):
                 return RunFailedError(worker.name, worker.ending, worker.tail())
         return None
 

@@ -206,7 +206,7 @@ class RayRun:
         self._ending = False  # True once a worker has finished or has failed
         self._failure: RunFailedError | ConfigurationError | None = None
         self._ended: HostReport | None = None  # how the run has ended
-        self._lives = RestartPolicy()
+        self._restarts = RestartPolicy()
         self._interrupted = ""  # why it goes on, as a sentence
         # By this file, a node knows that it sees the run directory.
         self._mark = Path(job.run_dir, f".seen-{secrets.token_hex(8)}")
@@ -378,14 +378,14 @@ class RayRun:
                     self._drop(each)
             self._drop(place)
         else:
-            self._again(place, f"its worker {_HOW[report.how]}", report.words)
+            self._request_again(place, f"its worker {_HOW[report.how]}", report.words)
 
     def _lost(self, place: _Place, reason: str) -> None:
-        """An actor has died, or its program has ended without a report."""
+        """Go on without an actor that has died, or whose program has ended without a report."""
         if place is self._server:
             self._go_on(RunFailedError("the run", f"{LOST}: {reason}"))
             return
-        self._again(place, "its actor was lost", reason)
+        self._request_again(place, "its actor was lost", reason)
 
     def _go_on(self, loss: RunFailedError) -> None:
         """Serve the run anew, from its newest checkpoint, after the place with its servers was lost.
@@ -402,7 +402,7 @@ class RayRun:
             self._drop(place, at_once=True)
         self._await_end_of_server()
         resumed = self._newest(loss)
-        self._job = self._lives.next(self._job, resumed)
+        self._job = self._restarts.next(self._job, resumed)
         self._interrupted = f"{loss.reason.rstrip('.')}."
         self._coordinator, self._joined, self._ending = "", False, False
         for place in self._workers:
@@ -440,7 +440,7 @@ class RayRun:
                 f"(--checkpoint-every). {' '.join(found.faults)}".rstrip(". ")
             )
             raise loss
-        if (resumed := self._lives.resumed(job, found)) is None:
+        if (resumed := self._restarts.resumed(job, found)) is None:
             path = found.checkpoint.path
             loss.add_note(
                 f'checkpoint {path.name} is whole; to go on from it: paceline.launch(..., resume="{job.run_dir}")'
@@ -469,7 +469,7 @@ class RayRun:
         copied = structs.replace(job.resumed, path=str(Path(place.folder, there)))
         return structs.replace(job, run_dir=place.folder, resumed=copied)
 
-    def _again(self, place: _Place, what: str, reason: str) -> None:
+    def _request_again(self, place: _Place, what: str, reason: str) -> None:
         """Request a place again after a pause, unless this has been done too often or the run is ending."""
         self._drop(place)
         if place.over or self._ended is not None or self._failure is not None or self._interruption.asked:
@@ -484,9 +484,7 @@ class RayRun:
     def _look_at_placement(self) -> None:
         """Say so if Ray has not placed the run yet."""
         now_s = time.monotonic()
-        pausing = sum(
-            place.actor is None and now_s < place.due_s for place in self._workers
-        )  # before a request
+        pausing = sum(place.actor is None and now_s < place.due_s for place in self._workers)
         placed = self._server.node and sum(map(_placed, self._workers)) + pausing >= self._job.least
         self._unplaced.look(now_s)
         unplaced_s = self._unplaced.hold("unplaced", now_s, holds=not placed)

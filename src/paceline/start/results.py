@@ -153,7 +153,7 @@ def summarize(
         weights: path of the saved weights; None if no weights were saved.
         ended: "finished", "interrupted" if a signal ended the run, or "failed".
         failure: why the run failed.
-        program: what each worker ran, as in `Order.arguments`; () if machines that joined the run have chosen it.
+        program: what each worker ran, as in `ProcessOrder.arguments`; () if machines that joined the run chose it.
         hurried: called repeatedly. If it returns True, the statistics are left out.
     """
     job = coordinator.job
@@ -171,17 +171,16 @@ def summarize(
             watch.traffic.totals(),
         )
     )
+    dropped_before = 0 if resumed is None else resumed.pushes.dropped_samples
     found = [*vain, *report.findings, *find_moved(data.moved, python=python)]
     figures: dict[str, Any] = {}
     measures: Measures | None = None
     pushes: dict[str, int] = {}
-    epochs = _epochs(data, figures, job.workers)
     try:
         meter = _meter(coordinator, faults, hurried)
         if meter is not None:
             measures = meter.measures()
             figures = msgspec.to_builtins(measures, str_keys=True)
-            epochs = _epochs(data, figures, job.workers)
             pushes = figures.pop("pushes")
             if resumed is not None:
                 # The versions of shards, which the traces count, go on.
@@ -219,7 +218,7 @@ def summarize(
         "samples_per_update": samples_line(job, report.samples, program),
         "divisible": _handout(data, asked=job.batch == "balanced").divisible,
         **kept_modules(list(dict.fromkeys([*job.imports, *modules_of_models(job.schedule.models)]))),
-        **epochs,
+        **_epochs(data, figures, job.workers),
         **({"choices": list(map(str, report.choices))} if job.schedule.auto else {}),
         "emulated": job.emulated,
         "traces": job.traces.kept,
@@ -233,7 +232,8 @@ def summarize(
         "findings": found,
         "weights": "" if weights is None else str(weights),
         "ledger": {
-            "samples": _samples(data, figures.get("dropped_samples", 0) + _dropped(resumed)),
+            # Earlier runs of the job have dropped samples that no trace here contains.
+            "samples": _samples(data, figures.get("dropped_samples", 0) + dropped_before),
             "pushes": pushes,
         },
         **({"devices": {str(w): device for w, device in devices.items()}} if devices else {}),
@@ -344,11 +344,6 @@ def _handout(data: DataLedger, *, asked: bool) -> Handout:
     return Handout() if last is None else Handout.of(last[0], asked=asked)
 
 
-def _dropped(resumed: JobCut | None) -> int:
-    """Return the number of samples that earlier runs of the job have dropped, and that no trace here contains."""
-    return 0 if resumed is None else resumed.pushes.dropped_samples
-
-
 def _samples(data: DataLedger, dropped: int) -> dict[str, int]:
     """Return the number of samples in each state, over all loaders whose samples were used for training."""
     trained = [each for each in data.counts().values() if each.used]
@@ -387,7 +382,7 @@ SECRET_OPTION = re.compile(
 )
 HIDDEN = "..."
 
-FIRST = ["batch", "split", "pace", "slowdown", "jitter", "hyperparameters", "guard", "traces", "on_nan"]
+SHOWN_FIRST = ["batch", "split", "pace", "slowdown", "jitter", "hyperparameters", "guard", "traces", "on_nan"]
 """The settings for which people look first."""
 
 
@@ -396,7 +391,7 @@ def description_of(job: Job, program: Sequence[str], command: str = "") -> RunFi
 
     Args:
         job: the configuration of the run.
-        program: what each worker runs, as in `Order.arguments`.
+        program: what each worker runs, as in `ProcessOrder.arguments`.
         command: the command line that repeats the run. Default: that of this process.
     """
     return RunFile(
@@ -492,7 +487,7 @@ def _settings(job: Job) -> list[ReportedSetting]:
         "transport": job.transport if job.joined else best_transport().name,
     }
     told = {name for name, _, _ in rows}
-    for name in dict.fromkeys([*FIRST, *SETTINGS]):
+    for name in dict.fromkeys([*SHOWN_FIRST, *SETTINGS]):
         row = SETTINGS[name]
         if row.reported and row.field and row.option not in told:
             default = "" if row.default is None else row.written(row.value(row.default))
@@ -615,8 +610,8 @@ KEEPING_SHARE = 0.02
 """Maximum share of the time that these snapshots take."""
 
 
-class _Reading:
-    """A thread that reads the weights while the run goes on. Subclasses say when."""
+class _SnapshotThread:
+    """A thread that takes snapshots of the weights while the run goes on. Subclasses say when."""
 
     def __init__(self, coordinator: CoordinatorHost, name: str) -> None:
         self._coordinator = coordinator
@@ -664,7 +659,7 @@ class _Reading:
         return contextlib.closing(Reader.connect(report.model, shards, job.token, job.contexts))
 
 
-class Sampler(_Reading):
+class Sampler(_SnapshotThread):
     """Takes a snapshot of the weights at regular intervals.
 
     Attributes:
@@ -689,7 +684,7 @@ class Sampler(_Reading):
         self._tick = max(self._tick + 1, math.ceil(now_s / self._interval_s))
 
 
-class Keeper(_Reading):
+class Keeper(_SnapshotThread):
     """Keeps the last weights that were certainly good, for a run that its guard may stop.
 
     It takes a snapshot at most once per second, and for at most 2 % of the time. At most two are in memory.
@@ -749,8 +744,7 @@ def write_report(run_dir: Path, tell: Callable[[str], object], hurried: Callable
             with Unfinished(run_dir / REPORT) as place:
                 place.write_text(page_of([report]), encoding="utf-8")
     except (ConfigurationError, OSError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        return f"{REPORT} cannot be written to {run_dir}: {reason}"
+        return f"{REPORT} cannot be written to {run_dir}: {_reason(error)}"
     except Exception as error:
         return f"{REPORT} cannot be written to {run_dir}, which is a bug, please report it: {error!r}"
     finally:

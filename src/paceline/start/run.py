@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from msgspec import structs
 from msgspec.structs import replace
 from rich.console import Console
 
@@ -33,7 +32,7 @@ from ..core.metrics import MetricHistory
 from ..errors import ConfigurationError, RunFailedError
 from ..look.show_process import Outlets
 from ..run.agents import CLOCK_GAP_S, MachinesLeft
-from ..run.coordinator import CoordinatorHost, Departed
+from ..run.coordinator import CoordinatorHost
 from ..run.job import Job, ResumedFrom, claim_run_dir
 from ..run.listener import Listener
 from ..run.resuming import cut_of, earlier_run, find_resumed, keep_source, lineage_of, newest_of, resumed_with
@@ -117,7 +116,7 @@ def start(
 
     Args:
         job: the configuration of the run. The run directory is created here, after all arguments have been checked.
-        worker_arguments: what each worker runs; see `Order`.
+        worker_arguments: what each worker runs; see `ProcessOrder`.
         worker_payload: the objects that are sent to each worker.
         path: module search path from which the servers import user-defined conditions.
         console: console for the progress display.
@@ -142,9 +141,9 @@ def start(
     else:
         placement.require_for(job)
     server_payload = server_payload_of(job, path)
-    lives = RestartPolicy()
+    restarts = RestartPolicy()
     announced = False  # True once `listening` was called. The address stays the same
-    # A signal between two lives ends the next one.
+    # After the loss of a server, the run is started again in this loop. A signal in between ends it, too.
     with Interruption() as interruption, contextlib.ExitStack() as held:
         lock: RunLock | None = None
         while True:
@@ -187,7 +186,7 @@ def start(
                     terminal,
                     patience_s,
                     listener,
-                    lives,
+                    restarts,
                     described.resumptions,
                     lock,
                 )
@@ -242,7 +241,7 @@ def _describe(
 
     Args:
         job: the configuration of the run.
-        program: what each worker runs; see `Order`.
+        program: what each worker runs; see `ProcessOrder`.
         command: see `start`.
         source: see `start`.
         earlier: what is known of the time before the run was resumed; None if it begins.
@@ -295,7 +294,7 @@ class LiveRun:
         terminal: the terminal that worker 0 uses, if any.
         patience_s: see `start`.
         listener: the listener of this machine, if its processes do not listen themselves.
-        lives: decides whether the run goes on after the loss of a server.
+        restarts: decides whether the run goes on after the loss of a server.
         resumptions: the interruptions of the run, in order.
         lock: the lock on the run directory.
     """
@@ -313,13 +312,13 @@ class LiveRun:
         terminal: Terminal | None,
         patience_s: float | None,
         listener: Listener | None,
-        lives: RestartPolicy,
+        restarts: RestartPolicy,
         resumptions: Sequence[Resumption],
         lock: RunLock,
     ) -> None:
         self._job = job
         self._lock = lock
-        self._lives = lives
+        self._restarts = restarts
         self._resumptions = resumptions
         self._run_dir = Path(job.run_dir)
         self._coordinator = coordinator
@@ -353,11 +352,12 @@ class LiveRun:
         self._which = "the weights at the time of the failure"  # those in this file
         # Messages about problems that occurred while the run was shutting down.
         self._notes: list[str] = []
-        self._program: list[str] = []  # what each worker runs; see `Order`
+        self._program: list[str] = []  # what each worker runs; see `ProcessOrder`
         self._main = 0  # the main worker that the user knows of
         self._told: set[object] = set()  # what the user knows of; see `_news`
         self._newest: NewestCheckpoint | None = None  # the newest whole checkpoint, once a server was lost
-        self._departed: tuple[Departed, ...] = ()  # workers, before the launcher ended the others
+        # (worker, incarnation) of the workers that had left before the launcher ended the others
+        self._left_before = set[tuple[int, int]]()
 
     def carry_out(
         self, worker_arguments: Sequence[str], worker_payload: bytes, server_payload: bytes
@@ -404,7 +404,7 @@ class LiveRun:
                     self._write_last_checkpoint()
                 if not self._interruption.asked:
                     next_life = self._next_life(failure)
-                self._departed = coordinator.report.departed
+                self._left_before = {each[:2] for each in coordinator.report.departed}
                 reason = "" if failure is None else _reason(failure)
                 if self._interruption.asked:
                     reason = reason or "it was interrupted on the machine that serves it"
@@ -631,12 +631,12 @@ class LiveRun:
                 self._notes.append(f"the run could not go on by itself: {error}")
         if self._newest is None:
             return None
-        if (resumed := self._lives.resumed(self._job, self._newest)) is None:
+        if (resumed := self._restarts.resumed(self._job, self._newest)) is None:
             return None
         job = self._job
         if job.joined:  # machines that have joined the run call its address again
             job = replace(job, port=int(self._coordinator.address.rpartition(":")[2]))
-        return on_machines(self._lives.next(job, resumed), left)
+        return on_machines(self._restarts.next(job, resumed), left)
 
     def _words_of(self, failure: RunFailedError, next_life: Job) -> str:
         """Return what has happened, in sentences, and where servers run that no machine brings any more."""
@@ -785,12 +785,11 @@ class LiveRun:
         for note in [*report.faults, *report.findings, *self._notes]:
             if note != failure.reason:
                 failure.add_note(note)
-        before = {each[:2] for each in self._departed}
         for each in report.departed:
             worker, ending = each.worker, each.cause
             if (
                 each.fate == "lost"
-                and each[:2] in before
+                and each[:2] in self._left_before
                 and failure.process == f"worker {worker}"
                 and not failure.traceback
                 and ending not in failure.reason
@@ -907,7 +906,7 @@ def on_machines(job: Job, left: MachinesLeft) -> Job:
     if not job.joined:
         return job
     least = max(1, job.pause_below, min(job.least, left.workers))
-    return structs.replace(job, least=least, remote_servers=min(job.remote_servers, left.servers))
+    return replace(job, least=least, remote_servers=min(job.remote_servers, left.servers))
 
 
 class RestartPolicy:
@@ -932,7 +931,7 @@ class RestartPolicy:
     def next(self, job: Job, resumed: ResumedFrom) -> Job:
         """Return the configuration with which a run goes on."""
         self._in_vain = self._in_vain + 1 if _is_again(job, resumed) else 0
-        return structs.replace(job, resumed=resumed, epoch_ns=time.monotonic_ns(), mark=secrets.token_hex(8))
+        return replace(job, resumed=resumed, epoch_ns=time.monotonic_ns(), mark=secrets.token_hex(8))
 
 
 def _is_again(job: Job, resumed: ResumedFrom | None) -> bool:
@@ -942,8 +941,7 @@ def _is_again(job: Job, resumed: ResumedFrom | None) -> bool:
 
 # -- Says when a run waits for machines to join it, and gives up after a while if none does ------------------
 
-# Time in which machines join a run again that goes on by itself. They call it for that long (`paceline join
-# --wait`).
+# Time in which machines join a run again that goes on by itself, because `paceline join --wait` calls for as long.
 RETURN_TIMEOUT_S = 60.0
 SHORTAGE, LIFE = "shortage", "life"
 
@@ -970,7 +968,7 @@ class ShortageWatch:
         self._patience_s = patience_s
         self._say = say
         self._again = again
-        # Both of these clocks are about the run: one of the present shortage, the other of this life of the run.
+        # One clock measures the present shortage, the other the time since the run has begun or gone on.
         self._clocks: Clocks[str] = Clocks(time.monotonic(), gap_s=CLOCK_GAP_S)
         self._clocks.begin(LIFE, time.monotonic())
         self._paused = False

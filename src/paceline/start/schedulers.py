@@ -271,7 +271,7 @@ def join_job(
 
     Args:
         place: the place of this process.
-        worker_arguments: what the worker runs; see `Order`.
+        worker_arguments: what the worker runs; see `ProcessOrder`.
         serve_arguments: the options with which the first process serves the job.
         listen: see `listening_address`.
         port: TCP port of the coordinator; 0 for the one that the scheduler implies or, if there is none, a free one.
@@ -298,10 +298,10 @@ def join_job(
     """
     port = port or place.port
 
-    def work(meeting: Announcement) -> None:
+    def work(announcement: Announcement) -> None:
         join(
-            meeting.address,
-            token or read_secret(Path(meeting.secret_file)),
+            announcement.address,
+            token or read_secret(Path(announcement.secret_file)),
             worker_arguments,
             version=version,
             workers=1,
@@ -309,15 +309,15 @@ def join_job(
             console=console,
             patience_s=patience_s,
             # Logs of processes with the same file system are in one directory.
-            run_dir=run_dir or str(Path("runs", Path(meeting.run_dir).name)),
+            run_dir=run_dir or str(Path("runs", Path(announcement.run_dir).name)),
             streams=streams,
             devices=[] if device is None else [device],
         )
 
     if not place.serves:
-        meeting = _meeting(place, listen, port, patience_s)
+        announcement = _await_announcement(place, listen, port, patience_s)
         try:
-            work(meeting)
+            work(announcement)
         except Terminated as end:
             if end.number != signal.SIGTERM:
                 raise
@@ -329,19 +329,21 @@ def join_job(
         where.append(f"--resume={folder}" if can_resume(Path(folder), force=force) else f"--run-dir={folder}")
     with serving([*serve_arguments, *where], {VARIABLE: token} if token else {}) as (program, announced):
         store = None if place.store is None else _store(place.store, patience_s, serves=True)
+
+        def publish(announcement: Announcement) -> None:
+            if store is not None and place.store is not None:
+                store.set(place.store.key, msgspec.json.encode(announcement).decode())
+
         found = announced()
         if found is None:
-            if store is not None and place.store is not None:
-                failed = Announcement("", "", failure="its first process could not start it, and says why")
-                store.set(place.store.key, msgspec.json.encode(failed).decode())
+            publish(Announcement("", "", failure="its first process could not start it, and says why"))
             program.end(lambda: True)
             return program.exit_code or 1
-        meeting = structs.replace(found, address=seen_from(found.address, f"tls:{reached}:0"))
-        if store is not None and place.store is not None:
-            store.set(place.store.key, msgspec.json.encode(meeting).decode())
+        announcement = structs.replace(found, address=seen_from(found.address, f"tls:{reached}:0"))
+        publish(announcement)
         asked: Terminated | None = None
         try:
-            work(meeting)
+            work(announcement)
         except Terminated as end:
             asked = end
         except RunFailedError as error:  # the run may continue without this worker
@@ -360,12 +362,12 @@ def join_job(
             program.end(over)
         code = program.exit_code
         assert code is not None
-        if asked is not None and not (code in EXIT_FINISHED and finished(meeting.run_dir)):
+        if asked is not None and not (code in EXIT_FINISHED and finished(announcement.run_dir)):
             raise asked
         return 0 if code in EXIT_FINISHED else code
 
 
-def _meeting(place: JobPlace, listen: str, port: int, patience_s: float) -> Announcement:
+def _await_announcement(place: JobPlace, listen: str, port: int, patience_s: float) -> Announcement:
     """Return how this process joins the run that the first process serves."""
     if place.store is None:
         host = listen if listen and listen not in ANYWHERE else place.host
@@ -379,10 +381,10 @@ def _meeting(place: JobPlace, listen: str, port: int, patience_s: float) -> Anno
                 "with --wait, and look at its output"
             )
         time.sleep(POLL_INTERVAL_S)
-    meeting = msgspec.json.decode(store.get(place.store.key), type=Announcement)
-    if meeting.failure:
-        raise RunFailedError("the run", meeting.failure)
-    return meeting
+    announcement = msgspec.json.decode(store.get(place.store.key), type=Announcement)
+    if announcement.failure:
+        raise RunFailedError("the run", announcement.failure)
+    return announcement
 
 
 def _store(store: RendezvousStore, patience_s: float, *, serves: bool) -> TCPStore:

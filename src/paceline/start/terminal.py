@@ -2,7 +2,7 @@
 
 Every process writes to its log. The output of worker 0 is also shown. If another worker becomes the main worker, its
 output is shown from then on, too. If the launcher writes to a terminal, worker 0 has a terminal as well (see
-below); all other processes, and worker 0 otherwise, write to pipes.
+below). All other processes write to pipes, and so does worker 0 without a terminal.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ READ_CALL = {"x86_64": "0", "aarch64": "63"}.get(platform.machine())
 
 
 class Screen(Protocol):
-    """The part of the launcher that shows the output of worker 0. See `Progress`."""
+    """The part of the launcher that shows the output of worker 0. See `ProgressDisplay`."""
 
     def print(self, line: str) -> None:
         """Show a line."""
@@ -232,9 +232,8 @@ class Terminal:
         self._worker: int | None = worker
         self.name = os.ttyname(worker)
         settings = termios.tcgetattr(self._own)
-        settings[
-            1
-        ] &= ~termios.OPOST  # our terminal begins each line at its left edge; the log is a text file
+        # Our terminal begins each line at its left edge, and the log is a text file.
+        settings[1] &= ~termios.OPOST
         termios.tcsetattr(worker, termios.TCSANOW, settings)
         self._copy_size()
         self._stop, self._stopped = os.pipe()
@@ -350,9 +349,8 @@ class Terminal:
             if not self._changed:
                 changed = termios.tcgetattr(0)
                 changed[0] &= ~termios.ICRNL  # worker 0's terminal decides what Enter means
-                changed[3] &= ~(
-                    termios.ICANON | termios.ECHO
-                )  # Ctrl-C and Ctrl-Z still send signals to this process
+                # Ctrl-C and Ctrl-Z still send signals to this process.
+                changed[3] &= ~(termios.ICANON | termios.ECHO)
                 termios.tcsetattr(0, termios.TCSADRAIN, changed)
                 self._changed = True
             return True

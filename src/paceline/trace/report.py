@@ -328,7 +328,7 @@ class RunFile(msgspec.Struct, frozen=True, kw_only=True):
         origin: the directory of the checkpoint of another lineage with which this one has begun; "" for none.
         command: the command line that repeats the run, quoted for a shell; "" if there is none, as in a notebook.
         folder: the current directory in which it was called.
-        program: what each worker ran, as in `Order.arguments`; () if machines that join the run choose it.
+        program: what each worker ran, as in `ProcessOrder.arguments`; () if machines that join the run choose it.
         settings: all settings, with the names of their options.
         sync: the sync model or schedule, in the notation of the command line.
         workers: number of workers; if machines can join, the largest number.

@@ -40,11 +40,10 @@ from typing import Final, Literal, Protocol
 
 from ..core.layout import Layout, Piece, ShardSlice, item_bytes, ranges_of
 from ..errors import ProtocolError
-from .follow import MappedMemory, MemoryFollower, close_in_forks
+from .follow import PAGE_BYTES, MappedMemory, MemoryFollower, close_in_forks
 from .ring import RING_BYTES
 
 NAME = "paceline"  # name of memory whose descriptor is passed over a connection
-PAGE_BYTES = mmap.PAGESIZE
 SEALS = 0x0001 | 0x0002 | 0x0004  # F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW: the size cannot change
 
 Vectors = Mapping[str, memoryview]

@@ -40,7 +40,7 @@ MEMORY_ADVICE = (
     "distribute(max_batch=...)."
 )
 
-# Maximum time between two signals that a scheduler sends to all processes at once.
+# Maximum time between the arrivals of a signal that a scheduler sends to all processes at once.
 SAME_SIGNAL_S = 0.5
 POLL_INTERVAL_S = 0.02
 
@@ -115,11 +115,11 @@ def main(order: ProcessOrder, descriptors: Descriptors) -> int:
             session.finish()
             session.close()
             return 0
-        # Any exception from the script is sent to the launcher, which reports it once. If the launcher is on another
-        # machine, the log on this one contains it, too: the user may not see the other's output.
-        # Whatever the script has raised after it was told that its worker was taken out, this is why.
+        # If this worker was taken out, that is the reason for whatever the script has raised afterwards.
         reason = next((cause for cause in causes if isinstance(cause, TakenOutError)), error)
         told = script_traceback(error)
+        # The launcher reports the exception once. The log on this machine contains it, too, if the launcher is on
+        # another one, whose output the user may not see.
         if job.joined:
             print(f"paceline: {first_line(reason)}" if consequence else told, file=sys.stderr, flush=True)
         session.fail(with_advice(first_line(reason), causes), told, consequence=consequence)
@@ -263,10 +263,8 @@ CRASHES = frozenset(
 )
 """Signals that the system sends to terminate a process because of an error in the process itself."""
 
-
 EXIT_PEER_LOST = 75
 """Exit code of a worker that could not continue because another process of the run was lost."""
-
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 """Exit code of a worker whose script was ended by SIGINT, although it has caught the `KeyboardInterrupt`."""

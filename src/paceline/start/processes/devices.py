@@ -32,7 +32,7 @@ PROGRAM = str(Path(__file__).with_name("counting.py"))
 """Path of the program that counts accelerators; see `counting`."""
 
 DRIVERS = {"cuda": "libcuda.so.1", "rocm": "/dev/kfd", "xpu": "/dev/dri"}
-"""Kind of accelerator (see `masks.MASKS`) -> library or file without which no driver can work."""
+"""Kind of accelerator (see `MASKS`) -> library or file without which no driver can work."""
 
 AUTO = "auto"
 BACKENDS = "torch.backends"  # group of entry points that torch loads by itself
@@ -50,7 +50,7 @@ class Accelerators(msgspec.Struct, frozen=True):
 
     chosen: str | None
     torch: str
-    found: dict[str, list[CountedDevices]]
+    found: dict[str, list[CountedDevice]]
 
     def devices(self, kind: str | None) -> list[Device]:
         """Return the devices of a kind; [] for None."""
@@ -66,7 +66,7 @@ class Accelerators(msgspec.Struct, frozen=True):
         return ", ".join([*labels, CPU.name])
 
 
-class CountedDevices(msgspec.Struct, frozen=True):
+class CountedDevice(msgspec.Struct, frozen=True):
     """One accelerator. See `Device` for its attributes."""
 
     model: str
@@ -109,10 +109,7 @@ def assign_devices(
     entries = _entries(wanted)
     some = type(workers) is int and workers > 0  # whoever makes the job refuses other numbers
     if entries is None:
-        if not (workers is None or some) or not may_have_accelerators(imports):
-            return Assigned(usual if workers is None else workers)
-        accelerators = count_accelerators(imports)
-        found = accelerators.devices(accelerators.chosen)
+        found = _chosen_devices(imports) if workers is None or some else []
         if not found:
             return Assigned(usual if workers is None else workers)
         count = len(found) if workers is None else workers
@@ -138,11 +135,16 @@ def device_of_process(place: int, imports: Sequence[str] = ()) -> Device | None:
         place: number of the process on its machine, or 0 if the scheduler hides the other accelerators.
         imports: modules that add kinds of devices to torch, among others.
     """
-    if not may_have_accelerators(imports):
-        return None
-    accelerators = count_accelerators(imports)
-    found = accelerators.devices(accelerators.chosen)
+    found = _chosen_devices(imports)
     return found[place % len(found)] if found else None
+
+
+def _chosen_devices(imports: Sequence[str]) -> list[Device]:
+    """Return the accelerators of the kind that torch chooses; [] if there are none."""
+    if not may_have_accelerators(imports):
+        return []
+    accelerators = count_accelerators(imports)
+    return accelerators.devices(accelerators.chosen)
 
 
 def shared(devices: Sequence[Device]) -> str:

@@ -34,7 +34,16 @@ from io import TextIOWrapper
 from typing import NoReturn, cast
 
 from .child import await_group_leader
-from .orders import Descriptors, ProcessOrder, Received, receive_order, report_end, report_ready, report_start
+from .orders import (
+    Descriptors,
+    ProcessOrder,
+    Received,
+    leave,
+    receive_order,
+    report_end,
+    report_ready,
+    report_start,
+)
 from .program import end_with_parent, importing, set_title
 
 EXIT_THREADS = 76
@@ -56,7 +65,6 @@ def carry_out(kind: str) -> NoReturn:
 
     with importing():
         from .child import main
-        from .orders import leave
 
     status = main(order, descriptors)
     sys.stdout.flush()
@@ -137,8 +145,6 @@ def _import_everything() -> None:
     with importing():
         import numpy.random  # noqa: F401
         import torch  # noqa: F401
-
-        from . import orders as leaving  # noqa: F401
 
 
 def thread_count() -> int:

@@ -140,12 +140,7 @@ def set_title(title: str) -> None:
         ctypes.memmove(start, title.encode()[: end - start - 1].ljust(end - start, b"\0"), end - start)
 
 
-# -- What the launcher sends to a process that becomes a server or a worker, and how it is sent --------------
-#
-# The launcher starts a program (see `boot`) with a socket as its standard input, and sends *orders* over that socket.
-# An order consists of descriptors only: the standard streams of the new process, and two files without a name, which
-# contain the `ProcessOrder` and the payload. So an order may have any size, and is written once, however slowly it is
-# read. Each order also contains a socket on which its process is reported; see `report_start` and `report_end`.
+# -- Files without a name, through which programs exchange data of any size ----------------------------------
 
 
 def file_of(data: bytes) -> int:

@@ -48,7 +48,10 @@ class Starter:
 
     def __init__(self, prefixes: Iterable[Prefix]) -> None:
         counts = Counter(prefixes)
-        self._environment = _environment(max(1, counts.total()))
+        self._environment = {
+            **program.environment(max(1, counts.total())),
+            program.PARENT_VARIABLE: str(os.getpid()),
+        }
         self._fork_servers: dict[Prefix, ForkServer] = {}
         try:
             for prefix, count in counts.items():
@@ -116,7 +119,7 @@ class Child:
         # While this lock is held, the id of the process is its own: the id of a reaped process may be reused.
         self._lock = threading.Lock()
         self._ended = False
-        self._start = prefix, environment, order, descriptors
+        self._asked = prefix, environment, order, descriptors
         self._server = server
         self._popen: subprocess.Popen[bytes] | None = None
         self._forked: Forked | None = None
@@ -135,7 +138,7 @@ class Child:
         """Wait until the process has its descriptors, so that the caller may close them, or until it cannot start."""
         if self._server is None:
             return
-        _, _, order, descriptors = self._start
+        _, _, order, descriptors = self._asked
         self._forked = self._server.fork(order, descriptors)
         if self._forked is not None:
             return
@@ -193,10 +196,10 @@ class Child:
                 self._server.kill()
 
     def _execute(self) -> None:
-        prefix, environment, order, descriptors = self._start
+        prefix, environment, order, descriptors = self._asked
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            self._popen = _execute(
+            self._popen = _boot(
                 "process",
                 prefix,
                 environment,
@@ -237,7 +240,7 @@ class ForkServer:
         self._control, theirs = socket.socketpair()
         self._output = file_of(b"")
         with theirs:
-            self._process = _execute("fork server", prefix, environment, theirs, self._output, self._output)
+            self._process = _boot("fork server", prefix, environment, theirs, self._output, self._output)
 
     @property
     def id(self) -> int:
@@ -283,12 +286,7 @@ class ForkServer:
         os.close(self._output)
 
 
-def _environment(processes: int) -> dict[str, str]:
-    """Return the environment of the programs that are executed for a run; see `program.environment`."""
-    return {**program.environment(processes), program.PARENT_VARIABLE: str(os.getpid())}
-
-
-def _execute(
+def _boot(
     kind: str,
     prefix: Prefix,
     environment: dict[str, str],
