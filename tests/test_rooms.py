@@ -181,12 +181,12 @@ def test_benchmarks_import_only_the_quoted_numbers_from_reproductions() -> None:
 
 MOST = Structure(
     modules=218,
-    nodes=318_834,
+    nodes=318_410,
     names_over_borders=4_001,
     edges=1_569,
     with_one_importer=35,
     private_imports=0,
-    defined_twice=29,
+    defined_twice=27,
 )
 """What the package may have at most. Lower a limit when a change lowers the measure. To raise one needs a reason."""
 
