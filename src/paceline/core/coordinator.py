@@ -179,6 +179,7 @@ class Coordinator:
         started: True once at least one worker has reported that its first weights have arrived.
         placement: the servers of the shards.
         servers: the servers: which are vacant, which are connected, and which are lost.
+        job_sync: the coordinator's part of the sync model, which alone decides about the events that are recorded.
         reconfigurations: the joins, changes of the sync model and extensions that are in progress or wait.
         members: the workers: which are expected, which take part, and which are gone.
         main: the main worker.
@@ -259,8 +260,8 @@ class Coordinator:
         self._shortage = shortage
         self._recorder = recorder
         self._first = notation(schedule.first)
-        self._sync = JobSync(self._first, seed, ticks_per_s)
-        self.reconfigurations = Reconfigurations(self.placement, self._sync)
+        self.job_sync = JobSync(self._first, seed, ticks_per_s)
+        self.reconfigurations = Reconfigurations(self.placement, self.job_sync)
         self.reconfigurations.cuts = max(cuts, self._resumed_number)
         self._seed = seed
         self._ticks_per_s = ticks_per_s
@@ -301,7 +302,7 @@ class Coordinator:
         A worker may have made the call before a change of the model was published. It then pushes to pass the change.
         """
         waiting = self.collectives.waiting.copy()
-        return {each for each, made in waiting.items() if made.may_push or self._sync.awaits(each)}
+        return {each for each, made in waiting.items() if made.may_push or self.job_sync.awaits(each)}
 
     @property
     def unable_to_begin(self) -> bool:
@@ -317,12 +318,7 @@ class Coordinator:
     @property
     def sync(self) -> str:
         """The sync model in force, or the next one while a change is in progress; "" if the model is unknown."""
-        return self._sync.sync
-
-    @property
-    def job_sync(self) -> JobSync:
-        """The coordinator's part of the sync model, which alone decides about the events that are recorded."""
-        return self._sync
+        return self.job_sync.sync
 
     @property
     def shortage(self) -> str:
@@ -520,7 +516,7 @@ class Coordinator:
 
     def validate(self) -> None:
         """Check that the collections of workers are consistent; raise `InternalError` if they are not."""
-        self._sync.validate()
+        self.job_sync.validate()
         self.members.validate()
         self._turns.validate(self.members.present)
 
@@ -804,7 +800,7 @@ class Coordinator:
             self.reconfigurations.give_up_cut()
             requests: list[Request] = []
         else:
-            lockstep = _is_lockstep(self._sync.sync)
+            lockstep = _is_lockstep(self.job_sync.sync)
             requests = self.reconfigurations.begin_cut(self.members, lockstep=lockstep)
         self.data.keeps = self.reconfigurations.cut is not None
         return requests
@@ -845,7 +841,7 @@ class Coordinator:
             number=cut.number,
             elapsed_s=now_ticks / self._ticks_per_s + (0.0 if before is None else before.elapsed_s),
             seed=self._seed,
-            sync=self._sync.sync,
+            sync=self.job_sync.sync,
             model=self.model,
             extensions=self._models_before,
             slices=self.slices,
@@ -905,7 +901,7 @@ class Coordinator:
         self.collectives.grown = True
         worker = joined.worker
         event = WorkerJoined.of(joined, now_ticks, worker, pulls=True)
-        sync = self._sync.sync
+        sync = self.job_sync.sync
         became_main = self.main.joined(worker)
         assert self.model is not None
         started = Started(
@@ -1029,7 +1025,7 @@ class Coordinator:
             self._early[worker, message.loader] = message
             return []
         changes = [] if self.auto is None else self._begin_epoch(worker, message, now_ticks)
-        lockstep = _is_lockstep(self._sync.sync)
+        lockstep = _is_lockstep(self.job_sync.sync)
         try:
             grant = self.data.request(
                 worker,
@@ -1085,8 +1081,8 @@ class Coordinator:
                 worker,
                 observed,
                 present=self.members.present,
-                sync=self._sync.sync,
-                lockstep=_is_lockstep(self._sync.sync),
+                sync=self.job_sync.sync,
+                lockstep=_is_lockstep(self.job_sync.sync),
             )
             requests += [
                 request
@@ -1187,14 +1183,14 @@ class Coordinator:
             UserCodeError: a sync model of the user failed, or returned actions that cannot be carried out.
         """
         try:
-            actions = self._sync.handle(event)
+            actions = self.job_sync.handle(event)
             requests = [request for action in actions for request in _requests(action)] if actions else []
         except ProtocolError as error:
             if self._recorder is not None:
                 self._recorder.record(Entry(event, refused=str(error)))
             raise
         except Exception as error:
-            blame(self._sync.model, "the coordinator", event, error)
+            blame(self.job_sync.model, "the coordinator", event, error)
         if self._recorder is not None:
             self._recorder.record(Entry(event, list(actions)))
         return requests + self._join_next() if self.reconfigurations.waiting else requests

@@ -299,7 +299,8 @@ class MetricIntake:
                 logged.count,
                 worker,
             )
-            kept = self._history.note(logged.name, _kind_of(logged, alone=alone), point, logged.source)
+            single = logged.evaluating or (alone and logged.source == "script")
+            kept = self._history.note(logged.name, "point" if single else "mean", point, logged.source)
             if not kept and not self._crowded:
                 self._crowded = True
                 warning = (
@@ -307,11 +308,6 @@ class MetricIntake:
                     f"first of them {logged.name!r} of worker {worker}, are not kept."
                 )
         return warning
-
-
-def _kind_of(logged: LoggedValue, *, alone: bool) -> Kind:
-    """Return the kind of a value. `alone` is True if the main worker of several workers has logged the value."""
-    return "point" if logged.evaluating or (alone and logged.source == "script") else "mean"
 
 
 # -- What a worker's script has logged and the coordinator has not been told yet -----------------------------

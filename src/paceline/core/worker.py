@@ -131,6 +131,7 @@ class Worker:
             it is wanted before each push until the shards have been cut.
         asked: number of changes that the script has requested.
         pulls_again: True while the worker waits for weights during an iteration, for example to restart it.
+        change: the change of the model with which the worker flags its next push; None if there is none.
         placement: the servers of the shards.
     """
 
@@ -156,6 +157,7 @@ class Worker:
         self.cut = 0
         self.asked = 0
         self.pulls_again = False
+        self.change: Change | None = None
         self._schedule = schedule
         self._workers = workers
         self._shards = shards
@@ -176,7 +178,6 @@ class Worker:
         self._wanted_state = 0
         self._given = 0  # number of the cut for which a state was given last
         self._early: list[Send] = []  # requests made before training began
-        self._change: Change | None = None  # the flag that the next push must carry
         self._flagged: Change | None = None  # the flag of the push in flight
         # the next stop, and the iteration at or after which the worker stops
         self._plan: tuple[Stop, int] | None = None
@@ -219,17 +220,12 @@ class Worker:
 
         Before a change of the model, it begins one more iteration, because no worker joins before the change is made.
         """
-        return self._paused and self._change is None
+        return self._paused and self.change is None
 
     @property
     def restart_ordered(self) -> bool:
         """True if the current computation must be aborted."""
         return self._restart[0] == self.iteration
-
-    @property
-    def change(self) -> Change | None:
-        """The change of the model with which the worker flags its next push; None if there is none."""
-        return self._change
 
     @property
     def stops_at(self) -> int | None:
@@ -249,7 +245,7 @@ class Worker:
     @property
     def is_awaited(self) -> bool:
         """True if other workers may have to wait until this worker pushes."""
-        return not self._independent or self._change is not None
+        return not self._independent or self.change is not None
 
     @property
     def may_stand_in(self) -> bool:
@@ -262,7 +258,7 @@ class Worker:
         different iterations. A worker that waits in a call must still pass the change, because the others wait for
         its flagged push, and from then on the workers have made different numbers of iterations.
         """
-        return self.started is not None and (self._uneven or self._relaxed or self._change is not None)
+        return self.started is not None and (self._uneven or self._relaxed or self.change is not None)
 
     @property
     def asks_for_checkpoints(self) -> bool:
@@ -338,7 +334,7 @@ class Worker:
         """
         requests = self._due() if self._steps else []
         iteration, plan = self.iteration, self._plan
-        self._flagged, self._change = self._change, None
+        self._flagged, self.change = self.change, None
         self.cut = self._wanted_state
         stop = None
         if plan is not None and self._flagged is None and iteration >= plan[1]:
@@ -586,7 +582,7 @@ class Worker:
             case PlanPublished():
                 self._plan = message.stop, message.iteration
             case ChangePublished():
-                self._change, self._plan = message.change, None
+                self.change, self._plan = message.change, None
             case RestartOrdered():
                 if message.iteration == self.iteration and message.attempt < self._attempt:
                     return []  # a later attempt is in progress already
