@@ -128,7 +128,6 @@ def test_a_run_whose_launcher_is_killed_was_cut_off(script: str) -> None:
         assert ended.stderr.count("\n") == 1
 
 
-@pytest.mark.usefixtures("plain_starts")
 @pytest.mark.thorough
 def test_in_a_pipe_the_progress_is_a_line_in_words(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("main.py").write_text(

@@ -83,7 +83,6 @@ def test_a_run_that_steps_two_optimizers_with_each_batch_is_simulated_with_as_ma
     assert abs(report["deviation"]) < 0.25
 
 
-@pytest.mark.usefixtures("plain_starts")
 @pytest.mark.processes
 @pytest.mark.usefixtures("mark")
 def test_a_model_of_the_user_is_advised_without_naming_its_module_again(

@@ -73,7 +73,6 @@ def test_the_joint_batch_is_checked_with_the_option(tmp_path: Path, monkeypatch:
     assert "cannot be divided among 9 workers" in mistake.text
 
 
-@pytest.mark.usefixtures("plain_starts")
 def test_a_script_that_fails_alone_is_not_run_with_workers(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import torch\n\nraise ValueError('no data')\n")

@@ -60,7 +60,6 @@ def test_a_model_is_judged_by_the_loss_of_the_first_one() -> None:
     ]
 
 
-@pytest.mark.usefixtures("plain_starts")
 @pytest.mark.thorough
 @pytest.mark.processes
 @pytest.mark.usefixtures("mark")

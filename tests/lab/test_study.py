@@ -608,7 +608,6 @@ def by_command(
 
 
 @pytest.mark.processes
-@pytest.mark.usefixtures("plain_starts")
 def test_a_study_that_was_killed_and_interrupted_ends_with_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], copied_pools: None
 ) -> None:

@@ -155,7 +155,6 @@ def test_two_machines_train_what_one_machine_trains(mark: str, monkeypatch: pyte
     assert_timelines_agree(["first", "second"])
 
 
-@pytest.mark.usefixtures("plain_starts")
 def test_only_who_has_the_secret_can_watch_or_join_a_run(mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
     served = Served("--workers", "2", "--servers", "2")
     Path("train.py").write_text(ENDLESS_SCRIPT)  # the run goes on while it is watched

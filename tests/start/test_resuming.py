@@ -162,7 +162,6 @@ def test_a_killed_run_goes_on_with_the_same_bits_from_its_last_whole_checkpoint(
         assert torch.equal(weights[name], tensor), name
 
 
-@pytest.mark.usefixtures("plain_starts")  # one after another, two programs would not start at the same time
 def test_one_of_several_runs_has_the_directory_until_it_ends_or_another_takes_it_by_force(mark: str) -> None:
     first = [start_program(*options("-n", "1", "--servers", "1"), "train.py") for _ in range(2)]
     await_that(lambda: any(each.poll() is not None for each in first), "one of them has ended")
