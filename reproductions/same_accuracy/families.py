@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.layout import HyperParameters
-from paceline.shard.foreign import OptimizerSources, class_name, register_elementwise, use_sources
+from paceline.shard.foreign import register_elementwise, use_sources
+from paceline.shard.optimizer_sources import OptimizerSources, class_name
 from paceline.shard.optimizers import ELEMENTWISE, read_groups
 
 from .digits import DigitsMLP

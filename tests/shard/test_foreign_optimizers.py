@@ -15,7 +15,7 @@ from paceline import Cluster
 from paceline.core.layout import Layout, OptimizerSpec, Parameter
 from paceline.errors import ConfigurationError, UsageError
 from paceline.shard import foreign
-from paceline.shard.foreign import OptimizerSources, class_name, definition, imported_packages
+from paceline.shard.optimizer_sources import OptimizerSources, class_name, definition, imported_packages
 from paceline.shard.optimizers import (
     join_state,
     make_optimizer,

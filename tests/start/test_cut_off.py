@@ -32,14 +32,13 @@ from paceline.errors import ConfigurationError, PeerLostError
 from paceline.run.coordinator import CoordinatorHost
 from paceline.run.job import Assignment
 from paceline.run.job_options import make_job
-from paceline.run.readers import Observer
+from paceline.run.observer import Observer
 from paceline.shard import foreign
 from paceline.start import local as rejoining
 from paceline.start.join import join
 from paceline.start.processes import child
-from paceline.start.processes.child import EXIT_PEER_LOST
 from paceline.start.processes.orders import Descriptors, ProcessOrder, payload_of_server
-from paceline.start.processes.program import file_of
+from paceline.start.processes.program import EXIT_PEER_LOST, file_of
 from paceline.wire.preface import COORDINATOR, PREFACE_BYTES, Preface
 from paceline.wire.secure import SecureSocket, contexts, new_secret
 from paceline.wire.stream import Stream

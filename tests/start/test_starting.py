@@ -302,3 +302,35 @@ def test_a_terminal_is_told_at_once_what_is_being_started() -> None:
     announce_run(job, Console(file=told, force_terminal=True, width=80))
     announce_run(job, Console(file=told, force_terminal=False, width=80))
     assert told.getvalue() == "starting 4 workers and 1 server, bsp\n"
+
+
+BEFORE_TORCH = """
+import sys
+
+import paceline.cli
+from paceline.start.processes import fork_server, spawn
+
+found = []
+
+
+def begin(starter, prefixes):
+    found.append("torch" in sys.modules)
+    raise SystemExit
+
+
+spawn.Starter.__init__ = begin
+sys.argv[1:] = ["run", "train.py"]
+try:
+    paceline.cli.main()
+except SystemExit:
+    assert found == [False], found
+"""
+
+
+def test_the_processes_of_a_run_start_to_import_torch_before_the_launcher_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("import paceline, mytorchoptimizers\n")
+    ended = run_program("-c", BEFORE_TORCH)
+    assert (ended.returncode, ended.stderr) == (0, "")

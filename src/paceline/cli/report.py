@@ -19,9 +19,9 @@ from rich.table import Table
 from ..errors import ConfigurationError, DeadlineError, PeerLostError
 from ..files import Unfinished
 from ..look.status import LONG_LINE, StatusView
-from ..start.results import REPORT
 from ..start.terminal import ForgivingStream, plain_console, print_sentence
 from ..trace.report import read_run_file
+from ..trace.run_dir import REPORT
 from ..words import wrappable
 from .console import interruptible, load_named_models, print_json, require_no_folder_of_runs
 from .options import AsJson, ModelImports, Trusted
@@ -29,7 +29,7 @@ from .run import SecretFile, address_of, secret_of
 
 if TYPE_CHECKING:
     from ..core.status import JobStatus
-    from ..run.readers import Observer
+    from ..run.observer import Observer
     from ..trace.report import RunReport
 
 
@@ -311,7 +311,7 @@ def status(
 
     paceline status 10.0.0.1:29600
     """
-    from ..run.readers import Observer
+    from ..run.observer import Observer
 
     if watch and as_json:
         raise ConfigurationError(

@@ -21,9 +21,8 @@ from ..errors import ConfigurationError, PeerLostError
 from ..look.summary import summary_rows
 from ..settings import SETTINGS, Settings
 from ..settings.checks import RUN, SCHEDULED, SERVE
-from ..start.results import REPORT
-from ..start.schedulers import ENVIRONMENTS
 from ..start.terminal import plain_console, print_sentence
+from ..trace.run_dir import REPORT
 from ..wire.secure import SECRET, VARIABLE, new_secret, read_secret, take_secret, write_secret
 from ..wire.transports import TCP, seen_from
 from ..words import counted
@@ -703,6 +702,7 @@ def scheduled_join(scheduler: str) -> Callable[..., None]:
         with interruptible("nothing was started"):
             from ..run.job_options import make_job
             from ..start.processes.devices import device_of_process
+            from ..start.schedulers import ENVIRONMENTS, join_job
 
             place = ENVIRONMENTS[scheduler](os.environ)
             module = str(script) if as_module else ""
@@ -727,7 +727,6 @@ def scheduled_join(scheduler: str) -> Callable[..., None]:
             if not token and not (place.alone and place.store):
                 raise ConfigurationError(f"the secret of the job is unknown. {HOW}")
             device = device_of_process(place.local, settings["imports"])
-        from ..start.schedulers import join_job
         from ..start.terminal import StandardStreams
 
         serve = [f"--workers={workers}", f"--wait={wait:g}", f"--servers={servers}", *as_options(settings)]

@@ -15,12 +15,12 @@ import msgspec
 
 from ..errors import ConfigurationError
 from ..run.job_options import make_job, require_script
-from ..start.processes.child import describe_ending
-from ..start.processes.program import execute
+from ..start.processes.program import describe_ending, execute
 from ..wire.secure import without_secret
-from . import probe
 from .mistakes import Mistake, ScriptEvidence, find_mistakes
 from .observations import ScriptObservation, read_observations, unguarded_writes, unreduced_metrics
+
+PROBE = Path(__file__).with_name("probe.py")
 
 GRACE_S = 10.0  # time for a script to end after its time limit, which it may notice late
 
@@ -65,7 +65,7 @@ def check_script(
     make_job(workers=workers, servers=1, sync=sync, dry_run=True)
     with tempfile.TemporaryDirectory(prefix="paceline-check-") as name:
         folder = Path(name)
-        observer = [probe.__file__, str(folder), str(iterations), str(timeout_s)]
+        observer = [str(PROBE), str(folder), str(iterations), str(timeout_s)]
         observed = [str(script), *arguments]
         tell(f"running {script} in one process, for {iterations} iterations")
         failure = _run([*observer, *observed], folder / "alone.log", timeout_s)

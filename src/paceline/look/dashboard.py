@@ -13,7 +13,7 @@ from msgspec import UNSET, structs
 
 from ..core.status import JobStatus
 from ..errors import ConfigurationError, DeadlineError, PeerLostError, ProtocolError
-from ..run.readers import Observer
+from ..run.observer import Observer
 from ..trace.report import RunReport
 from .http import HttpResponse, Request
 from .page import page_of

@@ -19,7 +19,7 @@ from ..core.lease import BatchSizing, Split
 from ..errors import ConfigurationError
 from ..settings import SETTINGS
 from ..settings.checks import is_bucket
-from ..shard.foreign import OptimizerSources
+from ..shard.optimizer_sources import OptimizerSources
 from ..sync import SyncModel
 from ..sync.notation import parse_shards, require_shards
 from ..sync.plugins import require_named

@@ -18,7 +18,7 @@ from ..core.guard import guard_mode
 from ..errors import ConfigurationError
 from ..settings import SETTINGS, Settings, checked
 from ..settings.checks import is_bucket, whole
-from ..shard.foreign import OptimizerSources
+from ..shard.optimizer_sources import OptimizerSources
 from ..sync.plugins import load_models, modules_of
 from ..sync.schedule import read_schedule
 from ..wire.transports import TCP, TRANSPORTS, Transport, best_transport

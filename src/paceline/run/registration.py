@@ -15,7 +15,7 @@ import torch
 
 from ..core.layout import HyperParameters, Layout, ModelSpec, OptimizerSpec, Parameter, dtype_of, of_set
 from ..errors import ConfigurationError, ProtocolError
-from ..shard.foreign import OptimizerSources
+from ..shard.optimizer_sources import OptimizerSources
 from ..shard.optimizers import ELEMENTWISE, read_groups, rehearse
 from ..shard.slice_optimizers import optimizer_of_slice
 from ..shard.vectors import DIGITS, packed_bytes

@@ -29,8 +29,9 @@ import torch
 from ..core.layout import HyperParameter, HyperParameters, Layout, ShardSlice
 from ..core.messages import MOST_STATES_BYTES
 from ..errors import ConfigurationError, ProtocolError, UsageError
-from .foreign import build, class_name, class_of, foreign_reason
+from .foreign import build, class_of, foreign_reason
 from .lars import LARS
+from .optimizer_sources import class_name
 from .vectors import Vectors, dtype_name, lent_bytes
 
 ELEMENTWISE: dict[str, type[torch.optim.Optimizer]] = {

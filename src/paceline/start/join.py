@@ -64,15 +64,15 @@ from ..files import read_regular
 from ..run.compute_devices import Device
 from ..run.job import Job, ResumedFrom, claim_run_dir, decode_job
 from ..run.listener import Listener
-from ..run.readers import call
+from ..run.observer import call
 from ..run.run_lock import RunningProcess
 from ..wire.secure import Contexts, contexts
 from ..wire.stream import Stream, no_payload
 from ..wire.transports import TCP, is_local, seen_from
 from .local import FIRST_PAUSE_S, MOST_REJOINS, HostMachine, LocalEngine, Process, Rejoins
-from .processes.child import EXIT_PEER_LOST
 from .processes.interruption import Interruption
 from .processes.orders import payload_of_server
+from .processes.program import EXIT_PEER_LOST
 from .processes.spawn import Starter
 from .terminal import Channels, PlainScreen, StandardStreams, print_sentence
 

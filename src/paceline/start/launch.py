@@ -26,7 +26,8 @@ from ..run.job_options import make_job
 from ..run.resuming import require_same_source
 from ..settings import Settings
 from ..settings.table import shows_settings
-from ..shard.foreign import OptimizerSources, imported_packages, loaded_optimizers
+from ..shard.foreign import loaded_optimizers
+from ..shard.optimizer_sources import OptimizerSources, imported_packages
 from ..train.session import current
 from ..wire.secure import new_secret, take_secret
 from ..wire.transports import TRANSPORTS

@@ -19,9 +19,15 @@ from ..errors import ConfigurationError, RunFailedError
 from ..run.compute_devices import Device
 from ..run.job import LOOPBACK, Assignment, Job, Role
 from ..run.listener import Listener
-from .processes.child import EXIT_INTERRUPTED, EXIT_PEER_LOST, describe_ending, is_crash, out_of_memory_kills
 from .processes.orders import Descriptors, ProcessOrder
-from .processes.program import file_of
+from .processes.program import (
+    EXIT_INTERRUPTED,
+    EXIT_PEER_LOST,
+    describe_ending,
+    file_of,
+    is_crash,
+    out_of_memory_kills,
+)
 from .processes.spawn import Child, Starter
 from .terminal import Channels
 

@@ -51,7 +51,7 @@ from ..trace.findings import Handout, find, find_moved
 from ..trace.measures import Measures, Meter
 from ..trace.recording import Trace, kept_modules, modules_of_models, read_run, trace_files
 from ..trace.report import NAME, ReportedSetting, Resumption, RunFile, read_run_file
-from ..trace.run_dir import set_aside
+from ..trace.run_dir import REPORT, set_aside
 from ..wire.secure import SECRET
 from ..wire.transports import best_transport, seen_from
 
@@ -715,9 +715,6 @@ class Keeper(_SnapshotThread):
         self._due_s = now_s + max(LEAST_KEEPING_S, (now_s - begun_s) / KEEPING_SHARE)
 
 
-# -- `report.html` in the run directory: the report of a run, at the end of the run --------------------------
-
-REPORT = "report.html"
 TELL_S = 2.0  # time after which the user is told what takes so long
 
 

@@ -42,7 +42,7 @@ from ..sync import Conditions
 from ..sync.plugins import local_conditions
 from ..trace.recording import EARLIER
 from ..trace.report import Resumption, RunFile, write_run_file
-from ..trace.run_dir import require_usable
+from ..trace.run_dir import REPORT, require_usable
 from ..wire.memory import PassedSockets
 from ..wire.preface import COORDINATOR
 from ..words import counted
@@ -54,7 +54,6 @@ from .processes.orders import payload_of_server
 from .processes.program import Companion
 from .processes.spawn import Starter
 from .results import (
-    REPORT,
     Earlier,
     Keeper,
     RunResult,

@@ -18,6 +18,9 @@ from ..core.metrics import Kind, Metric, MetricHistory, MetricPoint
 from ..errors import ConfigurationError
 from ..files import Unfinished, open_regular, read_regular
 
+REPORT = "report.html"
+"""Name of the file with the report of a run."""
+
 BEFORE = "before"
 """The folder in a run directory with what the run has written before it was resumed."""
 

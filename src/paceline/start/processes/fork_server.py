@@ -33,7 +33,6 @@ import termios
 from io import TextIOWrapper
 from typing import NoReturn, cast
 
-from .child import await_group_leader
 from .orders import (
     Descriptors,
     ProcessOrder,
@@ -44,7 +43,7 @@ from .orders import (
     report_ready,
     report_start,
 )
-from .program import end_with_parent, importing, set_title
+from .program import await_group_leader, end_with_parent, importing, set_title
 
 EXIT_THREADS = 76
 """Exit code of a fork server that cannot fork because it has several threads."""
@@ -141,10 +140,15 @@ def _next_child(control: socket.socket) -> Received:
 
 
 def _import_everything() -> None:
-    """Import the modules that servers, workers and scripts use, without running any tensor operation."""
+    """Import the modules that servers, workers and scripts use, so that they share their memory, without running any
+    tensor operation.
+    """
     with importing():
         import numpy.random  # noqa: F401
         import torch  # noqa: F401
+
+        from ...train import collectives, epochs, prepare  # noqa: F401
+        from . import child  # noqa: F401
 
 
 def thread_count() -> int:

@@ -23,10 +23,9 @@ from types import TracebackType
 from typing import NamedTuple
 
 from . import program
-from .child import await_group_leader
 from .fork_server import EXIT_THREADS
 from .orders import Descriptors, ProcessOrder, await_end, await_ready, await_start, send_order
-from .program import file_of
+from .program import await_group_leader, file_of
 
 logger = logging.getLogger("paceline.starting")
 
