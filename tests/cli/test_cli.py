@@ -21,6 +21,7 @@ from paceline.studies.trained import of_script
 from paceline.sync import MODELS
 from tests.support.marks import chaos
 from tests.support.scheduled import SLURM
+from tests.support.warm import bare_environment
 
 DEADLINE_S = 120.0  # a safety net: nothing here takes that long unless something hangs
 
@@ -90,7 +91,6 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tm
 
 def run_program(*arguments: str, folder: Path) -> Ended:
     """The program in a process of its own."""
-    source = str(Path(paceline.__file__).parents[1])
     with subprocess.Popen(
         [sys.executable, *arguments],
         stdin=subprocess.DEVNULL,
@@ -98,7 +98,7 @@ def run_program(*arguments: str, folder: Path) -> Ended:
         stderr=subprocess.PIPE,
         text=True,
         cwd=folder,
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": source},
+        env=bare_environment(),
     ) as program:
         stdout, stderr = program.communicate(timeout=DEADLINE_S)
     return Ended(program.returncode, stdout, stderr)

@@ -69,7 +69,7 @@ import os
 import time
 
 read_ns = time.monotonic_ns
-offset_ns, drift_ppm = map(int, os.environ.get("TEST_CLOCK", "0 0").split())
+offset_ns, drift_ppm = map(int, os.environ["TEST_CLOCK"].split())
 time.monotonic_ns = lambda: (now_ns := read_ns()) + offset_ns + now_ns * drift_ppm // 1_000_000
 time.monotonic = time.perf_counter = lambda: time.monotonic_ns() / 1e9
 """
@@ -132,14 +132,13 @@ def test_two_machines_train_what_one_machine_trains(mark: str, monkeypatch: pyte
     """Their clocks differ by a minute, and drift apart. One of them reaches the run through a tunnel."""
     Path("clocks").mkdir()
     Path("clocks", "sitecustomize.py").write_text(OTHER_CLOCK)
-    monkeypatch.setenv("PYTHONPATH", f"{Path('clocks').absolute()}:{os.environ['PYTHONPATH']}")
     served = Served("--workers", "3", "--servers", "2")
-    monkeypatch.setenv("TEST_CLOCK", f"{30 * TICKS_PER_S} 100")
-    first = served.join("2", options=["-n", "2", "--run-dir", "first"])
-    monkeypatch.setenv("TEST_CLOCK", f"{-30 * TICKS_PER_S} -100")
-    with tunnel(int(served.port)) as port:
+    with tunnel(int(served.port)) as port, monkeypatch.context() as machine:
+        machine.setenv("PYTHONPATH", f"{Path('clocks').absolute()}:{os.environ['PYTHONPATH']}")
+        machine.setenv("TEST_CLOCK", f"{30 * TICKS_PER_S} 100")
+        first = served.join("2", options=["-n", "2", "--run-dir", "first"])
+        machine.setenv("TEST_CLOCK", f"{-30 * TICKS_PER_S} -100")
         second = served.join("2", options=["--run-dir", "second"], address=f"127.0.0.1:{port}")
-        monkeypatch.delenv("TEST_CLOCK")
         codes = [output(first), output(second)]
     summary = served.summary()
     alone = run_program(

@@ -15,8 +15,8 @@ from typing import IO
 
 import pytest
 
-import paceline
 from tests.support.marks import chaos
+from tests.support.warm import bare_environment
 
 pytestmark = [
     pytest.mark.processes,
@@ -76,20 +76,22 @@ def program(
     arguments: Sequence[str],
     folder: Path,
     *,
+    stdout: int = subprocess.PIPE,
     stderr: int = subprocess.PIPE,
     redirect: str = "",
     term: str = "dumb",
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """The interpreter with some arguments, started by a shell with a redirection such as ">&-"."""
-    environment = {
-        "PATH": "/usr/bin:/bin",
-        "PYTHONPATH": str(Path(paceline.__file__).parents[1]),
-        "TERM": term,
-        "HOME": str(folder),
-    }
-    command = ["sh", "-c", f'exec "$@" {redirect}', "sh", sys.executable, *arguments]
+    """The interpreter with some arguments. A shell starts it if there is a redirection such as ">&-"."""
+    command = [sys.executable, *arguments]
+    if redirect:
+        command = ["sh", "-c", f'exec "$@" {redirect}', "sh", *command]
     with subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr, cwd=folder, env=environment
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        cwd=folder,
+        env=bare_environment(TERM=term, HOME=str(folder)),
     ) as process:
         net = threading.Timer(DEADLINE_S, process.kill)  # what it has started ends with it
         net.start()
@@ -229,7 +231,10 @@ def test_a_command_that_only_prints_into_a_closed_pipe_shows_no_traceback(
 def test_json_that_could_not_be_written_ends_with_1(folder: Path) -> None:
     """A program that reads it must learn that it is not whole."""
     simulate = ("simulate", "elastic-bsp", "--iterations", "2", "--sync", "bsp", "--out", "out", "--json")
-    with program(("-m", "paceline", *simulate), folder, redirect=">/dev/full") as process:
+    with (
+        open("/dev/full", "w") as full,
+        program(("-m", "paceline", *simulate), folder, stdout=full.fileno()) as process,
+    ):
         stderr = rest_of(process.stderr)
         assert process.wait(DEADLINE_S) == 1
 

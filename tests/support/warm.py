@@ -48,7 +48,7 @@ from paceline.start.processes import program
 from paceline.start.processes.fork_server import thread_count
 from paceline.start.processes.orders import leave
 
-__all__ = ["WarmStarts", "hear_signals", "take_terminal"]
+__all__ = ["WarmStarts", "bare_environment", "hear_signals", "take_terminal"]
 
 IMPORTED = (
     "numpy.random",
@@ -69,6 +69,9 @@ READ_AT_START = re.compile(
     "PYTHON|OMP_|KMP_|MKL_|OPENBLAS_|GLIBC_|LD_|MALLOC_|TORCH_|CUDA_|LC_|LANG|FORCE_|PY_|GITHUB_|TERMINAL_"
 )
 """The variables that an interpreter or a library reads when it starts. If one differs, a program is executed."""
+
+FORCES_COLOR = re.compile("FORCE_|PY_|GITHUB_|TERMINAL_")
+"""Those of them that decide about colors and widths."""
 
 TAKEN_OVER = ("PYTHONPATH", "PYTHONUNBUFFERED")
 """Those of them that a forked program heeds."""
@@ -171,6 +174,14 @@ def at_start(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that make a difference when a program starts, and not later."""
     found = {**TUNABLES, **environment}
     return {name: found[name] for name in found if READ_AT_START.match(name) and name not in TAKEN_OVER}
+
+
+def bare_environment(**variables: str) -> dict[str, str]:
+    """Return an environment with few variables, in which programs start warm."""
+    kept = at_start(os.environ)
+    for name in filter(FORCES_COLOR.match, list(kept)):
+        del kept[name]
+    return {**kept, "PATH": "/usr/bin:/bin", "PYTHONPATH": OURS, **variables}
 
 
 def hear_signals() -> None:

@@ -20,6 +20,7 @@ from paceline.sync.asp import ASP
 from paceline.sync.plugins import load_models, modules_of
 from paceline.testing import check
 from paceline.trace import read_run, replay
+from tests.support.warm import bare_environment
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "buffered.py"
@@ -60,7 +61,7 @@ def paceline_in(folder: Path, *arguments: str) -> str:
         cwd=folder,
         capture_output=True,
         text=True,
-        env={"PYTHONPATH": str(ROOT / "src"), "PATH": "/usr/bin:/bin", "HOME": str(folder)},
+        env=bare_environment(HOME=str(folder)),
     )
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
@@ -151,17 +152,15 @@ def test_an_installed_model_needs_no_import(tmp_path: Path) -> None:
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: buffered\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[paceline.sync]\nbuffered = buffered\n")
-    program = f"""
-import sys
-sys.path.insert(0, {str(tmp_path)!r})
+    (tmp_path / "counting.py").write_text("""
 from paceline.sim import Cluster, simulate
 print(simulate(Cluster(compute_s=[1.0, 2.0]), "buffered:batch=1", 5).updates)
-"""
+""")
     ended = subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, str(tmp_path / "counting.py")],
         capture_output=True,
         text=True,
-        env={"PYTHONPATH": str(ROOT / "src")},
+        env=bare_environment(),
     )
     assert int(ended.stdout) > 0, ended.stderr
 
