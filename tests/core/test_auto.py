@@ -257,6 +257,7 @@ def test_a_run_without_epochs_chooses_too() -> None:
     )
 
 
+@pytest.mark.usefixtures("one_core")
 def test_it_is_ranked_beside_the_models_once() -> None:
     rows = rank(JITTER, ["bsp", "auto"], data=DATA)
     assert sorted((row.sync, row.batch) for row in rows) == [
@@ -266,7 +267,7 @@ def test_it_is_ranked_beside_the_models_once() -> None:
     ]
 
 
-TRIED = {"changing 0", "equal 0", "slow links 0"}
+TRIED = {"changing 0", "slow links 0"}
 
 
 @pytest.mark.parametrize(

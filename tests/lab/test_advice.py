@@ -104,10 +104,11 @@ def test_a_model_of_the_user_is_advised_without_naming_its_module_again(
     assert command.endswith(" --import buffered scripts/train.py 4")
     monkeypatch.chdir(tmp_path)
     assert "buffered:batch=2" in paceline(*shlex.split(command)[1:])
-    check = "from pathlib import Path; from paceline.trace import read_run, replay; "
+    check = "from pathlib import Path\nfrom paceline.trace import read_run, replay\n"
     check += "print([replay(trace, trust=True) for trace in read_run(Path('run'))])"
+    Path("replaying.py").write_text(check)
     monkeypatch.setenv("PYTHONPATH", f"{scripts}:{Path(EXAMPLE).parents[1] / 'src'}")
-    assert run_program("-c", check).stdout == "[[], []]\n"
+    assert run_program("replaying.py").stdout == "[[], []]\n"
 
 
 LOADERS = {

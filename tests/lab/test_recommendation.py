@@ -173,11 +173,13 @@ def simulated(cluster: Cluster, data: Dataset | None = None, iterations: int = 3
     return found
 
 
+@pytest.mark.usefixtures("one_core")
 def test_on_equal_machines_bsp_is_recommended() -> None:
     assert simulated(EQUAL).text.startswith("Recommended: stay with bsp. Workers wait for ")
 
 
 @pytest.mark.parametrize("data", [None, Dataset(samples=12_800, batch_size=32)], ids=["no data", "data"])
+@pytest.mark.usefixtures("one_core")
 def test_with_one_slow_machine_balanced_batches_are_recommended(data: Dataset | None) -> None:
     found = simulated(SLOW_WORKER, data, iterations=100)
     assert found.text == (
@@ -187,6 +189,7 @@ def test_with_one_slow_machine_balanced_batches_are_recommended(data: Dataset | 
     assert 2.2 < found.times < 2.5  # at most 2.5: the speeds are 1, 1, 1 and 1/3, and bsp uses 1/3 of each
 
 
+@pytest.mark.usefixtures("one_core")
 def test_on_a_slow_link_the_figures_are_those_of_simulations_with_more_servers_and_larger_pushes() -> None:
     found = simulated(SLOW_LINK)
     # A push and a pull of 0.8 Gbit take 6.4 s if four workers share one link of 1 Gbit/s, and 1.6 s with four.
@@ -200,6 +203,7 @@ def test_on_a_slow_link_the_figures_are_those_of_simulations_with_more_servers_a
     )  # 4 x 7.4 s instead of 4 x 1 s + 6.4 s
 
 
+@pytest.mark.usefixtures("one_core")
 def test_the_number_of_servers_is_not_changed_if_recorded_times_do_not_tell_what_that_would_do() -> None:
     late = Cluster(compute_s=[1.0] * 2, latency_s=1.0)
     rows = rank(late, ["bsp"])
@@ -209,6 +213,7 @@ def test_the_number_of_servers_is_not_changed_if_recorded_times_do_not_tell_what
 
 
 @pytest.mark.parametrize("batch", ["equal", "balanced"])
+@pytest.mark.usefixtures("one_core")
 def test_balanced_batches_without_data_are_as_fast_as_with_data(batch: BatchSizing) -> None:
     data = Dataset(samples=64 * 4 * 100, batch_size=64)
     [without] = [row for row in rank(SLOW_WORKER, ["bsp"], balanced_bsp=True) if row.batch == batch]
@@ -217,6 +222,7 @@ def test_balanced_batches_without_data_are_as_fast_as_with_data(batch: BatchSizi
     assert (without.samples_per_s, without.epoch_s) == (0.0, None)
 
 
+@pytest.mark.usefixtures("one_core")
 def test_models_that_do_not_train_are_no_candidates() -> None:
     rows = rank(EQUAL, ["bsp", "asp"], iterations=5)
     broken: list[Figures] = [msgspec.structs.replace(row, unapplied="nothing was applied") for row in rows]
@@ -239,6 +245,7 @@ def test_a_command_is_printed_on_a_line_of_its_own() -> None:
     assert all(len(line) <= 40 for line in lines if "simulate" not in line)
 
 
+@pytest.mark.usefixtures("one_core")
 def test_the_tutorial_quotes_what_is_recommended_for_its_cluster() -> None:
     root = Path(__file__).parents[2]
     cluster = Cluster.from_toml(root / "examples" / "cluster.toml")

@@ -600,6 +600,7 @@ def by_command(
     options = ["--out", str(out), "--processes", str(processes)]
     return subprocess.run(
         [sys.executable, "-m", "paceline", "study", str(description), *options],
+        cwd=description.parent,
         capture_output=True,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,

@@ -214,6 +214,7 @@ def test_a_picture_is_saved_with_its_title(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", [2, 8, 40])
+@pytest.mark.usefixtures("one_core")
 def test_each_color_has_one_meaning_and_no_labels_overlap(workers: int) -> None:
     cluster = Cluster(compute_s=[Uniform(low=0.8, high=1.2)] * (workers - 1) + [3.0], latency_s=0.05)
     rows = rank(cluster, EVERY_MODEL, iterations=20)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 
 import pytest
 from rich.table import Table
 
 from paceline.lab.demo import EVERY_SETTING, SETTINGS
 from paceline.lab.ranking import EVERY_MODEL, rank
-from paceline.look.tables import TrialOutcome, comparison_table, ranking_table, runs_table
+from paceline.look.tables import Figures, TrialOutcome, comparison_table, ranking_table, runs_table
 from paceline.sim import Cluster, Dataset
 from paceline.start.terminal import plain_console
 
@@ -30,10 +31,16 @@ def words(text: str) -> set[str]:
     return set(re.findall(r"[a-z][\w=:-]*", text))
 
 
+@cache
+def ranked(data: Dataset | None) -> list[Figures]:
+    return rank(CLUSTER, [*EVERY_MODEL, "drop-stragglers:quorum=2"], iterations=5, data=data)
+
+
+@pytest.mark.usefixtures("one_core")
 @pytest.mark.parametrize("width", [40, 60, 80, 120])
 @pytest.mark.parametrize("data", [None, Dataset(samples=600, batch_size=8)], ids=["no data", "data"])
 def test_a_ranking_fits_the_screen_without_cut_words(data: Dataset | None, width: int) -> None:
-    rows = rank(CLUSTER, [*EVERY_MODEL, "drop-stragglers:quorum=2"], iterations=5, data=data)
+    rows = ranked(data)
     text = printed(ranking_table("a cluster", rows, "a caption of several words", width), width)
     whole = printed(ranking_table("a cluster", rows, "a caption of several words", 200), 200)
     assert words(text) - {"left", "out", "in", "columns:"} <= words(whole) | {"time", "pulls"}

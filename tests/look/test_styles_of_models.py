@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from matplotlib.colors import to_hex
+import pytest
 from matplotlib.lines import Line2D
 
 from paceline.lab.demo import EVERY_SETTING, SETTINGS
@@ -67,6 +68,7 @@ def _drawn(lines: list[Line2D]) -> dict[str, str]:
     return {str(line.get_label()).partition(":")[0]: to_hex(line.get_color()).upper() for line in lines}
 
 
+@pytest.mark.usefixtures("one_core")
 def test_all_pictures_use_them() -> None:
     expected = {name: model_styles()[name].color for name in ("bsp", "asp")}
     losses = loss_picture("t", "n", [LossCurve(name, [(0.0, 1.0)]) for name in expected])

@@ -230,7 +230,7 @@ def test_a_command_that_only_prints_into_a_closed_pipe_shows_no_traceback(
 
 def test_json_that_could_not_be_written_ends_with_1(folder: Path) -> None:
     """A program that reads it must learn that it is not whole."""
-    simulate = ("simulate", "elastic-bsp", "--iterations", "2", "--sync", "bsp", "--out", "out", "--json")
+    simulate = ("simulate", "elastic-bsp", "--iterations", "2", "--sync", "asp", "--out", "out", "--json")
     with (
         open("/dev/full", "w") as full,
         program(("-m", "paceline", *simulate), folder, stdout=full.fileno()) as process,

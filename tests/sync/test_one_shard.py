@@ -36,7 +36,7 @@ from paceline.testing.small_job import SmallJob
 from paceline.trace import replay
 from tests.support.marks import thorough
 
-SEEDS = [*range(20), *thorough(*range(20, 40))]
+SEEDS = [*range(10), *thorough(*range(10, 40))]
 EVERY_MODEL = [
     Rennala(batch=1),
     Rennala(batch=2),

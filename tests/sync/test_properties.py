@@ -76,6 +76,7 @@ from paceline.sync.events import (
 )
 from paceline.sync.notation import parse_shards
 from paceline.testing.promises import CheckedShard, Events, Oracle
+from tests.support.marks import thorough
 
 LARGE = bool(os.environ.get("PACELINE_CHECK_MODELS"))
 
@@ -630,12 +631,13 @@ class ShardProperties(RuleBasedStateMachine):
         assert not self.checked.faults
 
 
+@pytest.mark.parametrize("lives", [50] if LARGE else [10, *thorough(20)])
 @pytest.mark.parametrize(("sync", "oracle"), ORACLES, ids=[str(sync) for sync, _ in ORACLES])
-def test_every_legal_life_agrees_with_the_oracle(sync: SyncModel, oracle: Oracle) -> None:
+def test_every_legal_life_agrees_with_the_oracle(sync: SyncModel, oracle: Oracle, lives: int) -> None:
     run_state_machine_as_test(
         lambda: ShardProperties(sync, oracle),  # type: ignore[arg-type]  # anything that makes one will do
         settings=settings(
-            max_examples=50 if LARGE else 20,
+            max_examples=lives,
             stateful_step_count=40,
             suppress_health_check=[HealthCheck.too_slow],  # a busy machine is no failure
         ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -34,7 +34,7 @@ from paceline.sync.dssp import iterations_to_spend
 from paceline.sync.events import PushReceived, WorkerJoined
 from paceline.sync.ticks import TICKS_PER_S, in_ticks
 from paceline.trace import read, replay
-from tests.support.marks import chaos
+from tests.support.marks import chaos, thorough
 
 MODELS: dict[str, Callable[[Fraction], SyncModel]] = {
     "bsp": lambda unit: BSP(),
@@ -90,8 +90,11 @@ def decisions(result: SimResult, unit: Fraction) -> list[Any]:
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("unit", ["3/7", *chaos("milliseconds", "microseconds")])
-def test_the_same_run_in_another_unit_makes_the_same_decisions(model: str, unit: str) -> None:
-    for seed in range(12):
+@pytest.mark.parametrize("seeds", [range(4), *thorough(range(4, 12))], ids=str)
+def test_the_same_run_in_another_unit_makes_the_same_decisions(
+    model: str, unit: str, seeds: Sequence[int]
+) -> None:
+    for seed in seeds:
         one, other = (
             simulate(cluster_with_ties(seed, scale), MODELS[model](scale), 25, seed=seed, record=True)
             for scale in (Fraction(1), UNITS[unit])

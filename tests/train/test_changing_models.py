@@ -185,9 +185,10 @@ def test_random_jobs_with_changes_and_calls_come_to_their_end(first: int) -> Non
 
 @pytest.mark.parametrize("sync", ["bsp", "asp"])
 @pytest.mark.parametrize("latency_s", [0.001, 0.3])
-def test_a_worker_may_join_between_two_calls_of_the_others(sync: str, latency_s: float) -> None:
+@pytest.mark.parametrize("first", [1, *thorough(2)])
+def test_a_worker_may_join_between_two_calls_of_the_others(sync: str, latency_s: float, first: int) -> None:
     """It begins in the epoch that they have ended, and makes the calls alone that they have behind them."""
-    for quarters in range(1, 60):
+    for quarters in range(first, 60, 2):
         job = Job(sync, items=20, batch=5, epochs=4)
         job.calls = ["reduce", "evaluate alone", "barrier"]
         presence = {1: Presence(joins_at_s=quarters / 4)}

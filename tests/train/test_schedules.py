@@ -150,9 +150,8 @@ def host(request: pytest.FixtureRequest, run_on_threads: RunOnThreads) -> Host:
 @pytest.mark.parametrize(
     ("host", "loop"),
     [
-        *(("alone", range), ("alone", paceline.epochs), ("simulated", range)),
-        *(("simulated", paceline.epochs), ("live", paceline.epochs)),
-        *thorough(("live", range)),
+        *(("alone", range), ("alone", paceline.epochs), ("simulated", range), ("live", paceline.epochs)),
+        *thorough(("simulated", paceline.epochs), ("live", range)),
     ],
     indirect=["host"],
 )
