@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from matplotlib.colors import to_hex
 import pytest
+from matplotlib.colors import to_hex
 from matplotlib.lines import Line2D
 
 from paceline.lab.demo import EVERY_SETTING, SETTINGS
