@@ -8,20 +8,19 @@ from benchmarks import guard
 from benchmarks.guard.cost import Cost
 from benchmarks.guard.judging import Judged, judge
 from benchmarks.guard.scenarios import HEALTHY, PLANTED
+from tests.support.marks import thorough
 
 SEED = 7
 
-QUICK = (
-    "rate x 30, bsp",
+QUICK = [
     "rate x 30 at 60, loss unknown",
     "momentum 0.99, quadratic",
     "NaN in the data of worker 2 at 40",
     "wrong labels at worker 3",
     "warm restarts",
-    "loss of one batch x 100",
-    "harder data at half",
     "one NaN in 50",
-)
+    *thorough("rate x 30, bsp", "loss of one batch x 100", "harder data at half"),
+]
 
 
 def test_twenty_divergences_are_planted_and_twenty_runs_are_healthy() -> None:

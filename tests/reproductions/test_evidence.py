@@ -27,6 +27,7 @@ from reproductions.evidence.quadratics import CURVATURES, expected_losses, noise
 from reproductions.evidence.schedules import Gradient, Schedule, record, schedule_of
 from reproductions.evidence.study import make_cell, missing, read_cells, run
 from reproductions.grid_search import Point
+from tests.support.marks import thorough
 
 UNEQUAL = Cluster(compute_s=[1.0, 1.3, 1.9, 3.1])
 SHORT = msgspec.structs.replace(PLACES["steady 4x, 4 workers"], until_s=25.0)
@@ -191,20 +192,23 @@ def test_balanced_batches_change_nothing_at_equal_gradients() -> None:
 RESULTS = Path(__file__).parents[2] / "reproductions" / "results" / "evidence-quadratics.jsonl"
 
 
-def test_the_stored_results_are_complete_and_repeatable() -> None:
+@pytest.mark.parametrize(
+    ("place", "contender"),
+    [("steady 4x, 4 workers", "bsp"), *thorough(("jitter, 4 workers", "bsp balanced"))],
+)
+def test_the_stored_results_are_complete_and_repeatable(place: str, contender: str) -> None:
     cells = {(cell.place, cell.contender): cell for cell in read_cells(RESULTS)}
     assert cells.keys() == {(place, contender) for place in PLACES for contender in CONTENDERS}
-    for place, contender in (("steady 4x, 4 workers", "bsp"), ("jitter, 4 workers", "bsp balanced")):
-        again = make_cell(QUADRATICS, PLACES[place], CONTENDERS[contender])
-        for batches, found in cells[place, contender].found.items():
-            for measure, stored in found.items():
-                repeated = again.found[batches][measure]
-                assert (repeated.sync, repeated.momentum, repeated.rate) == (
-                    stored.sync,
-                    stored.momentum,
-                    stored.rate,
-                )
-                assert repeated.values == pytest.approx(stored.values, rel=1e-3)
+    again = make_cell(QUADRATICS, PLACES[place], CONTENDERS[contender])
+    for batches, found in cells[place, contender].found.items():
+        for measure, stored in found.items():
+            repeated = again.found[batches][measure]
+            assert (repeated.sync, repeated.momentum, repeated.rate) == (
+                stored.sync,
+                stored.momentum,
+                stored.rate,
+            )
+            assert repeated.values == pytest.approx(stored.values, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", STUDIES)

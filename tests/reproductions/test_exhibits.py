@@ -93,6 +93,7 @@ def test_training_runs_come_out_the_same_in_any_process() -> None:
     assert first.values[-1] < first.values[0]
 
 
+@pytest.mark.usefixtures("copied_pools")
 def test_each_label_gets_its_best_learning_rate() -> None:
     cluster = Cluster(compute_s=[1.0, 1.0])
     run = TrainingRun(label="bsp", cluster=cluster, sync="bsp", target=LOSS, iterations=8, every_s=4.0)

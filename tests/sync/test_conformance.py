@@ -51,6 +51,7 @@ from paceline.sync.events import (
 )
 from paceline.testing import PROMISES
 from paceline.testing.promises import CheckedShard
+from tests.support.marks import thorough
 
 
 def within_one(state: PullState) -> bool:
@@ -103,6 +104,19 @@ TABLE: list[SyncModel] = [
     Conditions(pull=behind, push=two_have_pushed, pushes="average"),
     Conditions(pull=lambda state: state.progress < state.v_train + 2),
 ]
+
+LIKE_OTHERS: list[SyncModel] = [
+    ASP(push_scale="1/n"),
+    SSP(),
+    SSP(staleness=math.inf),
+    DSSP(),
+    PSSP(staleness=0, execution="lazy", push_scale="1/n"),
+    SpecSync(base=SSP(staleness=1)),
+    Rennala(batch=1),
+    Ringmaster(threshold=1),
+    Conditions(pull=within_one),
+]
+"""Models of the table that differ from another one in a number, or combine what two others have."""
 
 HOSTS: dict[str, Callable[[SyncModel], ShardMachine | ShardSync]] = {
     "alone": lambda sync: sync.at_shard(),
@@ -173,7 +187,9 @@ def test_the_table_has_every_model() -> None:
     assert {type(sync) for sync in TABLE} == set(MODELS.values())
 
 
-@every_model
+@pytest.mark.parametrize(
+    "sync", [*(sync for sync in TABLE if sync not in LIKE_OTHERS), *thorough(*LIKE_OTHERS)], ids=str
+)
 @pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
 def test_keeps_its_promise(sync: SyncModel, promise: Callable[[SyncModel], None]) -> None:
     promise(sync)

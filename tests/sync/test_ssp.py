@@ -14,6 +14,7 @@ from paceline.sync.actions import AnswerPull, AnyAction, ApplyPush, DropPush
 from paceline.sync.events import PullRequested, PushReceived, WorkerFinished, WorkerJoined, WorkerLost
 from paceline.testing.promises import CheckedShard
 from paceline.trace import Header, Memory
+from tests.support.marks import thorough
 
 
 def joined(staleness: float, workers: int) -> CheckedShard:
@@ -76,10 +77,11 @@ def test_the_bound_on_staleness_is_attained(staleness: int, workers: int) -> Non
 
 
 @pytest.mark.parametrize("execution", ["soft", "lazy"])
-def test_no_push_is_staler_than_2s_plus_1_updates_of_each_other_worker(execution: str) -> None:
+@pytest.mark.parametrize("runs", [60, *thorough(200)])
+def test_no_push_is_staler_than_2s_plus_1_updates_of_each_other_worker(execution: str, runs: int) -> None:
     draw = random.Random(2)
     largest = 0.0
-    for _ in range(200):
+    for _ in range(runs):
         staleness, workers = draw.randint(0, 3), draw.randint(2, 4)
         run = Staleness(SSP(staleness=staleness, execution=execution), workers)
         for _ in range(60):

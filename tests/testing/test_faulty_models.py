@@ -28,6 +28,7 @@ from paceline.sync.events import (
 )
 from paceline.sync.plugins import load_models
 from paceline.testing import check
+from tests.support.marks import thorough
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -333,7 +334,9 @@ def test_a_worker_that_waits_when_a_run_is_cut_off_is_not_taken_for_one(sync: st
     assert result.measures.duration_s == until_s
 
 
-@pytest.mark.parametrize("model", ["median-bound:ahead=1", "merge-late:late=1,most=2", "buffered:batch=2"])
+@pytest.mark.parametrize(
+    "model", ["median-bound:ahead=1", "merge-late:late=1,most=2", *thorough("buffered:batch=2")]
+)
 def test_an_ordinary_model_is_checked_in_a_few_seconds(
     model: str, monkeypatch: pytest.MonkeyPatch, own_models: None
 ) -> None:

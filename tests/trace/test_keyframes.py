@@ -22,6 +22,7 @@ from paceline.sync.events import PullRequested, PushReceived, WorkerJoined
 from paceline.sync.model import Handover
 from paceline.trace import Entry, Header, Replay, Trace, replay
 from paceline.trace.keyframes import Keyframe, fill, keyframe_of
+from tests.support.marks import thorough
 
 MODELS = [
     "bsp",
@@ -43,8 +44,6 @@ MODELS = [
     "bsp@0,asp@4,elastic-bsp:lookahead=3@9,drop-stragglers:quorum=2@20,spec-sync@26",
     "bsp@0,ssp:staleness=2|dssp:lower=0,upper=3@5,naive-waiting:delay_s=0.1@15",
 ]
-
-PLACES = 12  # where each trace of the parametrized tests is cut
 
 
 def near(state: PullState) -> bool:
@@ -89,10 +88,11 @@ def translated(trace: Trace) -> Trace:
 
 
 @pytest.mark.parametrize("sync", MODELS)
-def test_every_model_goes_on_from_a_keyframe(sync: str) -> None:
+@pytest.mark.parametrize("places", [6, *thorough(24)])
+def test_every_model_goes_on_from_a_keyframe(sync: str, places: int) -> None:
     traces = traces_of(sync)
     for trace in [*traces, translated(traces[0])]:
-        for place in random.Random(0).sample(range(len(trace.entries) + 1), PLACES):
+        for place in random.Random(0).sample(range(len(trace.entries) + 1), places):
             rest, keyframe = continued(trace, place)
             assert keyframe.why == ""
             assert replay(rest) == []

@@ -6,6 +6,7 @@ import math
 import runpy
 import sys
 from collections.abc import Iterator
+from functools import cache
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -89,6 +90,13 @@ def simulated(
     return result, [variables[worker] for worker in range(cluster.workers)]
 
 
+@cache
+def two_workers_under_bsp(name: str) -> tuple[SimResult, list[Variables]]:
+    """Return the result, and each worker's variables, of a run that several tests look at."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        return simulated(name, EQUAL, "bsp", BATCH, monkeypatch)
+
+
 def mean_losses(parts: list[Variables]) -> list[float]:
     """Return the mean over all workers of each iteration's loss."""
     return [fmean(losses) for losses in zip(*(part["losses"] for part in parts), strict=True)]
@@ -107,7 +115,7 @@ def test_two_workers_under_bsp_equal_one_process_on_the_joint_batch(
 ) -> None:
     tolerance = TOLERANCES.get(name, 1e-7)
     whole, [expected] = simulated(name, ONE, "bsp", 2 * BATCH, monkeypatch)
-    joint, parts = simulated(name, EQUAL, "bsp", BATCH, monkeypatch)
+    joint, parts = two_workers_under_bsp(name)
     assert mean_losses(parts) == pytest.approx(expected["losses"], rel=tolerance)
     assert joint.state_dict is not None
     assert whole.state_dict is not None
@@ -116,8 +124,8 @@ def test_two_workers_under_bsp_equal_one_process_on_the_joint_batch(
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_every_script_has_a_loss_and_a_history(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    result, parts = simulated(name, EQUAL, "bsp", BATCH, monkeypatch)
+def test_every_script_has_a_loss_and_a_history(name: str) -> None:
+    result, parts = two_workers_under_bsp(name)
     loss = result.history["loss"]
     assert loss.kind == "mean"
     assert loss.guessed == (name not in LOGGED)

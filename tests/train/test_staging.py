@@ -29,6 +29,7 @@ from paceline.wire import stream
 from paceline.wire.stream import Stream
 from tests.support.delayed_queue import on_the_double
 from tests.support.garbage import spare_what_exists
+from tests.support.marks import thorough
 
 if TYPE_CHECKING:
     from tests.conftest import RunOnThreads
@@ -570,8 +571,9 @@ def assert_same(expected: dict[int, Any], results: dict[int, Any]) -> None:
 
 
 @pytest.mark.parametrize("wire", ["float32", "bf16"])
+@pytest.mark.parametrize("seeds", [range(2), *thorough(range(2, 5))], ids=str)
 def test_weights_go_to_the_device_in_pieces_while_later_ones_still_travel(
-    wire: str, run_on_threads: RunOnThreads, monkeypatch: pytest.MonkeyPatch
+    wire: str, seeds: Sequence[int], run_on_threads: RunOnThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stream, "FILLS", 1)  # between two calls, the worker looks at what has arrived
     expected = run_on_threads(train_wide, servers=2, transport="tcp", wire=wire).results
@@ -583,7 +585,7 @@ def test_weights_go_to_the_device_in_pieces_while_later_ones_still_travel(
         arrived(stager, name, start, stop)
 
     monkeypatch.setattr(Copying, "_weights_arrived", record)
-    for number in range(5):
+    for number in seeds:
         pieces.clear()
         assert_same(expected, train_on_the_double(run_on_threads, number, wire))
         whole = 2 * 2 * 4 * 2  # workers, servers, steps, vectors
