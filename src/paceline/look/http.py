@@ -310,7 +310,7 @@ class AccessPolicy(msgspec.Struct, frozen=True):
         return f"paceline-{self.port}"
 
     def answer(self, request: Request) -> HttpResponse | None:
-        """Return the answer to a request that is not let in; None if it is."""
+        """Return the answer to a request that is refused. With None, its whole connection counts as authenticated."""
         if request.method not in ("GET", "HEAD"):
             return HttpResponse.text(
                 HTTPStatus.METHOD_NOT_ALLOWED, "This page can only be read.", Allow="GET, HEAD"

@@ -21,7 +21,7 @@ class Codec:
     """One end of the way of some vectors. Here, they travel as they are.
 
     An object belongs to one end of one way, so a subclass may keep what it needs from one message to the next. Both
-    ends have vectors with the same names and sizes.
+    ends have vectors with the same names and sizes. A gradient is encoded in pieces, before all of it is computed.
 
     Args:
         vectors: the flat vectors, with their own values.

@@ -761,9 +761,10 @@ class VirtualSession(Session):
                 begin = bounds.bounds[segment.dtype][0]
                 values = self.gradients[segment.dtype][begin + segment.start : begin + segment.stop]
                 shape = self._training.model.layout.parameters[segment.parameter].shape
-                itemsize = encoded_bytes(segment.dtype, 1, codec)
-                rows = rows_bytes(values, segment.offset, math.prod(shape[1:]), itemsize)
-                saved += max(0, values.numel() * itemsize - rows)
+                row_size = math.prod(shape[1:])
+                rows = changed_rows(values, segment.offset, row_size)
+                sent = rows * INDEX_BYTES + encoded_bytes(segment.dtype, rows * row_size, codec)
+                saved += max(0, encoded_bytes(segment.dtype, values.numel(), codec) - sent)
         return 1 - saved / max(1, bounds.encoded_bytes(codec))
 
     def _leave_iteration(self) -> None:
@@ -840,21 +841,20 @@ def _is_of_guard(error: BaseException) -> bool:
     return isinstance(error, RunFailedError) and error.process == DIVERGED
 
 
-def rows_bytes(values: torch.Tensor, offset: int, row_size: int, itemsize: int) -> int:
-    """Return the size in bytes of the rows that are not zero, with an index of 8 bytes for each row.
+def changed_rows(values: torch.Tensor, offset: int, row_size: int) -> int:
+    """Return the number of rows that are not zero.
 
-    >>> values = torch.tensor([0.0, 0.0, 1.0, 2.0, 0.0, 3.0])  # two of three rows are sent
-    >>> rows_bytes(values, offset=0, row_size=2, itemsize=4)
-    32
+    >>> values = torch.tensor([0.0, 0.0, 1.0, 2.0, 0.0, 3.0])
+    >>> changed_rows(values, offset=0, row_size=2)
+    2
 
     Args:
         values: consecutive elements of a flattened gradient. An incomplete row is counted as a whole one.
         offset: index of the first element within the gradient.
         row_size: number of elements per row.
-        itemsize: size of an element on its way, in bytes.
     """
     rows: int = torch.unique_consecutive((values.nonzero().flatten() + offset) // row_size).numel()
-    return rows * (INDEX_BYTES + row_size * itemsize)
+    return rows
 
 
 def computed_by() -> str:
