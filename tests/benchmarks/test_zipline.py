@@ -134,7 +134,11 @@ def test_the_exact_methods_agree_on_every_wait(cells: list[Cell]) -> None:
     assert {cell.method for cell in measured if cell.shape == NAIVE_SHAPE} == {*METHODS, *EXACT}
 
 
-def test_the_waits_are_the_same_in_every_run_and_other_rounds_have_other_inputs(cells: list[Cell]) -> None:
+def test_the_waits_are_the_same_in_every_run_and_other_rounds_have_other_inputs(
+    cells: list[Cell], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_cells = [heat for heat in zipline._heats(small=True) if heat.name == "paper"]
+    monkeypatch.setattr(zipline, "_heats", lambda small: of_cells)
     again, more = (measure_cells(tell, rounds, small=True)[0] for rounds in (1, 2))
     assert [cell.wait_ms for cell in again] == [cell.wait_ms for cell in cells]
     assert [cell.inputs for cell in more] == [2 * cell.inputs for cell in cells]

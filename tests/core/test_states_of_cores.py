@@ -38,6 +38,7 @@ from paceline.sync.elastic_bsp import Planner
 from paceline.sync.events import PullRequested, PushReceived, WorkerJoined
 from paceline.sync.model import Counts, ShardMachine
 from tests.support.choosers import Random
+from tests.support.marks import thorough
 from tests.support.network import Network
 from tests.support.recorded_lives import Core, Life, recorded
 from tests.support.wrong_declarations import declare_as_history
@@ -59,13 +60,13 @@ def fleeting(servers: int) -> Cluster:
 FLEETING = fleeting(2)
 STEADY = Cluster(compute_s=[0.9, 1.0, 1.6], servers=2, latency_s=0.001)
 
-CUTS = 3
-"""Number of moments that are drawn in each life."""
+CUTS = [1, *thorough(6)]
+"""Numbers of moments that are drawn in each life."""
 
 MOST_LIVES = 12
 """Number of lives in each scenario. Under `auto`, most of them are those of simulations within the simulation."""
 
-LONGEST = 50
+LONGEST = 30
 """Number of calls after a moment that are repeated."""
 
 
@@ -178,7 +179,7 @@ def lives(scenario: str) -> list[Life]:
     return [life for life in found if life.calls][:MOST_LIVES]
 
 
-def moments(life: Life, draw: random.Random, count: int = CUTS) -> Iterator[tuple[Core, int]]:
+def moments(life: Life, draw: random.Random, count: int) -> Iterator[tuple[Core, int]]:
     """Yield the core in some moments of its life, with the number of calls until then.
 
     These are drawn, and those after the first call of each kind, so that short phases are not missed.
@@ -283,7 +284,7 @@ def another(value: Any, draw: random.Random) -> Any:
     return type(value)()
 
 
-def require_that_history_decides_nothing(scenario: str, count: int = CUTS) -> None:
+def require_that_history_decides_nothing(scenario: str, count: int) -> None:
     draw = random.Random(scenario)
     for life in lives(scenario):
         for core, number in moments(life, draw, count):
@@ -294,8 +295,9 @@ def require_that_history_decides_nothing(scenario: str, count: int = CUTS) -> No
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_history_changes_no_request(scenario: str) -> None:
-    require_that_history_decides_nothing(scenario)
+@pytest.mark.parametrize("count", CUTS)
+def test_history_changes_no_request(scenario: str, count: int) -> None:
+    require_that_history_decides_nothing(scenario, count)
 
 
 @pytest.mark.parametrize(
@@ -326,17 +328,18 @@ def test_a_field_that_decides_and_is_declared_as_history_is_found(
 ) -> None:
     declare_as_history(kind, name, monkeypatch)
     with pytest.raises(Exception):  # noqa: B017, PT011  # a core without it may answer differently, or not at all
-        require_that_history_decides_nothing(scenario)
+        require_that_history_decides_nothing(scenario, 1)
 
 
 # -- snapshots ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_a_restored_core_goes_on_as_the_original_does(scenario: str) -> None:
+@pytest.mark.parametrize("count", CUTS)
+def test_a_restored_core_goes_on_as_the_original_does(scenario: str, count: int) -> None:
     draw = random.Random(scenario)
     for life in lives(scenario):
-        for core, number in moments(life, draw):
+        for core, number in moments(life, draw, count):
             taken, printed = snapshot(core), repr(snapshot(core))
             other = life.make()
             restore(other, taken)

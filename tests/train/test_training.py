@@ -604,8 +604,14 @@ GRADIENT_EDITS: dict[str, Callable[[nn.Module], None]] = {
 }
 
 
-@pytest.mark.parametrize("transport", ["unix", "tcp"])
-@pytest.mark.parametrize("what", GRADIENT_EDITS)
+@pytest.mark.parametrize(
+    ("what", "transport"),
+    [
+        *((what, "tcp") for what in GRADIENT_EDITS),
+        ("clipped", "unix"),
+        *thorough(*((what, "unix") for what in GRADIENT_EDITS if what != "clipped")),
+    ],
+)
 def test_gradients_that_are_changed_after_they_were_sent_count_as_they_are_at_the_step(
     run_on_threads: RunOnThreads, remote: list[int], what: str, transport: str
 ) -> None:
@@ -1118,7 +1124,7 @@ def test_a_buffer_that_changes_its_shape_is_an_error_of_the_script(run_on_thread
 # -- the four sync models -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", *thorough("tcp")])
 @pytest.mark.parametrize("sync", MODELS, ids=str)
 def test_a_live_trace_gives_identical_actions_when_replayed(
     run_on_threads: RunOnThreads, sync: SyncModel, transport: str
