@@ -17,9 +17,9 @@ So there are three operations:
 - an `Outlook` returns a value that is equal for cores that do the same from now on. The exhaustive search uses it.
 
 The decorator `stateful` declares which fields are history or fixed. So a new attribute decides until somebody says
-that it does not, which is never wrong. A class without this decorator, such as a sync model of a user, has functions
-that are fixed: they may refer to the object, and the new object has its own. `makes` names the method with which an
-object makes a part that its constructor does not make.
+that it does not, which is never wrong. In a class without this decorator, such as a sync model of a user, functions
+are fixed: they may refer to the object, and the new object has its own. `makes` names the method with which an object
+makes a part that its constructor does not make.
 
 Nothing here is called while a run goes on: declarations are tables that are read only by these operations.
 """

@@ -1,4 +1,4 @@
-"""How users read numbers, lists of workers, sentences in a terminal, and the names and colors of runs."""
+"""How numbers, lists of workers, sentences in a terminal, and the names and colors of runs are shown to users."""
 
 from __future__ import annotations
 

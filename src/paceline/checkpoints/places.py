@@ -29,9 +29,8 @@ MODEL = "model.safetensors"
 PLACES = "places.json"  # exists while the checkpoint is being written
 
 LENGTH = struct.Struct("<Q")  # length of the header at the beginning of a file in safetensors format
-ZIP_HEADER = struct.Struct(
-    "<26xHH"
-)  # header of a file in a ZIP archive: lengths of its name and of further fields
+# header of a file in a ZIP archive: lengths of its name and of further fields
+ZIP_HEADER = struct.Struct("<26xHH")
 
 Settings = Sequence[Mapping[str, Any]]
 """The hyper-parameters in each group of an optimizer."""

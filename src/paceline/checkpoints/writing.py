@@ -94,10 +94,10 @@ class Draft:
         further_bytes: int = 0,
         origin: str = "",
     ) -> Draft:
-        """Create the directory and lay out its files, after everything that an earlier attempt has left is removed.
+        """Remove what earlier attempts have left, create the directory of the draft, and lay out its files.
 
         Args:
-            directory: directory of all checkpoints of the lineage, the name of which is its identity. It is created
+            directory: directory of all checkpoints of the lineage, whose name is its identity. It is created
                 if necessary.
             number: number of the checkpoint.
             model: the model.

@@ -133,7 +133,7 @@ class Auto:
         self._computed: dict[int, deque[tuple[int, float]]] = {}
         self._order: DataOrder | None = None
         self._epoch = 0
-        self._made = (0, 0)  # numbers of pushes and of batches so far
+        self._counts = (0, 0)  # numbers of pushes and of batches so far
         self._latest: _Point | None = None
         self._since: _Point | None = None  # the first point in this epoch
         self._begun_at = 0  # applied until this epoch
@@ -181,7 +181,7 @@ class Auto:
             self._cycles.setdefault(worker, deque(maxlen=WINDOW)).extend(cycles)
         self._cycles = {worker: cycles for worker, cycles in self._cycles.items() if worker in live}
         self._clips = self._clips or message.clips
-        self._made = message.pushes, message.batches
+        self._counts = message.pushes, message.batches
         applied = message.samples if self.has_epochs else message.pushes
         self._latest = _Point(applied, message.now_s)
         self._since = self._since or self._latest
@@ -243,7 +243,7 @@ class Auto:
         return same and abs(speed - self._simulated_speed) <= STEADY * self._simulated_speed
 
     def _situation(self, workers: int) -> Situation:
-        pushes, batches = self._made
+        pushes, batches = self._counts
         order = self._order
         sizes = [samples for cycles in self._cycles.values() for samples, _ in cycles if samples > 0]
         usual = max(1, round(fmean(sizes))) if sizes else 1

@@ -162,9 +162,8 @@ def in_steps(
             rest += size - rounded[part]
     if rest == 0:
         return rounded
-    takers = sorted(
-        (part for part, step in enumerate(steps) if step == 1), key=lambda part: -sizes[part]
-    )  # in an order that does not depend on that of the workers
+    # in an order that does not depend on that of the workers
+    takers = sorted((part for part, step in enumerate(steps) if step == 1), key=lambda part: -sizes[part])
     share = sum(sizes[part] for part in takers) + rest
     if takers and least * len(takers) <= share <= largest * len(takers):
         alike = [BatchTime(0.0, 1.0 / sizes[part]) for part in takers]

@@ -341,7 +341,7 @@ class Coordinator:
 
     @property
     def awaits_initial_weights(self) -> bool:
-        """True if the initializer sends the initial weights: the run does not begin with all of them."""
+        """True if the initializer sends initial weights: there is no cut to begin with, or it lacks parameters."""
         return self.resumed is None or self._lacking
 
     @property
@@ -376,7 +376,7 @@ class Coordinator:
         Raises:
             ConfigurationError: there are not enough free indices.
         """
-        # Of a worker that has left, the loss may not be settled, or the connection not have ended.
+        # The index of a worker that has left is not free before its loss is settled and its connection has ended.
         invited = self.members.invite(count, wanted, {*self.losses.open, *self._connected})
         for worker in invited:
             self.board.pop(worker, None)
@@ -584,7 +584,7 @@ class Coordinator:
                 self.faults.append(reason)
                 return [Warn(reason), *self._leave(worker, WorkerLost, now_ticks)]
             case Failed() if message.consequence:
-                # It says more than the exit code, which may have been reported before.
+                # Its reason says more than the exit code, which may have been reported before.
                 self.endings[worker, self.members.incarnation(worker)] = message.reason
                 self.cut_off.append(worker)
                 return self._leave(worker, WorkerLost, now_ticks)
@@ -695,8 +695,7 @@ class Coordinator:
     def _samples_of(self, worker: int, workers: int) -> Samples:
         """Return what the number of samples in an update follows from, when the run begins.
 
-        A worker has drawn its first batch from the loader that it trains on, and no other worker has begun another
-        one since.
+        The worker has drawn its first batch from the loader that it has begun last, so this is the one it trains on.
         """
         order, samples = self.data.newest_order(worker), self._registered[worker].samples
         if order is None:
@@ -795,7 +794,7 @@ class Coordinator:
     # -- cuts ---------------------------------------------------------------------------------------------
 
     def _begin_cut(self) -> list[Request]:
-        """Begin a cut, unless it has to wait, or give up one that has begun too early."""
+        """Begin a cut. While cuts have to wait, give up the cut that is in progress."""
         if self.model is None or self.losses.open or not self._model_is_whole:
             self.reconfigurations.give_up_cut()
             requests: list[Request] = []

@@ -455,9 +455,10 @@ def first_difference(model: ModelSpec, other: ModelSpec) -> str:
     for expected, found in zip(parameters, others, strict=False):
         if expected != found:
             return f"{found} instead of {expected}"
-    difference = _of_count("parameter", parameters, others)
-    if difference := difference or _of_count("optimizer", model.optimizers, other.optimizers):
-        return difference
+    counts = ("parameter", parameters, others), ("optimizer", model.optimizers, other.optimizers)
+    for counted in counts:
+        if difference := _difference_of_counts(*counted):
+            return difference
     for expected_optimizer, found_optimizer in zip(model.optimizers, other.optimizers, strict=True):
         if difference := _difference_of_optimizers(expected_optimizer, found_optimizer):
             return difference
@@ -468,12 +469,12 @@ def first_difference(model: ModelSpec, other: ModelSpec) -> str:
         for expected_tensor, found_tensor in zip(expected_tensors, found_tensors, strict=False):
             if str(expected_tensor) != str(found_tensor):
                 return f"{kind} {found_tensor} instead of {expected_tensor}"
-        if difference := _of_count(kind, expected_tensors, found_tensors):
+        if difference := _difference_of_counts(kind, expected_tensors, found_tensors):
             return difference
     return ""
 
 
-def _of_count(kind: str, expected: Sequence[object], found: Sequence[object]) -> str:
+def _difference_of_counts(kind: str, expected: Sequence[object], found: Sequence[object]) -> str:
     return "" if len(expected) == len(found) else f"{len(found)} {kind}s instead of {len(expected)}"
 
 
@@ -517,7 +518,7 @@ def _difference_of_optimizers(expected: OptimizerSpec, found: OptimizerSpec) -> 
         return f"optimizer {found.name} instead of {expected.name}"
     same = expected.group_of == found.group_of
     assigned = "" if same else "the parameters are assigned to groups differently"
-    return _of_count("parameter group", expected.groups, found.groups) or assigned
+    return _difference_of_counts("parameter group", expected.groups, found.groups) or assigned
 
 
 # -- The format in which float32 gradients and weights travel between processes: the option `--wire` ---------

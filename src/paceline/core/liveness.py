@@ -208,7 +208,7 @@ class Liveness:
         return verdicts
 
     def _stopped_too_long(self, now_ticks: int) -> list[tuple[int, int, int]]:
-        """Return (machine, worker, time since which it is stopped) of each worker that must be taken out.
+        """Return (machine, worker, time at which it was stopped) of each worker that must be taken out.
 
         If no worker could continue, none is returned, because taking a worker out would not help any other.
         """
@@ -492,7 +492,7 @@ FORGET_S = 10  # time after which a connection without a new total is no longer 
 
 
 class Direction(NamedTuple):
-    """One direction between two machines, which are named."""
+    """One direction of the link between two machines, which are given by their names."""
 
     sender: str
     receiver: str

@@ -96,9 +96,8 @@ class Reconfigurations:
         self.wants_cut = False
         self.giving: StateCollection | None = None
         self.joining: list[int] = []
-        self._postponed: list[
-            tuple[int, SyncRequested]
-        ] = []  # requests for changes that wait, with the workers
+        # (worker, message) of each request for a change that waits
+        self._postponed: list[tuple[int, SyncRequested]] = []
         self._placement = placement
         self._sync = sync
 

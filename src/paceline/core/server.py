@@ -116,13 +116,13 @@ class Server:
         self._translated = translated
         self._models: tuple[SyncModel, ...] = ()
         self._usual_samples: int | None = None
-        self._next = 0  # number of the last extension that was announced, in force or not
+        self._next = 0  # number of the last extension that was announced, which may not be in force yet
         self._to_begin: set[int] = set()  # shards that wait for initial weights
         # connected worker -> number of the extension for which it has memory
         self._connected: dict[int, int] = {}
         self._observes = False  # True if the coordinator needs to know how fast the workers are
         self._readers: set[int] = set()  # connected workers that can read the weights directly from memory
-        self._states: dict[int, ShardState] = {}  # how far the shards have come with which the server begins
+        self._states: dict[int, ShardState] = {}  # how far each shard had come when the run begins
         self.shards: dict[int, Shard] = {}  # made from what is set above
         self._paces: PaceMeter | None = None  # at the server of shard 0, if `_observes`
         self._fetches: list[FetchSnapshot] = []  # the coordinator's requests that are not answered yet

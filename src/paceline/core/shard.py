@@ -191,9 +191,8 @@ class Shard:
         # the coordinator's questions: pushes in a mean of other shards, and perhaps in a mean of this shard
         self._asked: list[tuple[Key, ...]] = []
         self._cut: CutAgreed | None = None  # the cut that is yet to be made here
-        self._orphans: set[Key] = (
-            set()
-        )  # pushes that were held when their workers left, for which a cut waits
+        # pushes that were held when their workers left, for which a cut waits
+        self._orphans = set[Key]()
         self._to_mark: dict[int, int] = {}  # worker -> number of a cut of which its next answer tells it
 
     @property
@@ -286,7 +285,7 @@ class Shard:
                 raise InternalError(f"a shard cannot carry out {action}", (event,))
         if self._cut is not None:
             self._cut_if_due(requests)
-        standings = outcome.standings if outcome.standings and any(outcome.standings) else []
+        standings = outcome.standings if any(outcome.standings) else []
         self._record(Entry(event, actions, None, self._versions.version, outcome.staleness, gap, standings))
         if self.clipped.measured:
             if type(event) is WorkerLost or type(event) is WorkerFinished:

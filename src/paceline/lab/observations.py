@@ -82,8 +82,7 @@ def read_observations(path: Path) -> list[ScriptObservation]:
     return [msgspec.json.decode(line, type=ScriptObservation) for line in path.read_bytes().splitlines()]
 
 
-# -- What the source of a script shows without a run: files that every worker would write, and schedulers
-# that are stepped with a number which each worker computes by itself
+# -- What the source of a script shows: files that every worker writes, and schedulers with numbers of one worker
 
 WRITERS = frozenset(
     {

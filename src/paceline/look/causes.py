@@ -143,7 +143,7 @@ def _sentence(text: str) -> str:
     return line if line.endswith((".", "!", "?")) else f"{line}."
 
 
-# -- What is known about a run when the causes of its lost time are looked for (see `causes`) ----------------
+# -- What is known about a run when the causes of its lost time are looked for -------------------------------
 #
 # The terminal and the report of a run that has ended look for the causes in the same evidence: the summary of
 # the run.
@@ -519,8 +519,7 @@ def _excess(evidence: Evidence, kind: str, guilty: Collection[int]) -> tuple[flo
     """Compare some workers with the others in the time that they spend on one kind of activity in each iteration.
 
     Returns:
-        By how many seconds they take longer, how many times as long they take, and how long they take. The first two
-        are those of the worker in the middle.
+        By how many seconds they take longer, how many times as long they take, and how long they take, in the median.
     """
     per = evidence.per_iteration_s(kind)
     own = [seconds for worker, seconds in per.items() if worker in guilty]
@@ -549,7 +548,7 @@ def _idle(evidence: Evidence) -> Cause | None:
     part = percent(longest_s / max(evidence.duration_s, 1e-9))
 
     def usual(amounts: Mapping[int, float]) -> tuple[float, float]:
-        """Return the amount of the working worker in the middle, and that of the idle one."""
+        """Return the median of an amount over the working workers, and over the idle workers."""
         return median(amounts.get(each, 0.0) for each in working), median(
             amounts.get(each, 0.0) for each in who
         )
@@ -670,7 +669,7 @@ KINDS_OF_CAUSES = {
 
 
 def _of_kind(evidence: Evidence, name: str) -> Cause | None:
-    """Return how much time a kind of activity took that is not computing."""
+    """Return the cause for a kind of time other than computing; None if it took too little time."""
     kind, least = KINDS_OF_CAUSES[name]
     lost_s = evidence.total_s(kind)
     if not evidence.matters(lost_s, least) or name == ("exchanges" if evidence.links else "links"):

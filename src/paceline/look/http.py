@@ -114,9 +114,8 @@ class HttpServer:
         self._sock = sock
         self._policy = policy
         self._reply = reply
-        self._unauthenticated: dict[
-            asyncio.Task[None], float
-        ] = {}  # with the time of their arrival, oldest first
+        # connection -> the time of its arrival, oldest first
+        self._unauthenticated: dict[asyncio.Task[None], float] = {}
         self._authenticated: set[asyncio.Task[None]] = set()
         self._rests_until_s = 0.0
 
@@ -143,7 +142,7 @@ class HttpServer:
             self._sock.close()
 
     async def _make_room(self) -> None:
-        """Wait until another connection may be accepted, and make room if there is none."""
+        """Wait until another connection may be accepted. Close the oldest unauthenticated one if it is in the way."""
         loop = asyncio.get_running_loop()
         if (rest_s := self._rests_until_s - loop.time()) > 0:
             await asyncio.sleep(rest_s)

@@ -133,9 +133,8 @@ class Checkpoints:
         self._buffers: list[bytearray] = []  # the buffers that were copied last
         self._incoming = bytearray()  # the state of a worker that is being received
         self._completion: queue.SimpleQueue[Completion] = queue.SimpleQueue()
-        self._waits_since_s: float | None = (
-            None  # since when the checkpoint lacks nothing but states of workers
-        )
+        # since when the checkpoint lacks nothing but states of workers
+        self._waits_since_s: float | None = None
         # number of a cut -> worker -> label of its last push -> its state
         self._states: dict[int, dict[int, dict[int, bytearray]]] = {}
         self._piece = bytearray()  # the piece of a copy that is being received

@@ -106,19 +106,15 @@ class _HubHost(Protocol[P_contra]):
 
     def greeted(self, peer: P_contra, hello: Hello) -> None:
         """Accept a peer that has sent the token, and set its `role` and `index`."""
-        ...
 
     def received(self, peer: P_contra, message: Message) -> None:
         """Handle a complete message."""
-        ...
 
     def payload_targets(self, peer: P_contra, message: Message, size_bytes: int) -> Sequence[memoryview]:
         """Return the memory into which a message's payload is received. Called only for accepted peers."""
-        ...
 
     def gone(self, peer: P_contra, reason: str) -> None:
         """Handle the end of a connection that had been accepted or adopted."""
-        ...
 
 
 class Hub(Generic[P]):

@@ -215,9 +215,8 @@ class Listener:
 hub_log = logging.getLogger("paceline.hub")
 
 LEAST, MOST = 4, 256
-ACCEPTED_AT_ONCE = (
-    8  # maximum number of connections that are accepted before the present ones are served again
-)
+# Maximum number of connections that are accepted before the present ones are served again.
+ACCEPTED_AT_ONCE = 8
 SHARE_OF_DESCRIPTORS = 8  # pending connections may use one eighth of the descriptors of this process
 GREETING_TIMEOUT_S = 10.0
 # A pending connection that has been silent for this time may be dropped: peers send their greeting immediately.

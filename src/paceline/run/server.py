@@ -166,9 +166,8 @@ class ServerHost(Host):
         self._memory: ServerMemory | None = None  # None until training begins
         self._frozen: FrozenValues[ServerCaller] = FrozenValues()  # empty unless this server holds shard 0
         self._copies = ShardCopies()
-        self._lacking = (
-            False  # True if the checkpoint with which the run begins lacks parameters of the model
-        )
+        # True if the checkpoint with which the run begins lacks parameters of the model
+        self._lacking = False
         self._timers: Timers[Timer] = Timers()
         self._running = True
         self._told_to_end = False  # True once `Shutdown` has arrived

@@ -66,8 +66,7 @@ log = logging.getLogger("paceline.worker")
 
 # Minimum time between two checks for messages from the coordinator: very short iterations skip most of them.
 HEARING_INTERVAL_S = 200e-6
-# Minimum time in a call of all workers before the worker pushes without a gradient, or gives what its script
-# holds.
+# Minimum time in a call of all workers before the worker pushes without a gradient, or gives its script's state.
 COMBINING_S = 0.5
 # Maximum time between two looks at what the coordinator has sent, while the script is not training.
 LOOKING_S = 0.1
@@ -84,7 +83,7 @@ class WorkerSession(Session):
     """The session of a worker in a live run. See `paceline.train.session.Session`.
 
     Attributes:
-        links, memory, servers, iterations, status: see above. `memory` is None before `begin`.
+        links, memory, servers, iterations, status: see the top of this file. `memory` is None before `begin`.
     """
 
     servers: Fetches
@@ -488,7 +487,7 @@ class WorkerSession(Session):
             self._stand_in_s = now_s + self._idle_interval_s
 
     def _give_state(self, *, ended: bool = False) -> None:
-        """Give what the script holds, which waits or has ended, if this is wanted."""
+        """Give the state of the script, which waits or has ended, if a cut wants it."""
         if self.core.owes_state and self.callbacks.state is not None:
             self.servers.keep_worker_state(self.callbacks.state(ended))
 
@@ -520,7 +519,7 @@ class WorkerSession(Session):
         due_s = began_s + max(interval_s, COMBINING_S)
         while not ended():
             links.leave_if_asked()
-            # After a short wait, the script soon asks for its next batch, and what it holds then is better.
+            # After a short wait, the script soon asks for its next batch, and its state at that point is better.
             if job.now_s() - began_s >= COMBINING_S:
                 self._give_state()
             wait_s = min(max(due_s - job.now_s(), LEAST_IDLE_S), WAITING_S)

@@ -404,9 +404,8 @@ class _Goodbyes(Host):
 
 # -- Finds out in the first iterations of a worker whether its link to the servers is too slow for the model
 
-SKIPPED_ITERATIONS = (
-    5  # number of iterations that are not measured, because connections are slow in the beginning
-)
+# Number of iterations that are not measured, because connections are slow in the beginning.
+SKIPPED_ITERATIONS = 5
 WATCHED_ITERATIONS = 15  # number of iterations after which the measurement ends
 LEAST_BYTES = 65_536  # the time for less data depends on the latency of the link, not on its rate
 FACTOR = 2.0  # sending may take this many times as long as computing before the worker reports it

@@ -57,11 +57,9 @@ class SliceOptimizer(Protocol):
             groups: the hyper-parameters of each group.
             fraction: the fraction of a step to take (see `paceline.sync.translation`).
         """
-        ...
 
     def state(self) -> Vectors:
         """Return the optimizer's state: "<segment>/<key>" -> tensor."""
-        ...
 
     def load_state(self, state: Vectors) -> None:
         """Restore the optimizer's state from a result of `state()`.
@@ -69,15 +67,12 @@ class SliceOptimizer(Protocol):
         Raises:
             ProtocolError: the state does not match the segments of this slice.
         """
-        ...
 
     def groups(self) -> tuple[HyperParameters, ...]:
         """Return the hyper-parameters of each group as the last step has set them."""
-        ...
 
     def counters(self) -> tuple[HyperParameters, ...]:
         """Return what the optimizer itself has changed in each group. A class of torch changes nothing there."""
-        ...
 
     def load_counters(self, counters: Sequence[HyperParameters]) -> None:
         """Continue to count where an optimizer of the same class has stopped.
@@ -85,7 +80,6 @@ class SliceOptimizer(Protocol):
         Args:
             counters: the `counters()` of an optimizer whose groups are the first groups of this one.
         """
-        ...
 
 
 def optimizer_of_slice(spec: OptimizerSpec, bounds: ShardSlice, weights: Vectors) -> SliceOptimizer:

@@ -117,7 +117,7 @@ def sampled_norm(vectors: Iterable[torch.Tensor]) -> float:
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:
-    """Return a hash of a sample of tensors: `DIGESTED` elements of each; "" if all of these elements are zero.
+    """Return a hash of at most `DIGESTED` elements of each tensor; "" if all of these elements are zero.
 
     `digest_of` hashes all bytes.
 

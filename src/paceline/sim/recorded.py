@@ -159,7 +159,7 @@ class _LatencyEstimate:
             message = latencies.seconds, len(latencies.seconds) - 1, arrived_s, len(transfers)
             self._messages.append(message)
 
-    def explain(self) -> None:
+    def subtract_transfers(self) -> None:
         """Replace each latency by the time from the end of the message's simulated transfers to its arrival."""
         ends_s = iter(ends_of(self._transfers, self._bandwidth_bps))
         for seconds, index, arrived_s, count in self._messages:
@@ -269,7 +269,7 @@ def _arguments(
             computed.append(compute_times(observed or atypical, batch_size))
     if not computed:
         raise ConfigurationError("no worker finished an iteration, so the speed of the workers is unknown.")
-    estimate.explain()
+    estimate.subtract_transfers()
     return {
         "compute_s": [times for times, _ in computed],
         "fixed_share": [share for _, share in computed],

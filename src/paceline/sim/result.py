@@ -381,7 +381,7 @@ class Recorders:
         emulated: description of how the machines were emulated, if they were recorded in a run that emulated them.
         keep: True to keep all traces and records in memory.
         run_dir: directory for the traces and records; None to write no files.
-        ticks_per_s: number of ticks per second (see `paceline.sync.events`).
+        ticks_per_s: number of ticks per second (see `paceline.sync.ticks`).
 
     Attributes:
         ticks_per_s: number of ticks per second.

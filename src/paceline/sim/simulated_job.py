@@ -207,8 +207,10 @@ class VirtualJob:
             (uplink, NetworkInterface(self.kernel, uplink.bandwidth_bps)) for uplink in cluster.uplinks
         ]
         apply_s = times_of(cluster.apply_s)
-        self._desks = [_Desk(apply_s.sampler(seed, server, APPLYING)) for server in range(cluster.servers)]
-        # What handles a message that has arrived at a server.
+        self._server_queues = [
+            _ServerQueue(apply_s.sampler(seed, server, APPLYING)) for server in range(cluster.servers)
+        ]
+        # Called with each message that arrives at a server.
         self._at_server = self._served if apply_s == Constant(seconds=0.0) else self._queued
         self.workers = []
         for worker in range(cluster.workers):
@@ -256,7 +258,7 @@ class VirtualJob:
         self.shard_bytes = shard_bytes
         for worker in range(len(self.workers)):
             if worker not in self._first:
-                self._expect(self.kernel.in_ticks(self._cluster.presence[worker].joins_at_s), worker)
+                self._schedule_join(self.kernel.in_ticks(self._cluster.presence[worker].joins_at_s), worker)
         self._begin(models)
         for at_s in self._cut_at_s:
             self.kernel.at(self.kernel.in_ticks(at_s), self._cut)
@@ -512,7 +514,7 @@ class VirtualJob:
         self._from_worker(worker, state.core.finish(spent=spent))
 
     def _enter(self, worker: int, activity: Activity) -> None:
-        """Let a worker begin an activity. Between two activities, it requests data, or is about to begin the next."""
+        """Record that a worker begins an activity, which lasts until its next one begins."""
         self.workers[worker].stopwatch.enter(activity, self.kernel.now_ticks)
 
     def _report_time(self, worker: int, now_ticks: int) -> None:
@@ -541,7 +543,7 @@ class VirtualJob:
         """Cut the job. If it has no model yet or loses a worker meanwhile, the cut is made later."""
         self._coordinator_host.carry_out(self.coordinator.cut())
 
-    def _expect(self, due_ticks: int, worker: int) -> None:
+    def _schedule_join(self, due_ticks: int, worker: int) -> None:
         self._to_come += 1
         self.kernel.at(due_ticks, self._join, worker)
 
@@ -610,7 +612,7 @@ class VirtualJob:
         self._remove(worker)
         back_after_s = self._cluster.presence[worker].back_after_s
         if back_after_s is not None:
-            self._expect(self.kernel.now_ticks + self.kernel.in_ticks(back_after_s), worker)
+            self._schedule_join(self.kernel.now_ticks + self.kernel.in_ticks(back_after_s), worker)
 
     def lose_server(self, server: int) -> None:
         """Lose a server.
@@ -694,9 +696,9 @@ class VirtualJob:
 
     def _queued(self, server: int, worker: int, life: int, message: Message, push: object) -> None:
         """Let a server handle a message, after those that have arrived before."""
-        desk = self._desks[server]
+        queue = self._server_queues[server]
         share = self._share(message.shard) if isinstance(message, Commit) and not message.empty else 0.0
-        due_ticks = desk.next_ticks(self.kernel, share)
+        due_ticks = queue.next_ticks(self.kernel, share)
         self.kernel.at(due_ticks, self._served, server, worker, life, message, push)
 
     def _share(self, shard: int) -> float:
@@ -844,8 +846,8 @@ class VirtualJob:
         return [shard for server in self._servers for shard in server.waits(timers=False).shards]
 
 
-class _Desk:
-    """Where the messages to a server queue up, if it takes time to apply a push.
+class _ServerQueue:
+    """The messages that a server has yet to handle, if it takes time to apply a push.
 
     Args:
         sample: draws the time to apply a push to all parameters.

@@ -700,9 +700,7 @@ class Agent:
 
     def _returning(self) -> list[int]:
         """Return the workers that join the run again now that the connection is lost."""
-        if (
-            self._resumes
-        ):  # the run goes back to a checkpoint, so workers that have finished their script return, too
+        if self._resumes:  # from a checkpoint, so workers that have finished their script return, too
             return sorted(w for w, each in self._hosted.items() if not (each.gone or each.excluded))
         cut_off = [
             worker

@@ -337,18 +337,16 @@ class LiveRun:
         )
         self._waiting = Waiting(coordinator, self._engine, job.stall_timeout_s, self._say, terminal)
         again = bool(resumptions and resumptions[-1].why)
-        self._vacancies = (
-            ShortageWatch(coordinator, patience_s, self._say, again=again) if job.joined else None
-        )
+        shortage = ShortageWatch(coordinator, patience_s, self._say, again=again) if job.joined else None
+        self._shortage = shortage
         self._sampler = Sampler(coordinator, snapshot_every_s) if snapshot_every_s else None
         self._keeper = Keeper(coordinator) if job.guard == "stop" else None
-        self._digester: Companion | None = (
-            None  # the program that digests the oldest traces, once there are any
-        )
+        # the program that digests the oldest traces, once there are any
+        self._digester: Companion | None = None
         self._digests = job.traces.kept == "recent"
         self._weights: WeightsSnapshot | None = None
         self._weights_path: Path | None = None
-        self._which = "the weights at the time of the failure"  # those in this file
+        self._which = "the weights at the time of the failure"  # which weights the file contains
         # Messages about problems that occurred while the run was shutting down.
         self._notes: list[str] = []
         self._program: list[str] = []  # what each worker runs; see `ProcessOrder`
@@ -482,11 +480,11 @@ class LiveRun:
             if engine.failed_server() or engine.failed_worker():
                 break
             reason = self._waiting.look()
-            if not reason and self._vacancies is not None:
-                reason = self._vacancies.look()
+            if not reason and self._shortage is not None:
+                reason = self._shortage.look()
             if reason:
                 coordinator.fail(RunFailedError("the run", reason))
-            elif self._vacancies is not None and (loss := self._vacancies.unreturned_server()) is not None:
+            elif self._shortage is not None and (loss := self._shortage.unreturned_server()) is not None:
                 coordinator.fail(loss)
         self._tell()
         return self._failure()
@@ -519,7 +517,7 @@ class LiveRun:
                 self._say(words, style="" if key == "samples" else "yellow")
 
     def _news(self) -> Iterator[tuple[object, str]]:
-        """Yield what the user is told of a run in progress, each with what tells it from the rest."""
+        """Yield (key, words) of what the user is told of a run in progress. Nothing with the same key is told again."""
         report, checkpoints = self._coordinator.report, self._coordinator.checkpoints
         if report.started:
             yield "samples", samples_line(self._job, report.samples, self._program)
@@ -646,7 +644,7 @@ class LiveRun:
     # -- after the run ------------------------------------------------------------------------------------
 
     def _write_last_checkpoint(self) -> None:
-        """Write a checkpoint before a run ends that a signal has asked to end, within `LAST_CHECKPOINT_S`.
+        """Write a checkpoint, within `LAST_CHECKPOINT_S`, of a run that ends because of a signal.
 
         The weights come first, because whoever has sent the signal may not wait for more. Training goes on meanwhile:
         a checkpoint needs what the scripts hold between two batches.
@@ -865,7 +863,7 @@ def _reason(failure: RunFailedError) -> str:
 # -- How a run goes on after it has lost a server: from its newest checkpoint, with all its processes started again
 
 MOST_IN_VAIN = 3
-"""How often a run goes on from the same checkpoint. A server may run out of memory each time."""
+"""Maximum number of times that a run goes on from the same checkpoint: a server may run out of memory each time."""
 
 
 class ServerLost(Exception):
@@ -934,7 +932,7 @@ class RestartPolicy:
 
 
 def _is_again(job: Job, resumed: ResumedFrom | None) -> bool:
-    """Return True if a run has begun with a checkpoint itself."""
+    """Return True if a run would go on from the checkpoint with which it has begun."""
     return resumed is not None and job.resumed is not None and resumed.path == job.resumed.path
 
 

@@ -368,7 +368,7 @@ def _contenders(file: StudyFile) -> tuple[Contender, ...]:
 
 
 def _whole_name(key: str, name: str, contenders: Sequence[Contender]) -> str:
-    """Return the name of a model that may be stated without what its name says about its hyper-parameters."""
+    """Return the whole name of a model, which may be stated without its hyper-parameters if this is unambiguous."""
     names = [each.name for each in contenders]
     alike = [each.name for each in contenders if run_name(each.sync, each.batch) == name]
     if name not in names and len(alike) != 1:

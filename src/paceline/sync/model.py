@@ -45,11 +45,9 @@ class Machine(Protocol):
 
     def handle(self, event: AnyEvent) -> list[AnyAction]:
         """Process one event and return the resulting actions."""
-        ...
 
     def validate(self) -> None:
         """Check that the machine's state is consistent; raise `InternalError` if it is not."""
-        ...
 
 
 class Fault(msgspec.Struct, frozen=True):
@@ -295,8 +293,7 @@ class SyncModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_om
 
     @property
     def whole_job(self) -> bool:
-        """True if all shards must run this model together, because it plans for the whole job or changes the c_p of
-        late workers."""
+        """True if all shards must run this model, because it plans for the whole job or changes c_p of late workers."""
         return False
 
     @property

@@ -213,24 +213,24 @@ class SmallJob:
         models = (sync,) * shards if isinstance(sync, SyncModel) else tuple(sync)
         self._checks = ShardChecks(models[0], rule, agree)
         all_models = (models, *map(parse_shards, changes))
+        models_of_all = {model for step in all_models for model in step}
         # True if the messages about losses are searched, because shards may hold pushes of a lost worker, or because
         # a worker may be lost before it has connected to the servers, which only the coordinator notices.
-        models_of_all = {model for step in all_models for model in step}
         self._settles = losses > 0 and (late > 0 or any(map(_may_hold, models_of_all)))
         # Shards are distinguishable if their models differ, if each draws its own random numbers, or if workers join
         # late (the coordinator's core records which servers have answered).
-        exchangeable = symmetric and not (late or self._settles or clips or edits or tempered)
-        self._alike = exchangeable and all(
+        alike = symmetric and not (late or self._settles or clips or edits or tempered)
+        self._shards_alike = alike and all(
             len(set(step)) == 1 and getattr(step[0], "draws", "shared") == "shared" for step in all_models
         )
         # Workers are distinguishable if each has its own random numbers, if plans break ties by name, or if workers
         # join late. (A core may forget which workers have left, and could mistake a renamed worker for one of them.)
-        namesakes = exchangeable and not any(
+        workers_alike = alike and not any(
             hasattr(model, "draws") or (isinstance(model, ElasticBSP) and not any_plan)
             for model in models_of_all
         )
         # True if the order in which a shard receives messages from different workers has no effect.
-        self._unordered = not changes and commits and namesakes and all(map(_in_any_order, models))
+        self._unordered = not changes and commits and workers_alike and all(map(_in_any_order, models))
         # True if a worker can affect other workers only through the coordinator.
         self._apart = self._unordered and all(
             isinstance(model, SpecSync) and isinstance(model.base, ASP) for model in models
@@ -275,9 +275,9 @@ class SmallJob:
             late=range(workers, len(everybody)),
             recorder=tape,
         )
-        first, servers, chief = self._begin(models, range(workers), seed, shard_host, tape)
+        first, servers, coordinator = self._begin(models, range(workers), seed, shard_host, tape)
         newcomer = self._new_worker()
-        self._hosted = chief.job_sync.machine is not None or bool(changes) or clips
+        self._hosted = coordinator.job_sync.machine is not None or bool(changes) or clips
         views = tuple(WorkerView("live" if w < workers else "unknown") for w in everybody)
         computing = WorkerState("computing", self._workers.add(first))
         absent = WorkerState("absent", self._workers.add(newcomer))
@@ -292,11 +292,11 @@ class SmallJob:
                 )
                 for core, model in zip(servers, models, strict=True)
             ),
-            coordinator=self._coordinator_pool(CoordinatorState(self._coordinators.add(chief), empty)),
+            coordinator=self._coordinator_pool(CoordinatorState(self._coordinators.add(coordinator), empty)),
             losses=losses,
         )
         self._renamings = []
-        if namesakes:
+        if workers_alike:
             cores = self._workers, self._servers, self._coordinators
             pools = self._worker_pool, self._server_pool, self._coordinator_pool
             self._renamings = [Renaming(names, cores, pools) for names in permutations(everybody)]
@@ -312,20 +312,20 @@ class SmallJob:
     ) -> tuple[Worker, list[Server], Coordinator]:
         """Start a run. Return (worker, servers, coordinator); the worker has received its first weights."""
         shards = len(models)
-        chief = self._new_coordinator()
+        coordinator = self._new_coordinator()
         if len(set(models)) == 1 and type(parse(str(models[0]))) is not type(models[0]):
             # `parse` cannot create an unregistered model.
-            chief.job_sync.machine = models[0].at_coordinator(seed)
+            coordinator.job_sync.machine = models[0].at_coordinator(seed)
         for index in range(shards):
-            chief.connected(server_peer(index), 0)
+            coordinator.connected(server_peer(index), 0)
         requests: list[Request] = []
         first = self._new_worker()
         for member in members:
-            chief.connected(worker_peer(member), 0)
+            coordinator.connected(worker_peer(member), 0)
         [register] = first.register(MODEL)
         assert isinstance(register, Send)
         for member in members:
-            requests += chief.handle(worker_peer(member), register.message, 0)
+            requests += coordinator.handle(worker_peer(member), register.message, 0)
         servers = []
         for request in requests:
             assert isinstance(request, Send)
@@ -333,7 +333,7 @@ class SmallJob:
             if not isinstance(created, messages.CreateShards):
                 continue
             [bounds] = created.shards
-            index = 0 if self._alike else bounds.index
+            index = 0 if self._shards_alike else bounds.index
             core = self._new_server()
             core.handle(
                 COORDINATOR,
@@ -347,15 +347,15 @@ class SmallJob:
                 host.handle(events.WorkerJoined(now_ticks=0, worker=member))
             core.shards[index].sync = host
             servers.append(core)
-            for reply in chief.handle(server_peer(bounds.index), messages.Ready(), 0):
+            for reply in coordinator.handle(server_peer(bounds.index), messages.Ready(), 0):
                 assert isinstance(reply, Send)
                 if reply.to == worker_peer(members[0]):
                     first.handle(reply.message)
-        chief.handle(worker_peer(members[0]), Status(0, None, "computing"), 0)
+        coordinator.handle(worker_peer(members[0]), Status(0, None, "computing"), 0)
         for index in range(shards):
             first.handle(Answer(index, -1, 0))
         tape.take()
-        return first, servers, chief
+        return first, servers, coordinator
 
     # -- the states ---------------------------------------------------------------------------------------
 
@@ -418,7 +418,7 @@ class SmallJob:
         state = self.plain(state)
         if self._renamings:
             return self._named(state)
-        if self._alike:
+        if self._shards_alike:
             in_order = tuple(sorted(state.servers, key=self._server_pool.number.__getitem__))
             if in_order != state.servers:
                 return state._replace(servers=in_order)
@@ -439,16 +439,16 @@ class SmallJob:
         found: State | None = None
         for workers, renaming in best:
             servers = [renaming.server[at] for at in state.servers]
-            if self._alike:
+            if self._shards_alike:
                 servers.sort(key=self._server_pool.number.__getitem__)
-            chief = renaming.coordinator[state.coordinator]
+            coordinator = renaming.coordinator[state.coordinator]
             numbers = [
-                self._coordinator_pool.number[chief],
+                self._coordinator_pool.number[coordinator],
                 *map(self._server_pool.number.__getitem__, servers),
             ]
             if found is None or numbers < least:
                 least = numbers
-                found = State(workers, tuple(servers), chief, state.losses, state.requested)
+                found = State(workers, tuple(servers), coordinator, state.losses, state.requested)
         assert found is not None
         return found
 
@@ -695,7 +695,7 @@ class SmallJob:
         """Return True if no further message from the coordinator can reach any worker."""
         if not self._hosted:
             return True
-        if state.requested < len(self._changes) or _is_asked(state):
+        if state.requested < len(self._changes) or _request_in_flight(state):
             return False
         number = state.coordinator.core
         if number not in self._quiet:
@@ -705,7 +705,7 @@ class SmallJob:
 
     def _may_request(self, state: State) -> bool:
         """Return True if a change remains to be requested and the previous request has been received."""
-        return state.requested < len(self._changes) and not _is_asked(state)
+        return state.requested < len(self._changes) and not _request_in_flight(state)
 
     def _request(self, state: State, w: int) -> State:
         """Let a worker request the next change. The worker first repeats the earlier requests by other workers."""
@@ -792,7 +792,7 @@ class SmallJob:
 
     def _to_server(self, state: State, w: int, index: int, message: Message) -> State:
         at = state.servers[index]
-        if self._alike and hasattr(message, "shard"):
+        if self._shards_alike and hasattr(message, "shard"):
             message = msgspec.structs.replace(message, shard=0)
         key = at, w, message
         if key not in self._sent:
@@ -1149,7 +1149,7 @@ def _may_hold(model: SyncModel) -> bool:
     return averages or isinstance(model, ElasticBSP | Conditions)
 
 
-def _is_asked(state: State) -> bool:
+def _request_in_flight(state: State) -> bool:
     """Return True if a request for a change is on its way to the coordinator."""
     return any(isinstance(message, SyncRequested) for queue in state.coordinator.queues for message in queue)
 

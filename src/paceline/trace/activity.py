@@ -189,7 +189,7 @@ class Activity:
         sync: the first sync model, in the notation of the command line.
         clocks: machine -> its clock. Default: only the coordinator's clock. The times of a machine with an unknown
             clock are used as they are.
-        ticks_per_s: number of ticks per second (see `paceline.sync.events`).
+        ticks_per_s: number of ticks per second (see `paceline.sync.ticks`).
 
     Attributes:
         cells: what each worker did, in buckets.

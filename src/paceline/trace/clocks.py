@@ -79,7 +79,7 @@ class ClockRecorder:
 
     Args:
         file: the file, which is `clock-<machine>.jsonl` in the run directory.
-        ticks_per_s: number of ticks per second (see `paceline.sync.events`).
+        ticks_per_s: number of ticks per second (see `paceline.sync.ticks`).
     """
 
     def __init__(self, file: Sink, ticks_per_s: int = TICKS_PER_S) -> None:
@@ -144,7 +144,7 @@ class Converter:
     Args:
         clocks: machine -> its clock, as `read_clocks` returns it.
         strict: False to leave the times of a machine as they are if the offset of its clock is unknown.
-        ticks_per_s: number of ticks per second (see `paceline.sync.events`).
+        ticks_per_s: number of ticks per second (see `paceline.sync.ticks`).
 
     Attributes:
         clocks: see above.

@@ -325,7 +325,7 @@ class Meter:
 
     Args:
         shards: number of shards.
-        ticks_per_s: number of ticks per second (see `paceline.sync.events`).
+        ticks_per_s: number of ticks per second (see `paceline.sync.ticks`).
         left: the workers that left before their scripts had ended. To a shard, they have finished, but they are not
             idle afterwards.
         state: the state of another meter, from which this one goes on. Default: nothing has been recorded.
@@ -695,7 +695,7 @@ class _ShardMeter(msgspec.Struct, dict=True):
             self.without_gradient[push.worker] = self.without_gradient.get(push.worker, 0) + 1
         if push.clipped:
             self.clipped.add((push.worker, push.iteration))
-        if push.samples and (counted := push.counted):
+        if counted := push.counted:
             self.samples += counted
             self.sampled_gradients += 1
             self.worker_samples[push.worker] = self.worker_samples.get(push.worker, 0) + counted

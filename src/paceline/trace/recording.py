@@ -66,7 +66,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
         computed_by: for a run in virtual time that computed gradients, a description of the hardware and software
             that computed them. The trace can be reproduced only with the same hardware and software. "" if no
             gradients were computed; the trace is then the same on any machine.
-        ticks_per_s: number of ticks per second (see `paceline.sync.events`).
+        ticks_per_s: number of ticks per second (see `paceline.sync.ticks`).
         machine: index of the machine whose clock the times are on (see `trace.clocks`). Unset if it is machine 0, the
             one with the coordinator.
         imports: names of the modules that define the user's own models of the run. Unset if there are none.

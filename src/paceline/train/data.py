@@ -84,7 +84,7 @@ def distribute(
 
     Returns:
         An iterable over batches. Its length is the number of batches that each worker would receive if all shares
-        were equal. During a pass over what is left of an epoch, because the run was resumed, it is their number.
+        were equal. During a pass over the rest of an epoch of a resumed run, it is the number of batches in this rest.
 
     Raises:
         ConfigurationError: the loader cannot be split, or has fewer items than there are workers, or its batches
@@ -529,7 +529,7 @@ class SourcePart:
                 source.size, source.batch, source.drop_last, split, digest, balanced, most, joint
             )
             session.exchange(lambda: session.core.data.begin(self.number, self._stream.name, epoch, whole))
-            # A script may divide by the length, so that of an epoch without a rest is the length of a whole epoch.
+            # A script may divide by the length. So if nothing is left of an epoch, it is the length of a whole epoch.
             self.expected = session.core.data.to_take(self.number) or None
         while (batch := self._take()) is not None:
             if self._epoch != epoch:

@@ -258,10 +258,8 @@ class ScheduleWatch:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._warned = session.workers == 1
-        self._last: tuple[object, list[object]] = (
-            None,
-            [],
-        )  # the pass or loop, and the rates, of the last step
+        # the pass or loop of the last step, and its learning rates
+        self._last: tuple[object, list[object]] = None, []
         self._changes = 0  # number of steps in a row with other learning rates than the step before
 
     def dismiss(self) -> None:

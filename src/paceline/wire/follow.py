@@ -26,9 +26,8 @@ import numpy as np
 
 PAGE_BYTES = mmap.PAGESIZE
 ENTRY_BYTES = 8  # size of the pagemap entry of one page
-TOP = slice(
-    ENTRY_BYTES - 1, None, ENTRY_BYTES
-)  # the last byte of each entry, which is its most significant one
+# the last byte of each entry, which is its most significant one
+TOP = slice(ENTRY_BYTES - 1, None, ENTRY_BYTES)
 PRESENT, SHARED = 0x80, 0x20  # bits of this byte
 WITH_SHARED = bytes(byte for byte in range(256) if byte & SHARED)
 COMPARED_BYTES = 1024 * 1024  # maximum number of bytes that are compared at a time
@@ -139,10 +138,10 @@ def _byte_ranges(pages: Iterable[int]) -> list[tuple[int, int]]:
 # -- Closes inherited file descriptors in forked child processes ---------------------------------------------
 #
 # A script may fork, for example by using a `DataLoader` with workers. The child inherits every file
-# descriptor, and a connection stays open while any process holds its descriptor. So the connections of a
-# killed worker would stay open until all of its children had exited. Therefore, each object that owns
-# descriptors registers itself here, and a forked child closes these descriptors before it runs any code of
-# the script. Shared memory stays mapped in the child, because the script may read the model's weights there.
+# descriptor, and a connection stays open while any process holds its descriptor: those of a killed worker,
+# until all of its children have exited. Therefore, each object that owns descriptors registers itself here,
+# and a forked child closes these descriptors before it runs any code of the script. Shared memory stays
+# mapped in the child, because the script may read the model's weights there.
 #
 # A program that is started with `exec` inherits no descriptors, because Python's descriptors are close-on-exec.
 
@@ -152,7 +151,6 @@ class Owner(Protocol):
 
     def close_in_fork(self) -> None:
         """Close the descriptors in a forked child, without sending anything."""
-        ...
 
 
 _owners: WeakSet[Owner] = WeakSet()

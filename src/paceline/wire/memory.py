@@ -50,8 +50,8 @@ Vectors = Mapping[str, memoryview]
 """Mapping from dtype to a flat vector, or to a slice of a flat vector, as bytes."""
 
 Kind = Literal["weights", "gradients"]
-# The kinds of vectors in the region of a worker, and in the master.
-OWN: Final[tuple[Kind, ...]] = ("weights", "gradients")
+# The kinds of vectors in the region of a worker, and in the master region.
+WORKER: Final[tuple[Kind, ...]] = ("weights", "gradients")
 MASTER: Final[tuple[Kind, ...]] = ("weights",)
 
 # Size of a pair of rings, rounded up to whole pages.
@@ -118,7 +118,7 @@ class Region:
     def create(
         cls,
         layout: Layout,
-        kinds: Sequence[Kind] = OWN,
+        kinds: Sequence[Kind] = WORKER,
         *,
         shared: bool,
         channels: int = 0,
@@ -132,7 +132,7 @@ class Region:
         return cls(layout, kinds, _new_memfd(size_bytes, name) if shared else None, channels=channels)
 
     @staticmethod
-    def size_of(layout: Layout, kinds: Sequence[Kind] = OWN, *, channels: int = 0) -> int:
+    def size_of(layout: Layout, kinds: Sequence[Kind] = WORKER, *, channels: int = 0) -> int:
         """Return the size of a region in bytes. A limit on the size of files holds for shared memory, too."""
         return _places(layout, kinds)[1] + channels * CHANNEL_BYTES
 
@@ -141,7 +141,7 @@ class Region:
         cls,
         layout: Layout,
         descriptor: int,
-        kinds: Sequence[Kind] = OWN,
+        kinds: Sequence[Kind] = WORKER,
         *,
         channels: int = 0,
     ) -> Region:
@@ -294,7 +294,6 @@ class ConnectionSource(Protocol):
 
     def fileno(self) -> int:
         """Return the descriptor that is readable when a connection is waiting."""
-        ...
 
     def accept(self) -> tuple[socket.socket, object]:
         """Return the next connection, and the address of the peer.
@@ -303,11 +302,9 @@ class ConnectionSource(Protocol):
             BlockingIOError: no connection is waiting.
             OSError: the next connection is lost, or cannot be accepted.
         """
-        ...
 
     def close(self) -> None:
         """Stop accepting connections."""
-        ...
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:

@@ -209,11 +209,9 @@ class Optioned(Protocol):
     @property
     def family(self) -> int:
         """The address family of the socket."""
-        ...
 
     def getsockopt(self, level: int, option: int, size: int, /) -> bytes:
         """Return an option of the socket."""
-        ...
 
 
 def traffic_of(sock: Optioned) -> Traffic | None:

@@ -194,7 +194,7 @@ class Stream(Generic[T]):
 
     @property
     def traffic(self) -> Traffic:
-        """The bytes that the connection has carried so far: those that the kernel counts or, if it does not, our own.
+        """The bytes that the connection has carried, as counted by the kernel or, if it does not count, by the stream.
 
         The kernel counts what the peer has acknowledged, so sent data that is only in a buffer here does not count.
         """
@@ -204,7 +204,7 @@ class Stream(Generic[T]):
     def incoming(self) -> tuple[T, int] | None:
         """The message whose payload is being received, and how many of its bytes are missing; None if there is none.
 
-        The bytes before those are in the memory that the sink has returned.
+        The bytes that have arrived are in the memory that the sink has returned.
         """
         if self._incoming is None:
             return None
@@ -216,9 +216,8 @@ class Stream(Generic[T]):
 
     def owes(self, lent: Hashable) -> bool:
         """Return True if a part of a message that was sent with `lent` is still queued."""
-        return any(part.lent == lent for part in self._queue) or any(
-            late[1] == lent for late in self._ring_queue
-        )
+        queued = [part.lent for part in self._queue]
+        return lent in queued or any(key == lent for _, key in self._ring_queue)
 
     def use_rings(self, outgoing: Ring, incoming: Ring) -> None:
         """From now on, send and receive small messages through these rings."""

@@ -140,9 +140,7 @@ def _next_child(control: socket.socket) -> Received:
 
 
 def _import_everything() -> None:
-    """Import the modules that servers, workers and scripts use, so that they share their memory, without running any
-    tensor operation.
-    """
+    """Import what servers, workers and scripts use, so that processes share its memory. Run no tensor operation."""
     with importing():
         import numpy.random  # noqa: F401
         import torch  # noqa: F401
