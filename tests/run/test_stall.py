@@ -245,13 +245,13 @@ class Served:
         coordinator.call = lambda function, *given, **options: function(*given, **options)  # type: ignore[method-assign]
         coordinator.stalls._ask = lambda: None
         self._waiting = Waiting(coordinator, engine, timeout_s, self.lines.append)
-        self._vacancies = ShortageWatch(coordinator, wait_s, self.lines.append)
+        self._shortage = ShortageWatch(coordinator, wait_s, self.lines.append)
         for server in range(coordinator.job.local_servers):
             self.watch.expect("server", server)
 
     def passes(self, seconds: float) -> str:
         """Let this time pass. Return why the run must end, or ""."""
-        standstill, ends = self.now.passes(seconds, self.look, self._vacancies.look)
+        standstill, ends = self.now.passes(seconds, self.look, self._shortage.look)
         return str(standstill or ends)
 
     def look(self) -> str:

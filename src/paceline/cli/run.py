@@ -567,11 +567,7 @@ def _tell_how_to_join(address: str, job: Job, announce_to: int | None, *, is_new
     place = seen_from(address, f"tls:{socket.gethostname()}:0").removeprefix("tls:")
     least = counted(job.least, "worker")
     print_sentence(plain_console(stderr=True), f"waiting for {least}{most}{brought}; on each machine, run:")
-    print(
-        f"  {known} paceline join {place} SCRIPT [ARGUMENTS]",
-        file=sys.stderr,
-        flush=True,
-    )
+    print(f"  {known} paceline join {place} SCRIPT [ARGUMENTS]", file=sys.stderr, flush=True)
     if job.remote_servers:
         print(
             f"and on machines that bring servers, {job.remote_servers} in all, the same with `join --servers N`",
@@ -629,17 +625,17 @@ def address_of(text: str) -> str:
 
 # -- `python -m paceline.join` and `paceline join --slurm`: training in a job that a scheduler has started ---
 
-EACH = "Each of them runs one worker, and the first one also runs the coordinator and the servers."
+PROCESSES = "Each of them runs one worker, and the first one also runs the coordinator and the servers."
 
-TORCHRUN = f"""Run a script in the processes that torchrun has started. {EACH}
+TORCHRUN = f"""Run a script in the processes that torchrun has started. {PROCESSES}
 
 torchrun --nnodes 2 --nproc-per-node 2 -m paceline.join --sync elastic-bsp train.py --epochs 10"""
 
-SLURM = f"""Run a script in the tasks of a Slurm job step. {EACH} --slurm must be the first option.
+SLURM = f"""Run a script in the tasks of a Slurm job step. {PROCESSES} --slurm must be the first option.
 
 srun --ntasks 4 paceline join --slurm --sync elastic-bsp train.py --epochs 10"""
 
-HOW = (
+HOW_TO_SHARE_SECRET = (
     "Write one to a file that only you may read, `(umask 077; openssl rand -hex 32 > paceline-secret)`, copy it to "
     f"all machines, and add --secret-file paceline-secret; or set {VARIABLE} on all machines."
 )
@@ -725,7 +721,7 @@ def scheduled_join(scheduler: str) -> Callable[..., None]:
             )
             token = take_secret(os.environ, secret_file)
             if not token and not (place.alone and place.store):
-                raise ConfigurationError(f"the secret of the job is unknown. {HOW}")
+                raise ConfigurationError(f"the secret of the job is unknown. {HOW_TO_SHARE_SECRET}")
             device = device_of_process(place.local, settings["imports"])
         from ..start.terminal import StandardStreams
 

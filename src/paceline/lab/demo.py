@@ -389,20 +389,20 @@ def time_to_target(curve: Sequence[tuple[float, float]], target: float) -> float
 
 
 def _evaluate(result: RunResult, digits: Digits, interval_s: float) -> tuple[MetricPoint, ...]:
-    """Return the accuracy at each evaluation. Their times are multiples of the interval.
+    """Return the accuracies of the snapshots, at times that are multiples of the interval.
 
     If the times of several snapshots round to the same multiple, because some were late, only the first is used.
     """
-    by_tick = {round(taken_s / interval_s): snapshot for taken_s, snapshot in reversed(result.snapshots)}
+    by_number = {round(taken_s / interval_s): snapshot for taken_s, snapshot in reversed(result.snapshots)}
     return tuple(
         MetricPoint(
-            round(tick * interval_s, 6),
+            round(number * interval_s, 6),
             0,
             max(snapshot.versions),
             accuracy(snapshot.state_dict, digits),
             worker=0,
         )
-        for tick, snapshot in reversed(by_tick.items())
+        for number, snapshot in reversed(by_number.items())
     )
 
 

@@ -531,7 +531,8 @@ MEAN_DECAY = 0.9
 """Decay, in joint steps, of the running mean of the gradient of optimizers that have none."""
 
 FIRST_VALUES = {"mu": 1.0, "mu_product": 1.0}
-"""Entries that do not begin with zero. Others with one number per parameter, like rates, begin as set."""
+"""Entry of the state -> its first value, if this is not zero. A single number, except the number of steps, begins with
+what the first step sets."""
 
 
 def use_joint_square(
@@ -605,8 +606,8 @@ class FractionalSteps:
             take_step: function that takes a step with the optimizer.
         """
         groups = optimizer.param_groups
-        everyone = enumerate((group, parameter) for group in groups for parameter in group["params"])
-        moving = [(place, *each) for place, each in everyone if each[1].grad is not None]
+        parameters = enumerate((group, parameter) for group in groups for parameter in group["params"])
+        moving = [(place, *each) for place, each in parameters if each[1].grad is not None]
         before = {place: self._saved(place, "", parameter.detach()) for place, _, parameter in moving}
         states = {
             place: {

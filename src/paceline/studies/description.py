@@ -78,7 +78,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Budget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where each run ends that has not ended by itself: the first of these limits.
+    """The limits of each run, which ends at the first of them if it has not ended by itself.
 
     Attributes:
         seconds: virtual time in seconds.
@@ -150,7 +150,7 @@ class Study(NamedTuple):
             reference.
         target: what the runs aim at.
         budget: where they end.
-        imports: modules with models of one's own.
+        imports: modules that define models of the user.
         folder: folder to which paths are relative.
         paired: True if runs with the same seed are compared with each other.
         joint_batch: True if the batch sizes of loaders are those of joint batches. See `paceline.distribute`.
@@ -200,7 +200,7 @@ def read_study_file(path: Path, imports: Sequence[str] = ()) -> Study:
 
     Args:
         path: the file.
-        imports: further modules with models of one's own.
+        imports: further modules that define models of the user.
 
     Raises:
         ConfigurationError: the file cannot be read, or an entry is not valid. The message names the entry.
@@ -213,12 +213,12 @@ def read_study_file(path: Path, imports: Sequence[str] = ()) -> Study:
 
 
 def describe(values: Mapping[str, Any], folder: Path, imports: Sequence[str] = ()) -> Study:
-    """Return the study that values describe, which have the names of the entries of a study file.
+    """Return the study that the entries of a study file describe.
 
     Args:
         values: the entries. In Python, `train` may be a function, and a cluster a `Cluster`.
         folder: folder to which paths are relative.
-        imports: further modules with models of one's own.
+        imports: further modules that define models of the user.
 
     Raises:
         ConfigurationError: an entry is not valid. The message names the entry.

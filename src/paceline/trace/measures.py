@@ -588,8 +588,8 @@ class _ShardMeter(msgspec.Struct, dict=True):
     without_gradient: dict[int, int] = msgspec.field(default_factory=dict)
     dropped_samples: int = 0
     clipped_alone: int = 0
-    # Of the pushes that are neither applied nor dropped: the edits, those that were clipped alone, and
-    # (worker, iteration) -> number of samples.
+    # (worker, iteration) of the pushes that are neither applied nor dropped: of the edits, of those that were clipped
+    # alone, and of all whose number of samples is known.
     edits: set[tuple[int, int]] = msgspec.field(default_factory=set)
     clipped: set[tuple[int, int]] = msgspec.field(default_factory=set)
     pending: dict[tuple[int, int], int] = msgspec.field(default_factory=dict)

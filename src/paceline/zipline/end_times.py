@@ -305,7 +305,7 @@ class WholeTimes(NamedTuple):
 
 
 def whole_times(last: ArrayLike, interval: ArrayLike) -> WholeTimes | None:
-    """Return the arguments of `solve_periodic` as `WholeTimes`, or None unless they are one or more integers."""
+    """Return the arguments of `solve_periodic` as `WholeTimes`; None if they are empty or not integers."""
     base, step = _whole(last), _whole(interval)
     if not base or not step:
         return None
