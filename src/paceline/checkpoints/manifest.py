@@ -291,8 +291,7 @@ def yield_to_training() -> None:
 # folder. Inside, only what carries the identity is removed: a complete checkpoint in its manifest, a draft in
 # `DRAFT`.
 #
-# Earlier versions wrote `DIR/000012`. Such checkpoints carry no identity. They can be resumed, and are never
-# removed.
+# Earlier versions wrote `DIR/000012`. Such checkpoints carry no identity. They can be resumed, and are never removed.
 
 LINEAGE = re.compile(r"paceline-[0-9a-f]{16}")
 NUMBER = re.compile(r"[0-9]{6,}")

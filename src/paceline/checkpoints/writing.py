@@ -242,7 +242,7 @@ class Draft:
 
     @contextlib.contextmanager
     def _or_discarded(self) -> Iterator[None]:
-        """Remove the files if an exception occurs."""
+        """Remove the files if an exception occurs, and raise `CheckpointError` for an `OSError`."""
         try:
             yield
         except OSError as error:
@@ -458,6 +458,7 @@ class ShardWriter:
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
+        """Raise `CheckpointError` for an `OSError`."""
         try:
             yield
         except OSError as error:

@@ -358,8 +358,7 @@ def answer(heartbeat: Heartbeat, received_ticks: int, answered_ticks: int) -> He
 # suspended. The earlier exchanges are then forgotten. All times and bounds are whole ticks, and all rounding
 # widens the interval.
 #
-# [1] Mills: Internet time synchronization: the Network Time Protocol. IEEE Transactions on Communications,
-# 1991.
+# [1] Mills: Internet time synchronization: the Network Time Protocol. IEEE Transactions on Communications, 1991.
 
 MOST_DRIFT_PPM = 700
 """Largest relative drift of two clocks: 100 ppm for each oscillator, and 500 ppm by which NTP corrects a clock."""

@@ -270,8 +270,7 @@ class Quorum:
 # has it. If the main worker has finished its script, it has written everything, and nobody takes its place.
 #
 # The workers may have different working directories. A relative path of a file that is written once for the
-# job is meant in that of the first main worker, also after its loss, so that the path of the file stays the
-# same.
+# job is meant in that of the first main worker, also after its loss, so that the path of the file stays the same.
 
 NOBODY = -1
 

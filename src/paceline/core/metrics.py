@@ -320,8 +320,7 @@ class MetricIntake:
 #
 # A report contains ages instead of times, so no two clocks are compared. In virtual time, values reach the
 # coordinator without a message, so a simulation has the same events and bytes whether its script logs or not.
-# Metrics decide nothing, so they are neither recorded in traces nor part of the states of the exhaustive
-# search.
+# Metrics decide nothing, so they are neither recorded in traces nor part of the states of the exhaustive search.
 
 LEAST_WEIGHT, MOST_WEIGHT = 1, 10**15
 """Bounds of a weight. Numbers of samples outside of them are mistakes."""

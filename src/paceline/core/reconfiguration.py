@@ -585,8 +585,7 @@ class Edits:
 #
 # Nothing else ends this wait, because without the state of a worker, its script cannot go on where it was. A
 # worker that leaves is no longer awaited. But only the main worker has the objects that the scripts track. If
-# the main worker leaves before it has given its state, the cut is abandoned (`AbandonCut`), and the job is
-# cut again.
+# the main worker leaves before it has given its state, the cut is abandoned (`AbandonCut`), and the job is cut again.
 
 MOST_LABELS = 4
 """Number of states of a worker that are remembered until all shards have been cut."""

@@ -430,8 +430,7 @@ def _await_answer(number: int, answers: queue.SimpleQueue[_Answer]) -> _Answer:
 #
 # The event loop copies a shard at the moment of the cut, so training waits for the copying alone. In memory
 # that is new to the process, it would take several times longer: the system provides each page of new memory
-# when it is first touched. So a thread touches the memory before the cut, and the memory is kept for the next
-# cuts.
+# when it is first touched. So a thread touches the memory before the cut, and the memory is kept for the next cuts.
 
 TOUCHED_BYTES = 4 * 2**20
 """Number of bytes of new memory that are touched at a time."""

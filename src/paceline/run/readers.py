@@ -1,4 +1,4 @@
-"""Clients that read from a run and never push: snapshots, the state of the job, what a worker needs, final weights.
+"""Clients that read from the servers and never push: snapshots, what a worker needs besides, and the final weights.
 
 A *reader* pulls snapshots of the weights. It connects directly to the servers and never blocks a worker. All weights
 of one shard have the same version, but different shards may have different versions. A snapshot contains the version

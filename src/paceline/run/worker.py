@@ -72,8 +72,7 @@ COMBINING_S = 0.5
 LOOKING_S = 0.1
 LEAST_IDLE_S = 1e-3  # minimum time between two pushes while the script is not training
 # Minimum times between two pushes that are observed, and between two reports of what was seen. They bound the
-# cost of the guard: a push takes about 15 us to observe, and as long to judge (see `python -m benchmarks
-# guard`).
+# cost of the guard: a push takes about 15 us to observe, and as long to judge (see `python -m benchmarks guard`).
 OBSERVING_INTERVAL_S, REPORTING_INTERVAL_S = 2e-3, 10e-3
 # Minimum time between two reports of what the script has logged.
 LOGGING_INTERVAL_S = 0.1

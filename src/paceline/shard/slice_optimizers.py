@@ -136,7 +136,7 @@ class FusedUpdate(NamedTuple):
         state_keys: function that returns the keys of the state vectors that the hyper-parameters require.
         kernel: function of (hyper-parameters, number of earlier steps) that returns the kernel of the next step.
         part: function of (hyper-parameters, number of earlier steps, fraction, memory for copies) that returns the
-            kernel of a fraction of the next step.
+            kernel of a fraction of the next step. See `FractionalSteps`.
         counts_steps: True if the state includes the number of steps.
     """
 
@@ -147,15 +147,6 @@ class FusedUpdate(NamedTuple):
 
 
 DECOUPLED = {"decoupled_weight_decay": True}
-
-
-# -- Takes a fraction of an optimizer's step: see `paceline.sync.translation` for the reasons, and for the terms
-#
-# `FractionalSteps` does it for any torch optimizer: it takes a whole step, and then moves the weights and the
-# state back to the fraction. Of what the optimizer computes, it knows only which entries of the state are
-# averages of the gradient, and which is the running mean of squares (`FAMILIES`).
-#
-# `_sgd_part` and `_adam_part` compute the same on chunks of flat vectors, without copies of whole vectors.
 
 
 def _adam_part(
@@ -526,6 +517,14 @@ class TorchOptimizer:
         for group, counted in zip(self._optimizer.param_groups, counters, strict=False):
             group.update(counted)
 
+
+# -- Takes a fraction of an optimizer's step: see `paceline.sync.translation` for the reasons, and for the terms
+#
+# `FractionalSteps` does it for any torch optimizer: it takes a whole step, and then moves the weights and the
+# state back to the fraction. Of what the optimizer computes, it knows only which entries of the state are
+# averages of the gradient, and which is the running mean of squares (`FAMILIES`).
+#
+# `_sgd_part` and `_adam_part` compute the same on chunks of flat vectors, without copies of whole vectors.
 
 MEAN_DECAY = 0.9
 """Decay, in joint steps, of the running mean of the gradient of optimizers that have none."""

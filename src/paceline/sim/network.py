@@ -81,8 +81,7 @@ class Lane:
         done(*arguments)
 
 
-# This tolerance is larger than the rounding errors of sums of times, and smaller than the resolution of the
-# clock.
+# This tolerance is larger than the rounding errors of sums of times, and smaller than the resolution of the clock.
 ROUNDING_TICKS = 1e-3
 
 

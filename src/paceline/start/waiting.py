@@ -17,8 +17,7 @@ from .terminal import Terminal
 # A worker is killed only after it has been silent for at least this many times its usual iteration time, even
 # if the timeout is shorter.
 LEAST_ITERATIONS = 3
-# Time for a process to send its next message after it was suspended, or after the user has typed what it
-# waited for.
+# Time for a process to send its next message after it was suspended, or after the user has typed what it waited for.
 RECOVERY_S = 15.0
 
 

@@ -46,8 +46,7 @@ def device() -> torch.device:
 # A device computes asynchronously: a call returns before the device has begun. So a copy must begin after the
 # device has computed what is copied, and what needs the result must wait for the copy. A `DeviceQueue`
 # carries out copies in the order in which they are submitted. Each copy begins after all computations that
-# the script has started before it. Later computations may overlap with the copy, unless they are told to
-# wait.
+# the script has started before it. Later computations may overlap with the copy, unless they are told to wait.
 
 log = logging.getLogger("paceline.train.device")
 

@@ -258,8 +258,7 @@ def _chunk(parts: Sequence[memoryview]) -> bytes | memoryview:
 # clock is wrong can join a run.
 #
 # The traffic is encrypted with keys that are new for each connection. Whoever records it and learns the
-# secret later cannot decrypt it. There are no session tickets, so a connection cannot be resumed without the
-# key.
+# secret later cannot decrypt it. There are no session tickets, so a connection cannot be resumed without the key.
 
 PURPOSE = b"paceline tls 1"
 """Part of the derived key. A new version of the protocol uses another one."""

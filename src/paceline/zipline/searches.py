@@ -95,8 +95,7 @@ def naive(times: Floats) -> Solution:
 #
 # Source: Zhao et al., ElasticBSP (2021), Fig. 4 (`bsp_d` and `rnd_d`). The paper does not say how its random
 # barrier is drawn. We draw it uniformly from the barriers that ZipLine considers: all end times by which
-# every worker has ended at least one iteration. Each worker stops at its latest end time at or before the
-# barrier.
+# every worker has ended at least one iteration. Each worker stops at its latest end time at or before the barrier.
 
 
 def bsp_barrier(times: ArrayLike) -> Solution:

@@ -155,8 +155,7 @@ def _scan(times: Floats, position: Callable[[list[Element], int, int], int]) -> 
 # if it makes several differences equal, the earliest window is chosen.
 #
 # Source: the search solves Problem 1 of Zhao et al., ElasticBSP (2021), and returns the same result as
-# ZipLine (Theorem 2). The search itself is not from the paper, whose methods maintain a complete set Z at
-# every step.
+# ZipLine (Theorem 2). The search itself is not from the paper, whose methods maintain a complete set Z at every step.
 
 # Mean number of end times per bucket. Smaller buckets slow down the running maximum, larger ones the final sort.
 PER_BUCKET = 6
