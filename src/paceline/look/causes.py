@@ -2,7 +2,7 @@
 
 Each cause is computed from measured times, and says how many seconds it has cost, summed over the workers. A cause is
 named only if it has cost at least `LEAST_SHARE` of the workers' time, and at least `LEAST_S` per worker. `ROWS` has a
-sentence for each, and what would help. The kinds of time are those of `core.metrics`.
+sentence for each, and what would help. The kinds of time are `trace.activity_cells.KINDS`.
 
 Waiting alone says little: it is the other side of what another worker does. So the worker that was awaited is
 compared with the others. What it spends more time on in each iteration is the cause: its computation, its loader, its
@@ -176,7 +176,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
         overlap: False if the run had the option `--overlap off`.
         program: what each worker ran, as in `ProcessOrder.arguments`.
         run_dir: the run directory, to be named in commands; "" if workers have kept their records.
-        noticed: what was noticed while the run was in progress, in sentences; see `find`.
+        noticed: what was noticed while the run was in progress, in sentences; see `findings.find`.
         unapplied: a sentence about pushes that were never applied; "" if there is none.
         shortage: how many workers the run must have so that it does not pause; "" if it never pauses.
     """

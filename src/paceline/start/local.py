@@ -176,7 +176,7 @@ class Process:
 
     @property
     def crashed(self) -> bool:
-        """True if the process has crashed. See `processes.child`."""
+        """True if the process has crashed. See `processes.program`."""
         if self.exit_code is None or self._why_killed:
             return False
         return is_crash(self.exit_code, out_of_memory=self._out_of_memory)

@@ -125,7 +125,7 @@ def how_to_check(
 
     Args:
         run_dir: the run directory, to be named in the command; None if it lacks records of workers.
-        program: what each worker ran, as in `DataOrder.arguments`; () if it is unknown.
+        program: what each worker ran, as in `ProcessOrder.arguments`; () if it is unknown.
         syncs: the models.
         changes: options that change the machines.
 
