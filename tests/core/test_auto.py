@@ -34,7 +34,7 @@ from tests.support.live import run_program
 from tests.support.marks import thorough
 
 ORDER = DataOrder(1000, 10, False, "auto", "", balanced=True)
-DATA = Dataset(samples=32 * 4 * 30, batch_size=32, epochs=8)
+DATA = Dataset(samples=32 * 4 * 30, batch_size=32, epochs=5)
 JITTER = Cluster(compute_s=[LogNormal(median=1.0, sigma=0.5)] * 4)
 
 

@@ -63,8 +63,11 @@ STEADY = Cluster(compute_s=[0.9, 1.0, 1.6], servers=2, latency_s=0.001)
 CUTS = [1, *thorough(6)]
 """Numbers of moments that are drawn in each life."""
 
-MOST_LIVES = 12
-"""Number of lives in each scenario. Under `auto`, most of them are those of simulations within the simulation."""
+MOST_LIVES = 4
+"""Number of lives of workers, of servers and of coordinators in each scenario.
+
+Under `auto`, most of them are those of simulations within the simulation. A worker that comes back has another life.
+"""
 
 LONGEST = 30
 """Number of calls after a moment that are repeated."""
@@ -176,7 +179,13 @@ SCENARIOS: dict[str, Callable[[], object]] = {
 def lives(scenario: str) -> list[Life]:
     with recorded() as found:
         SCENARIOS[scenario]()
-    return [life for life in found if life.calls][:MOST_LIVES]
+    of_kind: dict[type, list[Life]] = {}
+    for life in found:
+        if life.calls:
+            of_kind.setdefault(type(life.make()), []).append(life)
+    return [
+        life for kind in of_kind.values() for life in (*kind[: MOST_LIVES - 1], *kind[MOST_LIVES - 1 :][-1:])
+    ]
 
 
 def moments(life: Life, draw: random.Random, count: int) -> Iterator[tuple[Core, int]]:
@@ -220,7 +229,7 @@ def names_found() -> dict[type, set[str]]:
     for scenario in SCENARIOS:
         draw = random.Random(scenario)
         for life in lives(scenario):
-            for core, _ in moments(life, draw, 20):
+            for core, _ in moments(life, draw, 5):
                 for part in parts(core):
                     names = {field.name for field, _ in fields_of(part)}
                     for kind in type(part).__mro__:
