@@ -77,10 +77,8 @@ METHOD = (
     "each schedule is recorded once, and all rates and seeds are trained along it, by the stores and the "
     "translation of a real run; a test compares such a run with `simulate(train_fn=...)`. So all seeds of a cell "
     "have the same times of the workers, and differ in their initial weights and the order of their data.",
-    "*Guard.* As in a run with translated hyper-parameters by default, each of these runs has a guard that lowers "
-    "the rate if training diverges. Raw runs have a guard that only says so (`--guard tell`). The command makes "
-    "the runs without the guard, too, with `--hyperparameters 'translated without guard'`, and without the "
-    "correction for delayed gradients with `'translated without delay'`.",
+    "*Guard.* Each of these runs has a guard that says when training diverges (`--guard tell`). The command makes "
+    "the runs without the correction for delayed gradients, too, with `--hyperparameters 'translated without delay'`.",
     "*Bounds.* At the best rate, 3 points of accuracy or 6 % of the loss; at half and a quarter of it, 1 point or"
     " 2 %. Only what is worse than `bsp` counts. A run has learned nothing (*lost*: a cell with such a run) if "
     "its accuracy is below 0.15, or its loss is hardly better than at the start, or not finite.",

@@ -181,8 +181,7 @@ def same_accuracy(
         list[str] | None,
         typer.Option(
             "--hyperparameters",
-            help="Only raw, or translated, or 'translated without guard', or 'translated without delay'. "
-            "Default: the first two.",
+            help="Only raw, or translated, or 'translated without delay'. Default: the first two.",
         ),
     ] = None,
     seeds: Annotated[int, whole_number_option("--seeds", least=1, help="Number of seeds.")] = 8,

@@ -181,12 +181,12 @@ def test_benchmarks_import_only_the_quoted_numbers_from_reproductions() -> None:
 
 MOST = Structure(
     modules=220,
-    nodes=318_347,
-    names_over_borders=4_012,
+    nodes=317_892,
+    names_over_borders=4_004,
     edges=1_577,
     with_one_importer=35,
     private_imports=0,
-    defined_twice=27,
+    defined_twice=26,
 )
 """What the package may have at most. Lower a limit when a change lowers the measure. To raise one needs a reason."""
 

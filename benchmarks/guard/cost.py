@@ -51,7 +51,7 @@ def measure_cost() -> Cost:
         worker.send(report)
         list(coordinator.receive())
 
-    guard, updates = Guard("temper"), count()
+    guard, updates = Guard("tell"), count()
 
     def judge() -> None:
         update = next(updates)

@@ -1,8 +1,4 @@
-"""The guard of each run of an ensemble, as in a real run (see `paceline.core.guard`).
-
-In a real run, workers report their observations to the coordinator, and its orders reach the shards a little later.
-Here, an order is in force at once.
-"""
+"""The guard of each run of an ensemble, as in a real run (see `paceline.core.guard`)."""
 
 from __future__ import annotations
 
@@ -28,7 +24,7 @@ SAMPLED = 8192
 
 
 class Guards:
-    """Observes an ensemble, and tempers its runs with translated hyper-parameters.
+    """Observes an ensemble.
 
     Args:
         schedule: the schedule of the ensemble.
@@ -39,7 +35,6 @@ class Guards:
     Attributes:
         told: for each run, True if its user has been told that training goes wrong. A gradient with NaN or inf
             counts, because by default it ends the run with an error.
-        tempered: for each run, True if its learning rate was ever reduced.
     """
 
     def __init__(
@@ -49,13 +44,8 @@ class Guards:
         self._sync = schedule.sync
         self._lockstep = all(model.lockstep for model in read_schedule(schedule.sync).first)
         self._workers = schedule.batches.keys()
-        self._guards = [
-            Guard("temper" if setting.hyperparameters == "translated" else "tell")
-            for setting in settings
-            for _ in range(seeds)
-        ]
+        self._guards = [Guard("tell") for _ in settings for _ in range(seeds)]
         self.told = [False] * len(self._guards)
-        self.tempered = [False] * len(self._guards)
 
     def observe(self, worker: int, updates: int, losses: Tensor, gradients: Tensor, weights: Tensor) -> None:
         """Let the guard of each run judge a push."""
@@ -69,7 +59,7 @@ class Guards:
             strict=True,
         )
         for run, (guard, loss, gradient, size) in enumerate(seen):
-            if self.told[run] and (guard.mode == "tell" or not math.isfinite(gradient)):
+            if self.told[run]:
                 continue  # nothing new can follow
             verdicts = guard.take(
                 worker,
@@ -80,16 +70,12 @@ class Guards:
             )
             if verdicts:
                 self.told[run] |= any(map(_warns, verdicts))
-                self.tempered[run] |= guard.factor < 1
             elif not math.isfinite(gradient):
                 self.told[run] = True
 
     def standing(self, run: int, standing: Standing) -> Standing:
-        """Return the standing with the factor of the run's guard."""
-        if not self._corrects_delay:
-            standing = msgspec.structs.replace(standing, delay=0.0)
-        factor = self._guards[run].factor
-        return standing if factor == 1 else msgspec.structs.replace(standing, temper=factor)
+        """Return the standing with which a run makes an update."""
+        return standing if self._corrects_delay else msgspec.structs.replace(standing, delay=0.0)
 
 
 def _warns(verdict: GuardVerdict) -> bool:

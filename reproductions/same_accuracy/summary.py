@@ -52,7 +52,6 @@ class Cell(NamedTuple):
         within: True if `lack` is within the bounds.
         at_chance: number of runs that have learned nothing.
         untold: number of those whose users were not told.
-        tempered: number of runs whose rate the guard has reduced.
         runs: number of runs.
         sooner: by which factor the run reaches bsp's final quality sooner than bsp; 0 if it never does.
         shorter: by which factor all epochs take less time than under bsp.
@@ -71,7 +70,6 @@ class Cell(NamedTuple):
     within: bool
     at_chance: int
     untold: int
-    tempered: int
     runs: int
     sooner: float
     shorter: float
@@ -123,7 +121,6 @@ def _cell(result: Result, reference: Result, runs: Runs, bsp: Runs) -> Cell:
         lack <= bound,
         sum(lost),
         sum(each and not told for each, told in zip(lost, runs.told, strict=False)),
-        runs.tempered,
         len(finals),
         0.0 if math.isinf(soon) else usual * reference.end_s / (soon * result.end_s),
         reference.end_s / result.end_s,
@@ -186,13 +183,6 @@ def findings(cells: Sequence[Cell]) -> list[str]:
             found.append(
                 f"In {len(lost)} of {len(own)} {kind} cells, at least one run has learned nothing{words}."
             )
-    tempered = [cell for cell in cells if cell.hyperparameters == "translated" and cell.tempered]
-    if tempered:
-        runs = sum(cell.tempered for cell in tempered)
-        found.append(
-            f"The guard reduces the rate in {runs} translated runs of {len(tempered)} cells, of which "
-            f"{sum(c.within for c in tempered)} are within the bounds."
-        )
     for model in ("asp", "elastic-bsp"):
         own = [
             c

@@ -26,7 +26,7 @@ from .plan import COSTS_S, FACTORS, PROBLEMS, TUNING_SEEDS, Job, Scope, cluster_
 from .problems import Problem, epochs_of
 from .schedules import Epochs, Schedule, record
 
-__all__ = ["KINDS", "UNGUARDED", "Result", "Runs", "Tuned", "make", "missing", "read"]
+__all__ = ["KINDS", "Result", "Runs", "Tuned", "make", "missing", "read"]
 
 EVALUATIONS = 40
 """Number of times that the quality is computed in a run."""
@@ -34,12 +34,11 @@ EVALUATIONS = 40
 TUNING_WORKERS = 4
 SCHEDULE_SEED = 0
 
-UNGUARDED = "translated without guard"
 UNCORRECTED = "translated without delay"
-KINDS = ("raw", "translated", UNGUARDED, UNCORRECTED)
-"""The kinds of hyper-parameters. As in a real run, a guard tempers translated ones, and delays are corrected."""
+KINDS = ("raw", "translated", UNCORRECTED)
+"""The kinds of hyper-parameters. As in a real run, the delays of translated ones are corrected."""
 
-ENSEMBLES = (("raw", "translated"), (UNGUARDED,), (UNCORRECTED,))
+ENSEMBLES = (("raw", "translated"), (UNCORRECTED,))
 """The kinds that are trained together, because their runs have the same observer."""
 
 
@@ -66,14 +65,12 @@ class Runs(msgspec.Struct, frozen=True, tag="runs"):
         curve: mean quality over the seeds at each evaluation; None if it is not finite.
         told: for each seed, True if the user was told that training goes wrong or, at the end, that updates are
             missing.
-        tempered: number of seeds with which the guard has reduced the rate.
     """
 
     factor: float
     finals: list[float | None]
     curve: list[float | None]
     told: list[bool] = []
-    tempered: int = 0
 
 
 class Result(msgspec.Struct, frozen=True, tag="result"):
@@ -232,13 +229,11 @@ def _make_ensemble(
     begun_s, job = time.monotonic(), order.job
     settings = [Setting(rate, "raw" if kind == "raw" else "translated") for kind in kinds for rate in rates]
     guards = Guards(schedule, settings, order.seeds, corrects_delay=UNCORRECTED not in kinds)
-    observer = None if UNGUARDED in kinds else guards
-    found = train(_problem(name), schedule, settings, range(order.seeds), EVALUATIONS, observer)
+    found = train(_problem(name), schedule, settings, range(order.seeds), EVALUATIONS, guards)
     took_s = round((time.monotonic() - begun_s) / len(kinds), 2)
     curves = np.stack([each.quality.mean(axis=1) for each in found], axis=1)
     finals = found[-1].quality
-    told, tempered = (np.reshape(each, finals.shape) for each in (guards.told, guards.tempered))
-    told = told | bool(schedule.missing)
+    told = np.reshape(guards.told, finals.shape) | bool(schedule.missing)
     results = []
     for index, kind in enumerate(kinds):
         runs = [
@@ -247,7 +242,6 @@ def _make_ensemble(
                 _row(finals[row]),
                 _row(curves[row]),
                 told[row].tolist(),
-                int(tempered[row].sum()),
             )
             for row, factor in enumerate(FACTORS, start=index * len(FACTORS))
         ]

@@ -317,7 +317,7 @@ def test_a_dry_run_shows_what_would_start_and_makes_nothing(call: Call, tmp_path
         "hyper-parameters": "of the joint batch, translated for each update (translated)",
         "emulated": "--pace 0.05,0.05,0.05,0.15 (minimum seconds per iteration), --jitter 0.2",
         "on NaN": "stop",
-        "guard": "lowers the learning rate when training diverges (temper)",
+        "guard": "says when training diverges (tell)",
         "traces": "the last 100 MB are kept (recent)",
         "seed": "7",
         "run directory": "out/here",

@@ -9,11 +9,9 @@ import msgspec
 import pytest
 
 from paceline.core.guard import (
-    AGAIN,
     CONFIRMED,
     MOST_NAN,
     NAMED_NAN,
-    RESTORED,
     GoodWeights,
     Guard,
     GuardMode,
@@ -67,10 +65,6 @@ class Run:
             self.updates += 1
         return self.verdicts[before:]
 
-    @property
-    def factors(self) -> list[float]:
-        return [verdict.factor for verdict in self.verdicts if verdict.factor is not None]
-
 
 def falling(begin: float = 2.3, end: float = 0.1, count: int = 100) -> list[float]:
     return [begin * (end / begin) ** (number / count) for number in range(count)]
@@ -90,7 +84,6 @@ def test_a_loss_that_grows_is_said_once_with_its_figures_the_model_the_staleness
     assert "at best" in verdict.words
     assert "Lower the learning rate" in verdict.words
     assert "--sync bsp" in verdict.words
-    assert verdict.factor is None
     assert not verdict.stops
     assert not run.train([1e6] * 100)
 
@@ -303,61 +296,12 @@ def diverging(run: Run, points: int) -> None:
     run.train([50.0] * points)
 
 
-def test_temper_halves_the_rate_at_most_four_times() -> None:
-    run = Run("temper")
+def test_under_a_model_in_lockstep_no_other_model_is_advised() -> None:
+    run = Run(sync="bsp")
     run.train(falling())
-    diverging(run, 10 * AGAIN)
-
-    assert run.factors == [1 / 2, 1 / 4, 1 / 8, 1 / 16]
-    assert "The learning rate is multiplied by 0.5 now" in run.verdicts[0].words
-    assert "has been halved four times" in run.verdicts[-1].words
-    assert not any(verdict.stops for verdict in run.verdicts)
-
-
-def test_temper_restores_the_rate_when_nothing_has_been_wrong_and_waits_longer_each_time() -> None:
-    run = Run("temper")
-    run.train(falling())
-    diverging(run, 2 * AGAIN)
-    run.train([0.1] * 20)
-    count = len(run.factors)
-    assert run.guard.factor < 1
-    run.train([0.1] * RESTORED)
-    assert len(run.factors) == count + 1
-    assert "Nothing has been wrong for" in run.verdicts[-1].words
-    run.train([0.1] * (RESTORED + 50))
-    assert len(run.factors) == count + 1
-    run.train([0.1] * RESTORED * 10)
-    assert run.factors[-1] == 1.0
-
-
-def test_the_rate_is_not_restored_while_something_is_wrong_now_and_then() -> None:
-    run = Run("temper")
-    run.train(falling())
-    diverging(run, 5 * AGAIN)
-    assert run.factors[-1] == 1 / 16
-    for _ in range(10):
-        run.train([0.1] * 50)
-        diverging(run, 30)
-    assert run.guard.factor == 1 / 16
-
-
-@pytest.mark.parametrize("mode", ["tell", "temper"])
-def test_models_in_lockstep_keep_their_rate(mode: GuardMode) -> None:
-    run = Run(mode, sync="bsp")
-    run.train(falling())
-    diverging(run, 3 * AGAIN)
-    assert not run.factors
+    diverging(run, 120)
     [verdict] = run.verdicts
     assert "--sync" not in verdict.words
-
-
-def test_a_model_in_lockstep_that_follows_gets_the_whole_rate() -> None:
-    run = Run("temper")
-    run.train(falling())
-    diverging(run, 20)
-    run.follow("bsp")
-    run.train([0.1] * 20)
-    assert run.factors == [0.5, 1.0]
 
 
 def test_stop_ends_the_run() -> None:
@@ -375,10 +319,10 @@ def test_off_says_nothing_of_a_divergence() -> None:
 
 
 def test_the_mode_depends_on_the_hyper_parameters() -> None:
-    with pytest.raises(ConfigurationError, match=r"unknown guard 'shout'\. Choices: off, stop, tell, temper"):
+    assert (guard_mode(None, translated=True), guard_mode(None, translated=False)) == ("tell", "off")
+    assert guard_mode("temper", translated=False) == "tell"  # as in earlier versions
+    with pytest.raises(ConfigurationError, match=r"unknown guard 'shout'\. Choices: off, stop, tell\."):
         guard_mode("shout", translated=True)
-    with pytest.raises(ConfigurationError, match="guard is 'temper' and hyperparameters is 'raw'"):
-        guard_mode("temper", translated=False)
 
 
 # -- good weights ----------------------------------------------------------------------------------------------
@@ -431,28 +375,17 @@ def test_there_are_no_good_weights_of_a_run_that_diverges_from_the_beginning(
 # -- runs that resume ------------------------------------------------------------------------------------------
 
 
-def resumed(run: Run, mode: GuardMode = "temper") -> Run:
+def resumed(run: Run) -> Run:
     """Return a run that goes on from a checkpoint of another one."""
-    after = Run(mode)
+    after = Run()
     after.guard.resume(msgspec.json.decode(msgspec.json.encode(run.guard.cut()), type=GuardCut))
     return after
-
-
-def test_a_run_that_goes_on_keeps_the_factor_and_restores_it() -> None:
-    run = Run("temper")
-    run.train([*falling(), *(0.1 * 1.5**number for number in range(40))])
-    assert run.guard.factor < 1.0
-    after = resumed(run)
-    assert after.guard.factor == run.guard.factor
-    after.train([0.1] * (RESTORED + 40))
-    assert after.factors == [2 * run.guard.factor]
-    assert resumed(run, "tell").guard.factor == 1.0
 
 
 def test_a_run_that_goes_on_is_compared_with_how_the_job_began() -> None:
     run = Run()
     run.train(falling())
-    after = resumed(run, "tell")
+    after = resumed(run)
     assert not after.train([0.1] * 20)
     assert after.train([2.2] * 30, weights=7.0) or after.train([2.2] * 120, weights=7.0)
     fresh = Run()

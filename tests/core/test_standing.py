@@ -21,6 +21,7 @@ from paceline.sync.events import (
     MeanClipped,
     PullRequested,
     PushReceived,
+    RateTempered,
     RecordedEvent,
     Stop,
     TimerFired,
@@ -330,14 +331,14 @@ def test_edits_and_empty_pushes_are_no_updates() -> None:
     job.require_replayable()
 
 
-def test_the_guard_reduces_the_rate_of_every_model() -> None:
-    for sync in ("asp", "bsp"):
-        job = Job(sync, workers=2)
-        assert job.shard.standing is not None
-        job.shard.standing.temper = 0.5
-        job.push(0, 32)
-        job.push(1, 32)
-        assert standing_of(job.applied[-1:]).temper == 0.5
+@pytest.mark.parametrize("sync", ["asp", "bsp"])
+def test_a_trace_of_an_earlier_version_in_which_the_guard_reduces_the_rate_is_replayed(sync: str) -> None:
+    job = Job(sync, workers=2)
+    job.shard.handle(RateTempered(now_ticks=0, factor=0.5))
+    job.push(0, 32)
+    job.push(1, 32)
+    assert standing_of(job.applied[-1:]).temper == 0.5
+    job.require_replayable()
 
 
 def test_a_replay_notices_another_standing() -> None:

@@ -168,7 +168,7 @@ SCENARIOS: dict[str, Callable[[], object]] = {
     "cuts": cut("bsp"),
     "cuts on demand": cut("asp"),
     "a script": simulated("bsp", STEADY, train_fn=train),
-    "a script on demand": simulated("asp", STEADY, train_fn=train, guard="temper"),
+    "a script on demand": simulated("asp", STEADY, train_fn=train, guard="tell"),
     "a script with losses": simulated(
         "asp", train_fn=lambda: train(clips=False, extends=False), guard="tell"
     ),

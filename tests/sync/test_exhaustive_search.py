@@ -100,12 +100,6 @@ def clipped_cluster(name: str, changes: list[str], size: str) -> SmallJob:
     return sized_cluster(MODELS[name], size, changes=changes, clips=True)
 
 
-@pytest.mark.parametrize("name", ["bsp", "asp", "ssp", *larger("elastic-bsp")])
-def test_shards_may_learn_of_a_tempered_rate_at_different_times(name: str) -> None:
-    plain = explore(sized_cluster(MODELS[name], "2,2,2,1"))
-    assert explore(sized_cluster(MODELS[name], "2,2,2,1", tempered=True)) > plain
-
-
 # -- edits of the weights ------------------------------------------------------------------------------------
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Set
+from collections.abc import Collection, Set
 from typing import NamedTuple
 
 import msgspec
@@ -26,8 +26,8 @@ from ..errors import ProtocolError
 from ..state import stateful
 from .guard import DIVERGED, Guard, GuardVerdict
 from .layout import HyperParameter, HyperParameters
-from .messages import GradientHashed, HyperParametersReported, RateTempered
-from .requests import Fail, Request, Send, TakeOut, Warn, server_peer
+from .messages import GradientHashed, HyperParametersReported
+from .requests import Fail, Request, TakeOut, Warn
 
 MARKED_STEPS = 50
 """Number of steps between two marks."""
@@ -284,13 +284,10 @@ class Oversight:
         self.findings.append(finding)
         return [Warn(finding)]
 
-    def heed(self, verdict: GuardVerdict, servers: Iterable[int]) -> list[Request]:
-        """Return the requests that carry out a verdict of the guard. `servers` contains the connected servers."""
+    def heed(self, verdict: GuardVerdict) -> list[Request]:
+        """Return the requests that carry out a verdict of the guard."""
         self.findings.append(verdict.words)
         requests: list[Request] = [Warn(verdict.words)]
-        if verdict.factor is not None:
-            tempered = RateTempered(verdict.factor)
-            requests += [Send(server_peer(server), tempered) for server in sorted(servers)]
         if verdict.takes_out is not None:
             requests.append(TakeOut(verdict.takes_out, verdict.words))
         if verdict.stops:

@@ -92,7 +92,6 @@ from .messages import (
     PlanPublished,
     PushesObserved,
     PushesReported,
-    RateTempered,
     Ready,
     Refused,
     Register,
@@ -717,14 +716,8 @@ class Coordinator:
             resumed=self._resumed_number,
             directory=self.main.directory,
         )
-        factor = self.oversight.guard.factor
-        tempered = [
-            Send(server_peer(server), RateTempered(factor))
-            for server in sorted(self.servers.addresses)
-            if factor != 1.0
-        ]
         # A worker that has been invited since the shards were created is not present: it joins the run afterwards.
-        return [*tempered, *(Send(worker_peer(worker), started) for worker in sorted(self.members.present))]
+        return [Send(worker_peer(worker), started) for worker in sorted(self.members.present)]
 
     # -- extension of the model ---------------------------------------------------------------------------
 
@@ -1083,11 +1076,7 @@ class Coordinator:
                 sync=self.job_sync.sync,
                 lockstep=_is_lockstep(self.job_sync.sync),
             )
-            requests += [
-                request
-                for verdict in verdicts
-                for request in self.oversight.heed(verdict, self.servers.addresses)
-            ]
+            requests += [request for verdict in verdicts for request in self.oversight.heed(verdict)]
         return requests
 
     def _keep_metrics(self, worker: int, message: MetricsLogged, now_ticks: int) -> list[Request]:

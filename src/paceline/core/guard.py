@@ -5,22 +5,19 @@ figures, the sync model, the mean staleness and what to do. What else it does de
 
     off       it says only what is certain: the weights, or the gradients of all workers, contain NaN or inf
     tell      it says everything that it notices
-    temper    if training diverges, it also halves the learning rate at all shards, at most four times. When nothing
-              has been wrong for 200 updates, it doubles the rate again; each time, it waits twice as long
     stop      if training diverges, it ends the run, whose host keeps the last weights that were good
 
-`temper` leaves models in lockstep alone: under bsp, training is what one process would compute. In every mode, a
-worker that pushes NaN ten times in a row is named, and taken out if the others do not.
+In every mode, a worker that pushes NaN ten times in a row is named, and taken out if the others do not. A worker that
+is taken out because of NaN does not join again.
 
 With its push, a worker reports the loss, the norm of its gradient, which the check for NaN computes anyway, and the
 norm of its weights, from a sample of 8192 elements (`Observation`). A live worker observes a push every 2 ms at most,
 and reports every 10 ms at most, which bounds the cost to less than 1 % of a step of 5 ms. In virtual time, all pushes
 are observed. With the guard off, only gradients with NaN are reported.
 
-A new factor of the learning rate goes to all servers (`RateTempered`). Each shard handles it as an event that is
-recorded, and passes it on in the `Standing` of its updates, so a replay repeats it exactly. No sync model sees it.
-Shards may receive it between different updates, which changes by how much these move the weights, but nothing else. A
-worker that is taken out because of NaN does not join again.
+The guard changes nothing that is learned. In earlier versions, a mode `temper` halved the learning rate while training
+diverged. In 21 of 25 simulated runs in which this happened, the result was better without. So `temper` means `tell`
+now; traces of earlier runs contain its decisions (`RateTempered`), and are replayed with them.
 """
 
 from __future__ import annotations
@@ -34,14 +31,15 @@ from typing import Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from ..errors import ConfigurationError, unknown_name
+from ..errors import unknown_name
 from ..state import stateful
 from .job_cut import CourseCut, GuardCut
 from .messages import Observation
 
-GuardMode = Literal["off", "tell", "temper", "stop"]
+GuardMode = Literal["off", "tell", "stop"]
 
-GUARD_MODES: tuple[GuardMode, ...] = ("off", "tell", "temper", "stop")
+GUARD_MODES: dict[str, GuardMode] = {"off": "off", "tell": "tell", "stop": "stop", "temper": "tell"}
+"""Choice of the user -> mode. The last one is a name of earlier versions."""
 
 ON_NAN = ("stop", "skip")
 """What happens if a gradient contains NaN or inf: the run ends, or the push is left out."""
@@ -54,15 +52,6 @@ NAMED_NAN, MOST_NAN = 5, 10
 
 SURE_NAN = 2
 """Number of pushes with NaN in a row of every worker after which nobody is expected to push others."""
-
-LEAST_FACTOR = 1 / 16
-"""Smallest factor of the rate: half, four times."""
-
-AGAIN = 40
-"""Number of points after which the rate is halved again: three windows, so that the first half has had its effect."""
-
-RESTORED = 200
-"""Number of points without a symptom after which the rate is doubled, the first time."""
 
 CONFIRMED = 24
 """Number of sound points after which what precedes them is certainly good: two windows."""
@@ -85,26 +74,20 @@ def guard_mode(guard: str | None, *, translated: bool) -> GuardMode:
     """Return the mode of a run's guard.
 
     Args:
-        guard: the user's choice; None for the default, which is "temper" if hyper-parameters are translated, else
-            "off".
+        guard: the user's choice; None for the default, which is "tell" if hyper-parameters are translated, else "off".
         translated: True if hyper-parameters are translated.
 
     Raises:
-        ConfigurationError: there is no such mode, or it cannot be used in this run.
+        ConfigurationError: there is no such mode.
 
     >>> guard_mode(None, translated=True), guard_mode(None, translated=False), guard_mode("tell", translated=False)
-    ('temper', 'off', 'tell')
+    ('tell', 'off', 'tell')
     """
     if guard is None:
-        return "temper" if translated else "off"
+        return "tell" if translated else "off"
     if guard not in GUARD_MODES:
-        raise unknown_name("guard", guard, GUARD_MODES)
-    if guard == "temper" and not translated:
-        raise ConfigurationError(
-            "guard is 'temper' and hyperparameters is 'raw', but raw hyper-parameters are used as they are. Use "
-            "guard 'tell' or 'stop', or translated hyper-parameters."
-        )
-    return guard
+        raise unknown_name("guard", guard, {*GUARD_MODES.values()})
+    return GUARD_MODES[guard]
 
 
 class GuardVerdict(msgspec.Struct, frozen=True):
@@ -112,13 +95,11 @@ class GuardVerdict(msgspec.Struct, frozen=True):
 
     Attributes:
         words: what has been noticed, in sentences.
-        factor: new factor of the learning rate at all shards; None if it does not change.
         stops: True if the run must end.
         takes_out: worker without which the run continues; None if there is none.
     """
 
     words: str
-    factor: float | None = None
     stops: bool = False
     takes_out: int | None = None
 
@@ -133,14 +114,12 @@ class Guard:
 
     Attributes:
         mode: what the guard does.
-        factor: the factor of the learning rate in force.
         points: number of points that have been judged, of all parameter sets.
         sound: the last of these points at which nothing was wrong. See `CONFIRMED`.
     """
 
     def __init__(self, mode: GuardMode = "off", *, skips_nan: bool = False) -> None:
         self.mode = mode
-        self.factor = 1.0
         self.points = self.sound = 0
         self._skips_nan = skips_nan
         self._said: set[tuple[str, int]] = set()  # (kind, worker or -1)
@@ -149,9 +128,6 @@ class Guard:
         self._nan: dict[tuple[int, int], int] = {}  # (worker, set) -> number of its latest pushes with NaN
         self._last_updates: dict[int, int] = {}
         self._staleness = 0.0
-        self._changed = -AGAIN  # the point at which the factor was changed
-        self._wrong = 0  # the last point at which something was wrong
-        self._patience = RESTORED
 
     def judged(self) -> tuple[int, int]:
         """Return the number of points that were judged, and how many of them were sound."""
@@ -192,21 +168,18 @@ class Guard:
         if symptom is None:
             if course.is_full:
                 self.sound = self.points
-            return verdicts + self._restore(where, lockstep)
+            return verdicts
         return verdicts + self._diverges(
-            symptom.kind, f"Training diverges ({where}): {symptom.words}.", advice, lockstep
+            symptom.kind, f"Training diverges ({where}): {symptom.words}. {advice}"
         )
 
     def cut(self) -> GuardCut:
         """Return what the guard of a run that goes on begins with."""
         courses = (course.cut(set_index) for set_index, course in sorted(self._courses.items()))
-        return GuardCut(self.factor, self._patience, tuple(filter(None, courses)))
+        return GuardCut(tuple(filter(None, courses)))
 
     def resume(self, cut: GuardCut) -> None:
-        """Go on from what the guard of an earlier run kept: its factor of the rate, and how training began."""
-        if self.mode == "temper":
-            self.factor, self._patience = cut.factor, cut.patience or RESTORED
-            self._changed = 0
+        """Go on from what the guard of an earlier run kept: how training began."""
         self._courses = {each.set_index: Course.resumed(each) for each in cut.courses}
 
     def left(self, worker: int) -> None:
@@ -279,45 +252,9 @@ class Guard:
             return []
         return [GuardVerdict(words)]
 
-    def _diverges(self, kind: str, words: str, advice: str, lockstep: bool) -> list[GuardVerdict]:
-        """Say that training diverges, and lower the rate, if that is to be done."""
-        self._wrong = self.points
-        new = self._is_new(kind)
-        tempers = self.mode == "temper" and not lockstep
-        if not tempers or self.points < self._changed + AGAIN:
-            return [GuardVerdict(f"{words} {advice}", stops=self.mode == "stop")] if new else []
-        if self.factor <= LEAST_FACTOR:
-            then = "The learning rate has been halved four times, which has not helped."
-            return [GuardVerdict(f"{words} {then} {advice}")] if self._is_new("helpless") else []
-        self._change(self.factor / 2)
-        words = f"{words} The learning rate is multiplied by {self.factor:g} now."
-        return [GuardVerdict(f"{words} {advice}" if new else words, self.factor)]
-
-    def _restore(self, where: str, lockstep: bool) -> list[GuardVerdict]:
-        """Double the rate if nothing has been wrong for long enough. Models in lockstep get all of it at once."""
-        if self.factor == 1.0:
-            return []
-        if lockstep:
-            self._change(1.0)
-            return [GuardVerdict(f"The learning rate is no longer reduced ({where}).", self.factor)]
-        good = self.points - max(self._changed, self._wrong)
-        if good < self._patience:
-            return []
-        self._patience *= 2
-        self._change(2 * self.factor)
-        return [
-            GuardVerdict(
-                f"Nothing has been wrong for {good} updates ({where}). The learning rate is multiplied by "
-                f"{self.factor:g} now, instead of {self.factor / 2:g}.",
-                self.factor,
-            )
-        ]
-
-    def _change(self, factor: float) -> None:
-        self.factor = factor
-        self._changed = self.points
-        for course in self._courses.values():
-            course.forget_window()
+    def _diverges(self, kind: str, words: str) -> list[GuardVerdict]:
+        """Say that training diverges, once for each kind of symptom."""
+        return [GuardVerdict(words, stops=self.mode == "stop")] if self._is_new(kind) else []
 
 
 # -- Decides from what the workers report of their pushes whether training diverges --------------------------

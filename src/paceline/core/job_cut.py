@@ -148,13 +148,9 @@ class GuardCut(msgspec.Struct, frozen=True):
     """What the guard of a run keeps. See `paceline.core.guard`.
 
     Attributes:
-        factor: the factor of the learning rate in force.
-        patience: number of points without a symptom after which the rate is doubled next; 0 for the usual number.
         courses: how training has begun, for each parameter set of which this is known.
     """
 
-    factor: float = 1.0
-    patience: int = 0
     courses: tuple[CourseCut, ...] = ()
 
 

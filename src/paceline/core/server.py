@@ -24,12 +24,11 @@ from ..errors import ConfigurationError, InternalError, ProtocolError
 from ..state import stateful
 from ..sync import SyncModel
 from ..sync.events import (
+    AnyEvent,
     MeanClipped,
     PullRepeated,
     PullRequested,
     PushReceived,
-    RateTempered,
-    RecordedEvent,
     TimerFired,
     WorkerFenced,
     WorkerFinished,
@@ -133,7 +132,6 @@ class Server:
         self._incarnations: dict[int, int] = {}
         # the cut that is to be made, until this server has noticed all departures before it
         self._cut: CutProposed | CutAgreed | None = None
-        self._factor = 1.0  # the factor of the learning rate that the guard has sent last
 
     @property
     def awaits_factor(self) -> bool:
@@ -237,10 +235,6 @@ class Server:
                 return self.shard(message.shard).handle(MeanClipped.of(message, now_ticks))
             case MeanAwaited():
                 return self.shard(message.shard).ask(message.pushes)
-            case messages.RateTempered():
-                tempered = RateTempered.of(message, now_ticks)
-                self._factor = message.factor
-                return self._tell_all(tempered)
             case messages.WorkerFinished():
                 return self._leave(WorkerFinished(now_ticks=now_ticks, worker=worker))
             case messages.WorkerLost():
@@ -336,8 +330,6 @@ class Server:
         shard = self.shards[index] = self._new_shard(index)
         for member in sorted(self.expected):
             shard.handle(WorkerJoined(now_ticks=now_ticks, worker=member))
-        if self._factor != 1.0:  # the run goes on with the factor of an earlier one
-            shard.handle(RateTempered(now_ticks=now_ticks, factor=self._factor))
         welcomed = [
             request
             for member in sorted(self._connected)
@@ -481,7 +473,7 @@ class Server:
         self.expected.remove(event.worker)
         return self._tell_all(event) + self._answer_coordinator()
 
-    def _tell_all(self, event: RecordedEvent) -> list[Request]:
+    def _tell_all(self, event: AnyEvent) -> list[Request]:
         """Pass an event to all shards."""
         return [request for shard in self.shards.values() for request in shard.handle(event)]
 

@@ -396,7 +396,6 @@ _HYPERPARAMETERS_TEXTS = {
 _GUARD_TEXTS = {
     "off": "says only if nothing is learned any more, because of NaN (off)",
     "tell": "says when training diverges (tell)",
-    "temper": "lowers the learning rate when training diverges (temper)",
     "stop": "stops the run when training diverges, and keeps the last good weights (stop)",
 }
 _TRACES_TEXTS = {

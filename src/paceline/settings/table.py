@@ -220,15 +220,13 @@ class Settings(TypedDict, total=False):
         str | None,
         Setting(
             default=None,
-            doc='what happens if training diverges: "off" for nothing, "tell" to say it, "temper" to halve the '
-            'learning rate as well, at most four times, until training goes well again, or "stop" to end the run and '
-            'keep the last good weights. Default: "temper" if hyper-parameters are translated, else "off". NaN in '
-            'the weights is said in any case, and under `bsp`, "temper" leaves the learning rate alone.',
-            help="What happens if training diverges. tell: it is said, with what to do. temper: the learning rate is "
-            "halved as well, at most four times, and restored when training goes well again; under bsp, as tell. "
-            "stop: the run ends, and the last good weights are kept. off: nothing, but NaN in the weights is said. "
-            "Default: temper if hyper-parameters are translated, else off.",
-            metavar="<off|tell|temper|stop>",
+            doc='what happens if training diverges: "off" for nothing, "tell" to say it, or "stop" to end the run and '
+            'keep the last good weights. Default: "tell" if hyper-parameters are translated, else "off". NaN in the '
+            'weights is said in any case. "temper", a mode of earlier versions, means "tell".',
+            help="What happens if training diverges. tell: it is said, with what to do. stop: the run ends, and the "
+            "last good weights are kept. off: nothing, but NaN in the weights is said. "
+            "Default: tell if hyper-parameters are translated, else off.",
+            metavar="<off|tell|stop>",
             check=one_of(GUARD_MODES),
         ),
     ]

@@ -175,7 +175,6 @@ class SmallJob:
         watch: True to check at each shard which workers wait and which model is in force.
         clips: True if all scripts clip the gradient that is applied.
         edits: the iterations in which all scripts edit the weights, instead of computing gradients.
-        tempered: True if the guard of the run changes the learning rate once, which each shard learns at any time.
     """
 
     def __init__(
@@ -199,7 +198,6 @@ class SmallJob:
         watch: bool = True,
         clips: bool = False,
         edits: Sequence[int] = (),
-        tempered: bool = False,
     ) -> None:
         self.now_ticks = 0
         self._agree = agree
@@ -219,7 +217,7 @@ class SmallJob:
         self._settles = losses > 0 and (late > 0 or any(map(_may_hold, models_of_all)))
         # Shards are distinguishable if their models differ, if each draws its own random numbers, or if workers join
         # late (the coordinator's core records which servers have answered).
-        alike = symmetric and not (late or self._settles or clips or edits or tempered)
+        alike = symmetric and not (late or self._settles or clips or edits)
         self._shards_alike = alike and all(
             len(set(step)) == 1 and getattr(step[0], "draws", "shared") == "shared" for step in all_models
         )
@@ -281,15 +279,10 @@ class SmallJob:
         views = tuple(WorkerView("live" if w < workers else "unknown") for w in everybody)
         computing = WorkerState("computing", self._workers.add(first))
         absent = WorkerState("absent", self._workers.add(newcomer))
-        replies = (messages.RateTempered(0.5),) if tempered else ()
         state = State(
             workers=tuple(self._worker_pool(computing if w < workers else absent) for w in everybody),
             servers=tuple(
-                self._server_pool(
-                    ServerState(
-                        self._servers.add(core), ShardView(model, BSP(), views), empty, replies=replies
-                    )
-                )
+                self._server_pool(ServerState(self._servers.add(core), ShardView(model, BSP(), views), empty))
                 for core, model in zip(servers, models, strict=True)
             ),
             coordinator=self._coordinator_pool(CoordinatorState(self._coordinators.add(coordinator), empty)),

@@ -384,13 +384,6 @@ class PushesObserved(Message):
     observed: Annotated[tuple[Observation, ...], msgspec.Meta(max_length=MOST_OBSERVED)]
 
 
-@sent("coordinator", to="server", during="serving")
-class RateTempered(Message):
-    """The factor by which all shards multiply the learning rate from now on. See the event of the same name."""
-
-    factor: float
-
-
 # -- What a worker reports of the metrics that its script has logged -----------------------------------------
 
 LONGEST_NAME = 100
