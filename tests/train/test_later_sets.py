@@ -309,7 +309,7 @@ def test_live_workers_have_the_weights_of_one_process(
 ) -> None:
     options = {"servers": 2, "sync": "bsp", **options}
     if not options.pop("rings", True):
-        monkeypatch.setattr("paceline.wire.transports.available", lambda: False)
+        monkeypatch.setattr("paceline.wire.transports.rings_available", lambda: False)
     run = run_on_threads(lambda: script(sgd), workers=2, **options)
     expected = script(sgd)
     assert_close(run.state_dict, expected)
