@@ -21,6 +21,7 @@ from paceline.core.guard import (
 from paceline.core.job_cut import GuardCut
 from paceline.core.messages import Observation
 from paceline.errors import ConfigurationError
+from paceline.settings import SETTINGS
 
 CALM = Observation(0, loss=1.0, gradient=1.0, weights=5.0)
 
@@ -321,6 +322,9 @@ def test_off_says_nothing_of_a_divergence() -> None:
 def test_the_mode_depends_on_the_hyper_parameters() -> None:
     assert (guard_mode(None, translated=True), guard_mode(None, translated=False)) == ("tell", "off")
     assert guard_mode("temper", translated=False) == "tell"  # as in earlier versions
+    assert SETTINGS["guard"].value("temper") == "tell"
+    with pytest.raises(ConfigurationError, match=r"unknown guard 'shout'\. Choices: off, stop, tell\."):
+        SETTINGS["guard"].value("shout")
     with pytest.raises(ConfigurationError, match=r"unknown guard 'shout'\. Choices: off, stop, tell\."):
         guard_mode("shout", translated=True)
 

@@ -16,7 +16,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypedDict, TypeVar, get_type_hints
 
-from ..core.guard import GUARD_MODES, ON_NAN
+from ..core.guard import ON_NAN, guard_mode
 from ..core.layout import SLICINGS, WireFormat
 from ..core.lease import BATCH_SIZINGS, SPLITS
 from ..errors import unknown_name
@@ -227,7 +227,7 @@ class Settings(TypedDict, total=False):
             "last good weights are kept. off: nothing, but NaN in the weights is said. "
             "Default: tell if hyper-parameters are translated, else off.",
             metavar="<off|tell|stop>",
-            check=one_of(GUARD_MODES),
+            check=lambda name, value: guard_mode(value, translated=True),
         ),
     ]
     traces: Annotated[
