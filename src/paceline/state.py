@@ -54,7 +54,6 @@ cuts          what a cut of the job contains
 
 ATOMS = (int, str, bool, float, bytes, type(None), Fraction)
 FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, partial)
-ABSENT = object()
 
 
 class Field(NamedTuple):
