@@ -123,9 +123,8 @@ class Pulls(msgspec.Struct):
         waits = self.left(event.worker, event.now_ticks) if type(event) in LEAVE else []  # type: ignore[union-attr]
         if type(event) is PullRequested:
             self.asked[event.worker] = event.iteration, event.now_ticks
-        answers = [action for action in entry.actions if type(action) is AnswerPull]
         if type(event) is not PullRepeated:  # its answer is never delayed, and answers no other pull
-            waits += [self.answered(event, answer) for answer in answers]
+            waits += [self.answered(event, each) for each in entry.actions if type(each) is AnswerPull]
         return waits
 
     def answered(self, event: AnyEvent | OfShard, action: AnswerPull) -> Wait:
