@@ -16,6 +16,7 @@ import pytest
 from paceline.errors import ConfigurationError
 from paceline.run import run_lock
 from paceline.run.run_lock import (
+    PROBE,
     Holder,
     RunLock,
     RunningProcess,
@@ -87,6 +88,11 @@ def said(program: subprocess.Popen[str]) -> str:
     return program.stdout.readline()
 
 
+def locks_in(folder: Path) -> list[str]:
+    """Return the names in a directory, without those of probes: a living process removes its own, a killed one not."""
+    return [path.name for path in folder.iterdir() if not path.name.startswith(PROBE)]
+
+
 def write(folder: Path, number: int, **changes: object) -> Path:
     """Write a lock of this process, with some changes, as another process would have left it."""
     path = folder / f".lock-{number}"
@@ -106,7 +112,7 @@ def test_of_processes_that_start_at_once_one_has_the_lock(
     for words in refused:
         assert f"is still in progress: process {owner} on {os.uname().nodename} holds the directory" in words
         assert "--force" in words
-    assert [path.name for path in tmp_path.iterdir()] == [".lock-4"]
+    assert locks_in(tmp_path) == [".lock-4"]
 
 
 def test_a_killed_holder_is_replaced_at_once_and_a_living_one_never(
@@ -126,7 +132,7 @@ def test_a_killed_holder_is_replaced_at_once_and_a_living_one_never(
     assert not is_held(tmp_path)
     with RunLock.take(tmp_path, tell=pytest.fail) as lock:
         assert lock.number == 3  # numbers only grow, so a slow process cannot take an old one again
-    assert [path.name for path in tmp_path.iterdir()] == [".lock-3"]
+    assert locks_in(tmp_path) == [".lock-3"]
 
 
 def test_force_ends_the_holder_before_it_goes_on(
