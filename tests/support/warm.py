@@ -45,7 +45,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, cast
 
 from paceline.start.processes import program
-from paceline.start.processes.fork_server import thread_count
+from paceline.start.processes.fork_server import keep_imported, thread_count
 from paceline.start.processes.orders import leave
 
 __all__ = ["WarmStarts", "bare_environment", "hear_signals", "take_terminal"]
@@ -327,6 +327,7 @@ def main() -> None:
     with program.importing():
         for module in IMPORTED:
             importlib.import_module(module)
+    keep_imported()
     if os.fork() == 0:  # OpenBLAS ends its threads before a fork
         os._exit(0)
     os.wait()

@@ -206,8 +206,8 @@ def _require_divisible(source: DataSource, max_batch: int | None, workers: int) 
             f"them needs at least one. Use at most {source.batch} workers, or a larger batch size."
         )
     whole = isinstance(max_batch, int) and not isinstance(max_batch, bool)
-    if max_batch is not None and not (whole and max_batch * workers >= source.batch):
-        least = -(-source.batch // workers)
+    least = -(-source.batch // workers)
+    if max_batch is not None and not (whole and max_batch >= least):
         raise ConfigurationError(
             f"max_batch is {max_batch!r}, expected an integer of at least {least}, so that {workers} workers can "
             f"divide the joint batch of {_samples(source.batch)}."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -57,16 +58,12 @@ def partition(
         raise ConfigurationError(
             f"labels has the shape {found.shape}, expected one label for each sample, in one dimension."
         )
-    if isinstance(workers, bool) or not isinstance(workers, int) or not 1 <= workers <= found.size:
-        raise ConfigurationError(
-            f"workers is {workers!r}, expected a whole number from 1 to the number of samples, {found.size}."
-        )
+    _require_whole("workers", workers, 1, found.size, f"from 1 to the number of samples, {found.size}")
     if (dirichlet is None) == (shards is None):
         raise ConfigurationError(
             "expected either dirichlet or shards, for example partition(..., dirichlet=0.3)."
         )
-    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise ConfigurationError(f"seed is {seed!r}, expected a whole number >= 0.")
+    _require_whole("seed", seed, 0, inf, ">= 0")
     generator = np.random.default_rng(seed)
     if dirichlet is not None:
         parts = _by_proportions(found, workers, dirichlet, generator)
@@ -79,6 +76,11 @@ def partition(
             "workers, or another seed."
         )
     return parts
+
+
+def _require_whole(name: str, value: object, least: int, most: float, range_in_words: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise ConfigurationError(f"{name} is {value!r}, expected a whole number {range_in_words}.")
 
 
 def _by_proportions(
@@ -100,10 +102,7 @@ def _by_pieces(
     labels: np.ndarray, workers: int, shards: int, generator: np.random.Generator
 ) -> list[list[int]]:
     most = labels.size // workers
-    if isinstance(shards, bool) or not isinstance(shards, int) or not 1 <= shards <= most:
-        raise ConfigurationError(
-            f"shards is {shards!r}, expected a whole number from 1 to {most}, the samples of each worker."
-        )
+    _require_whole("shards", shards, 1, most, f"from 1 to {most}, the samples of each worker")
     pieces = np.array_split(np.argsort(labels, kind="stable"), workers * shards)
     dealt = generator.permutation(len(pieces)).reshape(workers, shards)
     return [sorted(np.concatenate([pieces[piece] for piece in own]).tolist()) for own in dealt]

@@ -30,6 +30,7 @@ import signal
 import socket
 import sys
 import termios
+import weakref
 from io import TextIOWrapper
 from typing import NoReturn, cast
 
@@ -147,6 +148,13 @@ def _import_everything() -> None:
 
         from ...train import collectives, epochs, prepare  # noqa: F401
         from . import child  # noqa: F401
+    keep_imported()
+
+
+def keep_imported() -> None:
+    """Let no child take apart at its end what it shares: to remove torch's operators would cost each 20 ms."""
+    for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
+        finalizer.atexit = False
 
 
 def thread_count() -> int:

@@ -17,7 +17,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -115,19 +114,14 @@ def importing() -> Iterator[None]:
     """Import modules without the garbage collector, which costs 15 % of the time and frees nothing.
 
     Later collections leave out what exists afterwards. They would write to every object, and so copy the memory that
-    a process shares with its children. For the same reason, the modules are not taken apart at the end of a process:
-    torch removes each of its operators, which costs a forked process 20 ms.
+    a process shares with its children.
     """
-    finalizers: Any = getattr(weakref.finalize, "_registry", {})
-    before = set(finalizers)
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
         gc.enable()
-        for finalizer in finalizers.keys() - before:
-            finalizer.atexit = False
 
 
 def set_title(title: str) -> None:
