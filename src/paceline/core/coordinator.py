@@ -175,6 +175,7 @@ class Coordinator:
         slices: the slices of the parameters; empty until the shards are created.
         addresses: for each shard, the address of its server; empty until the shards are created.
         initializer: the worker that sends the initial weights; -1 before the shards are created.
+        samples: how many samples an update is made of, as the first weights were registered; None before.
         started: True once at least one worker has reported that its first weights have arrived.
         placement: the servers of the shards.
         servers: the servers: which are vacant, which are connected, and which are lost.

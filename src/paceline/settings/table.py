@@ -223,8 +223,8 @@ class Settings(TypedDict, total=False):
             doc='what happens if training diverges: "off" for nothing, "tell" to say it, or "stop" to end the run and '
             'keep the last good weights. Default: "tell" if hyper-parameters are translated, else "off". NaN in the '
             'weights is said in any case. "temper", a mode of earlier versions, means "tell".',
-            help="What happens if training diverges. tell: it is said, with what to do. stop: the run ends, and the "
-            "last good weights are kept. off: nothing, but NaN in the weights is said. "
+            help="What happens if training diverges. tell: a message says so, and what to do. stop: the run ends, and "
+            "the last good weights are kept. off: nothing, except that NaN in the weights is reported. "
             "Default: tell if hyper-parameters are translated, else off.",
             metavar="<off|tell|stop>",
             check=lambda name, value: guard_mode(value, translated=True),
