@@ -53,7 +53,10 @@ cuts          what a cut of the job contains
 """
 
 ATOMS = (int, str, bool, float, bytes, type(None), Fraction)
+ATOM_TYPES = frozenset(ATOMS)
 FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, partial)
+CODE = (*FUNCTIONS, type)
+PLAIN = (*ATOMS, *CODE)
 
 
 class Field(NamedTuple):
@@ -136,11 +139,17 @@ def _declared(kind: type) -> dict[str, Field]:
 
 def own_names(thing: object) -> list[str]:
     """Return the names of all attributes of an object."""
-    names = list(getattr(thing, "__dict__", ()))
-    for kind in type(thing).__mro__:
-        slots = vars(kind).get("__slots__", ())
-        names += [slots] if isinstance(slots, str) else slots
-    return [name for name in names if name not in ("__dict__", "__weakref__") and hasattr(thing, name)]
+    kind: type = type(thing)
+    slots = [name for name in _slots_of(kind) if hasattr(thing, name)]
+    return [*getattr(thing, "__dict__", ()), *slots]
+
+
+@cache
+def _slots_of(kind: type) -> list[str]:
+    """Return the names of the slots of a class and its base classes."""
+    slots = [vars(base).get("__slots__", ()) for base in kind.__mro__]
+    names = [name for each in slots for name in ([each] if isinstance(each, str) else each)]
+    return [name for name in names if name not in ("__dict__", "__weakref__")]
 
 
 def fields_of(thing: object) -> Iterator[tuple[Field, Any]]:
@@ -149,8 +158,13 @@ def fields_of(thing: object) -> Iterator[tuple[Field, Any]]:
     declared, is_declared = _declared(kind), kind in DECLARED
     for name in own_names(thing):
         value = getattr(thing, name)
-        usual: Mark = "decides" if is_declared or not isinstance(value, FUNCTIONS) else "fixed"
-        yield declared.get(name) or Field(name, usual), value
+        yield declared.get(name) or _usual(name, is_declared or not isinstance(value, FUNCTIONS)), value
+
+
+@cache
+def _usual(name: str, decides: bool) -> Field:
+    """Return a field that no class declares."""
+    return Field(name, "decides" if decides else "fixed")
 
 
 def parts(core: object) -> Iterator[object]:
@@ -171,7 +185,7 @@ def parts(core: object) -> Iterator[object]:
 
 def _is_part(thing: object) -> bool:
     """Return True if an object is a part: it is mutable, and has attributes of its own."""
-    if isinstance(thing, (*ATOMS, *FUNCTIONS, type, tuple, msgspec.Struct)) or _is_generator(thing):
+    if isinstance(thing, (*PLAIN, tuple, msgspec.Struct)) or _is_generator(thing):
         return False
     return type(thing) in DECLARED or hasattr(thing, "__dict__")
 
@@ -287,9 +301,11 @@ class _Taker:
 
     def _value(self, value: Any) -> Hashable:
         kind: type = type(value)
+        if kind in ATOM_TYPES:
+            return value  # type: ignore[no-any-return]
         if isinstance(value, tuple):
             return tuple.__new__(kind, map(self._value, value))
-        if isinstance(value, (*ATOMS, *FUNCTIONS, type)):
+        if isinstance(value, PLAIN):
             plain: Hashable = value
             return plain
         if kind in (list, deque):
@@ -448,7 +464,7 @@ class Outlook:
 
     def _value(self, value: Any) -> Hashable:
         kind = type(value)
-        if kind in ATOMS:
+        if kind in ATOM_TYPES:
             return value  # type: ignore[no-any-return]
         if kind is dict or isinstance(value, dict):
             return frozenset([(key, self._value(each)) for key, each in value.items()])
@@ -458,7 +474,7 @@ class Outlook:
             return frozenset(value)
         if isinstance(value, msgspec.Struct):
             return _hashable(value)
-        if isinstance(value, (*FUNCTIONS, type)):
+        if isinstance(value, CODE):
             return None
         if _is_generator(value):
             return value.getstate()  # type: ignore[no-any-return]

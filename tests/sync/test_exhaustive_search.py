@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from paceline.core.joint_batch import JointNorms
 from paceline.core.messages import Answer, Commit, IterationFinished, Message, PlanPublished
@@ -472,7 +473,7 @@ def test_the_search_finds_the_deadlock_of_pushes_of_one_worker_in_different_roun
             its = state.workers[w]
             answer = Answer(index, self._workers[its.core].iteration, 0, answer.v_train)
             number, outcome = self._workers.after(its.core, Call("handle", message=answer))
-            its = its._replace(core=number)
+            its = replace(its, core=number)
             if self._workers[number].waiting_for:
                 return self._with_worker(state, w, its)
             return self._go_on(state, w, its, outcome.requests)
@@ -533,7 +534,7 @@ def test_the_search_finds_the_deadlock_of_plans_that_are_sent_to_shards() -> Non
             its = state.workers[w]
             shards = (0, 1) if w == 0 else (1, 0)
             orders = tuple(PlanPublished(message.stop, shard) for shard in shards)
-            return self._with_worker(state, w, its._replace(orders=(*its.orders, *orders)))
+            return self._with_worker(state, w, replace(its, orders=(*its.orders, *orders)))
 
     class ElasticByName(ElasticBSP, frozen=True):
         draws: ClassVar[str] = "per-shard"  # shards and workers are not interchangeable here

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from ..core.requests import Entry
 from ..sync import ASP, BSP, SyncModel, events
 from ..sync.actions import AnswerPull, ApplyMean, ApplyPush, DropPush, HoldPush, ReportFault, SetTimer
@@ -35,10 +37,10 @@ class ShardChecks:
         view = _seen(at.view, entry.event)
         if isinstance(entry.event, events.WorkerJoined):
             joined = entry.event.worker, (entry.event.iteration, entry.event.count)
-            at = at._replace(joins=frozenset(join for join in at.joins if join[0] != joined[0]) | {joined})
+            at = replace(at, joins=frozenset(join for join in at.joins if join[0] != joined[0]) | {joined})
         if not isinstance(entry.event, events.PullRequested | events.PullRepeated | events.TimerFired):
             view = self._advanced(view, index)  # the other events cannot close a round
-        return self._carried_out(at._replace(view=view), entry)
+        return self._carried_out(replace(at, view=view), entry)
 
     def check_waiting(self, view: ShardView, entry: Entry, sync: SyncModel | None) -> None:
         """Check that each worker that must wait does wait, and that each worker that waits is allowed to wait.
@@ -157,7 +159,7 @@ class ShardChecks:
             f"{event} caused {fates} actions that apply, hold or drop a push, expected one per received push"
         )
         view = view._replace(workers=tuple(workers))
-        return at._replace(view=view, held=frozenset(held), means=frozenset(means))
+        return replace(at, view=view, held=frozenset(held), means=frozenset(means))
 
 
 def _seen(view: ShardView, event: events.AnyEvent) -> ShardView:

@@ -75,12 +75,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Hashable, Iterator, Sequence, Set
-from functools import partial
+from functools import cache, partial
 from hashlib import blake2b
 from itertools import permutations, product
 from typing import ClassVar, Literal, TypeVar
 
-import msgspec
+from msgspec.structs import replace
 
 from ..core import messages
 from ..core.coordinator import Coordinator
@@ -253,10 +253,12 @@ class SmallJob:
         self._worker_pool: StatePool[WorkerState] = StatePool()
         self._server_pool: StatePool[ServerState] = StatePool()
         self._coordinator_pool: StatePool[CoordinatorState] = StatePool()
-        self._server_after: dict[tuple[ServerState, Call], tuple[ServerState, tuple[Send, ...]]] = {}
-        self._sent: dict[tuple[ServerState, int, Message], ServerState] = {}
-        self._labels: dict[tuple[ServerState, int], list[tuple[str, int, Timer | None]]] = {}
-        self._quiet: dict[int, bool] = {}
+        self._server_after = cache(self._server_takes)
+        self._server_with = cache(self._server_is_sent)
+        self._labels_at = cache(_labels)
+        self._tidy = cache(self._tidied)
+        self._is_calm = cache(self._sends_no_more)
+        self._requested_at = cache(_request_in_flight)
         everybody = range(workers + late)
         empty: tuple[tuple[Message, ...], ...] = tuple(() for _ in everybody)
         self._new_worker = partial(
@@ -330,7 +332,7 @@ class SmallJob:
             core = self._new_server()
             core.handle(
                 COORDINATOR,
-                msgspec.structs.replace(created, shards=(msgspec.structs.replace(bounds, index=index),)),
+                replace(created, shards=(replace(bounds, index=index),)),
                 0,
             )
             core.handle(worker_peer(members[0]), messages.InitialWeights(index), 0)
@@ -390,21 +392,24 @@ class SmallJob:
 
     def plain(self, state: State) -> State:
         """Remove the means that all shards have applied, reset shards without live workers, and return the state."""
-        if self._agree and (common := frozenset.intersection(*(at.means for at in state.servers))):
-            servers = (self._server_pool(at._replace(means=at.means - common)) for at in state.servers)
-            state = state._replace(servers=tuple(servers))
-        if shared := frozenset.intersection(*(at.factors for at in state.servers)):
-            servers = (self._server_pool(at._replace(factors=at.factors - shared)) for at in state.servers)
-            state = state._replace(servers=tuple(servers))
+        servers = self._tidy(state.servers)
+        return state if servers is state.servers else replace(state, servers=servers)
+
+    def _tidied(self, servers: tuple[ServerState, ...]) -> tuple[ServerState, ...]:
+        """Return the servers of a state after what `plain` does."""
+        if self._agree and (common := frozenset.intersection(*(at.means for at in servers))):
+            servers = tuple(self._server_pool(replace(at, means=at.means - common)) for at in servers)
+        if shared := frozenset.intersection(*(at.factors for at in servers)):
+            servers = tuple(self._server_pool(replace(at, factors=at.factors - shared)) for at in servers)
         if self._unordered:
-            for index, at in enumerate(state.servers):
+            for index, at in enumerate(servers):
                 left = all(view.state == "left" for view in at.view.workers) and not any(
                     (*at.queues, at.replies)
                 )
                 if left and (at.core or at.view.round):
-                    at = at._replace(core=0, view=at.view._replace(round=0))
-                    state = self._with_server(state, index, at)
-        return state
+                    at = replace(at, core=0, view=at.view._replace(round=0))
+                    servers = put(servers, index, self._server_pool(at))
+        return servers
 
     def canonical(self, state: State) -> State:
         """Return a representative of all states that differ from `state` only in the order of shards and workers."""
@@ -414,7 +419,7 @@ class SmallJob:
         if self._shards_alike:
             in_order = tuple(sorted(state.servers, key=self._server_pool.number.__getitem__))
             if in_order != state.servers:
-                return state._replace(servers=in_order)
+                return replace(state, servers=in_order)
         return state
 
     def _named(self, state: State) -> State:
@@ -431,10 +436,10 @@ class SmallJob:
                 best.append((workers, renaming))
         found: State | None = None
         for workers, renaming in best:
-            servers = [renaming.server[at] for at in state.servers]
+            servers = [renaming.server(at) for at in state.servers]
             if self._shards_alike:
                 servers.sort(key=self._server_pool.number.__getitem__)
-            coordinator = renaming.coordinator[state.coordinator]
+            coordinator = renaming.coordinator(state.coordinator)
             numbers = [
                 self._coordinator_pool.number[coordinator],
                 *map(self._server_pool.number.__getitem__, servers),
@@ -598,45 +603,34 @@ class SmallJob:
     def _steps_at(self, state: State, index: int) -> Iterator[Step]:
         """Yield the steps of one shard."""
         at = state.servers[index]
-        key = at, index
-        if key not in self._labels:
-            self._labels[key] = [
-                (f"shard {index} receives {_text(queue[0])} from worker {w}", w, None)
-                for w, queue in enumerate(at.queues)
-                if queue
-            ] + [
-                (
-                    f"shard {index}'s timer fires for iteration {timer.iteration} of worker {timer.worker}",
-                    -1,
-                    timer,
-                )
-                for timer in sorted(at.timers)
-            ]
-        for label, w, timer in self._labels[key]:
+        for label, w, timer in self._labels_at(at, index):
             if timer is None:
-                yield label, lambda w=w: self._deliver_to_server(state, w, index)  # type: ignore[misc]
+                yield label, partial(self._deliver_to_server, state, w, index)
             else:
-                yield label, lambda t=timer: self._fire_at_server(state, t, index)  # type: ignore[misc]
-        for w in range(len(state.workers)):
-            yield from self._end_of(state, index, w)
+                yield label, partial(self._fire_at_server, state, timer, index)
+        for w, worker_state in enumerate(state.workers):
+            if worker_state.phase == "lost":
+                yield from self._end_of(state, index, w)
         if at.replies:
             label = f"shard {index} receives {_text(at.replies[0])} from the coordinator"
-            yield label, lambda: self._deliver_reply(state, index)
+            yield label, partial(self._deliver_reply, state, index)
 
     def steps_of(self, state: State, index: int, w: int) -> Iterator[Step]:
         """Yield the steps in which a shard receives a worker's next message, or notices that the worker is lost."""
         queue = state.servers[index].queues[w]
         if queue:
             label = f"shard {index} receives {_text(queue[0])} from worker {w}"
-            yield label, lambda: self._deliver_to_server(state, w, index)
-        yield from self._end_of(state, index, w)
+            yield label, partial(self._deliver_to_server, state, w, index)
+        if state.workers[w].phase == "lost":
+            yield from self._end_of(state, index, w)
 
     def _end_of(self, state: State, index: int, w: int) -> Iterator[Step]:
+        """Yield the step in which a shard notices the loss of a worker, unless it has noticed it."""
         at = state.servers[index]
         connected = _is_in(at, w) if not self._settles else self._servers[at.core].is_connected(w)
-        if state.workers[w].phase == "lost" and (connected or at.queues[w]):
+        if connected or at.queues[w]:
             label = f"shard {index} notices the loss of worker {w}"
-            yield label, lambda: self._end_at_server(state, w, index)
+            yield label, partial(self._end_at_server, state, w, index)
 
     def _pushes(self, state: State, w: int) -> Iterator[Step]:
         """Yield the steps in which a worker receives messages, then pushes or restarts its iteration."""
@@ -673,7 +667,7 @@ class SmallJob:
                     raise AssertionError(f"a worker cannot receive {order}")
             number, _ = self._workers.after(worker_state.core, Call("handle", message=order))
             worker_state = self._worker_pool(
-                worker_state._replace(core=number, orders=worker_state.orders[1:])
+                replace(worker_state, core=number, orders=worker_state.orders[1:])
             )
             if self._workers[number].restart_ordered:
                 label = f"worker {w} restarts iteration {core.iteration}"
@@ -688,17 +682,16 @@ class SmallJob:
         """Return True if no further message from the coordinator can reach any worker."""
         if not self._hosted:
             return True
-        if state.requested < len(self._changes) or _request_in_flight(state):
-            return False
-        number = state.coordinator.core
-        if number not in self._quiet:
-            sync = self._coordinators[number].job_sync
-            self._quiet[number] = not sync.changing and sync.machine is None
-        return self._quiet[number]
+        return state.requested == len(self._changes) and self._is_calm(state.coordinator)
+
+    def _sends_no_more(self, at: CoordinatorState) -> bool:
+        """Return True if the coordinator will send no more messages to workers, unless a change is requested."""
+        sync = self._coordinators[at.core].job_sync
+        return not (_request_in_flight(at) or sync.changing or sync.machine is not None)
 
     def _may_request(self, state: State) -> bool:
         """Return True if a change remains to be requested and the previous request has been received."""
-        return state.requested < len(self._changes) and not _request_in_flight(state)
+        return state.requested < len(self._changes) and not self._requested_at(state.coordinator)
 
     def _request(self, state: State, w: int) -> State:
         """Let a worker request the next change. The worker first repeats the earlier requests by other workers."""
@@ -708,17 +701,17 @@ class SmallJob:
             number, outcome = self._workers.after(number, Call("request_sync", models=parse_shards(sync)))
         [request] = outcome.requests
         assert isinstance(request, Send)
-        state = self._with_worker(state, w, worker_state._replace(core=number))
+        state = self._with_worker(state, w, replace(worker_state, core=number))
         state = self._to_coordinator(state, w, request.message)
-        return state._replace(requested=state.requested + 1)
+        return replace(state, requested=state.requested + 1)
 
     def _lose(self, state: State, w: int) -> State:
         lost = WorkerState("lost")
-        return self._with_worker(state, w, lost)._replace(losses=state.losses - 1)
+        return replace(self._with_worker(state, w, lost), losses=state.losses - 1)
 
     def _join(self, state: State, w: int) -> State:
         """Let a worker join."""
-        state = self._with_worker(state, w, state.workers[w]._replace(phase="joining"))
+        state = self._with_worker(state, w, replace(state.workers[w], phase="joining"))
         return self._at_coordinator(state, Call("admit", w, now_ticks=self.now_ticks))
 
     def _start(self, state: State, w: int, started: Started) -> State:
@@ -726,9 +719,9 @@ class SmallJob:
         worker_state = state.workers[w]
         if worker_state.phase != "joining":
             return state
-        started = msgspec.structs.replace(started, shards=())  # slices are not hashable
+        started = replace(started, shards=())  # slices are not hashable
         number, _ = self._workers.after(worker_state.core, Call("handle", message=started))
-        state = self._with_worker(state, w, worker_state._replace(phase="waiting", core=number))
+        state = self._with_worker(state, w, replace(worker_state, phase="waiting", core=number))
         for index in range(len(state.servers)):
             state = self._to_server(state, w, index, Hello("", "worker", w))
         return state
@@ -738,7 +731,8 @@ class SmallJob:
         number, outcome = self._workers.after(worker_state.core, call)
         commit = self._workers[number].last_commit
         assert commit is not None
-        worker_state = worker_state._replace(
+        worker_state = replace(
+            worker_state,
             phase="waiting",
             core=number,
             restarted=False,
@@ -752,7 +746,7 @@ class SmallJob:
     def _restart(self, state: State, w: int, worker_state: WorkerState) -> State:
         number, outcome = self._workers.after(worker_state.core, Call("pull_again"))
         state = self._with_worker(
-            state, w, worker_state._replace(phase="waiting", core=number, restarted=True)
+            state, w, replace(worker_state, phase="waiting", core=number, restarted=True)
         )
         return self._send_all(state, w, outcome.requests)
 
@@ -760,20 +754,20 @@ class SmallJob:
         worker_state = state.workers[w]
         number, outcome = self._workers.after(worker_state.core, Call("begin_edit"))
         phase: Literal["computing", "waiting"] = "waiting" if outcome.requests else "computing"
-        state = self._with_worker(state, w, worker_state._replace(phase=phase, core=number, edits=True))
+        state = self._with_worker(state, w, replace(worker_state, phase=phase, core=number, edits=True))
         return self._send_all(state, w, outcome.requests)
 
     def _with_worker(self, state: State, w: int, worker_state: WorkerState) -> State:
-        return state._replace(workers=put(state.workers, w, self._worker_pool(worker_state)))
+        return replace(state, workers=put(state.workers, w, self._worker_pool(worker_state)))
 
     def _with_server(self, state: State, index: int, at: ServerState) -> State:
-        return state._replace(servers=put(state.servers, index, self._server_pool(at)))
+        return replace(state, servers=put(state.servers, index, self._server_pool(at)))
 
     def _with_queue(self, state: State, w: int, queue: tuple[Message, ...]) -> State:
         """Return the state with other messages in flight from a worker to the coordinator."""
         at = state.coordinator
-        at = self._coordinator_pool(at._replace(queues=put(at.queues, w, queue)))
-        return state._replace(coordinator=at)
+        at = self._coordinator_pool(replace(at, queues=put(at.queues, w, queue)))
+        return replace(state, coordinator=at)
 
     # -- messages in flight ------------------------------------------------------------------------------
 
@@ -784,20 +778,21 @@ class SmallJob:
         return host.state
 
     def _to_server(self, state: State, w: int, index: int, message: Message) -> State:
-        at = state.servers[index]
+        at = self._server_with(state.servers[index], w, message)
+        return replace(state, servers=put(state.servers, index, at))
+
+    def _server_is_sent(self, at: ServerState, w: int, message: Message) -> ServerState:
+        """Return the state of a server to which a worker has sent a message."""
         if self._shards_alike and hasattr(message, "shard"):
-            message = msgspec.structs.replace(message, shard=0)
-        key = at, w, message
-        if key not in self._sent:
-            sent: list[Message] = [message]
-            if isinstance(message, Commit) and not self._commits:
-                pull = PullRequested(message.shard, message.iteration)
-                sent = [msgspec.structs.replace(message, pulls=False), pull]
-            queues = put(at.queues, w, (*at.queues[w], *sent))
-            leaves = isinstance(message, messages.WorkerFinished)
-            owes = at.owes - {w} if leaves else at.owes | {w}
-            self._sent[key] = self._server_pool(at._replace(queues=queues, owes=owes))
-        return state._replace(servers=put(state.servers, index, self._sent[key]))
+            message = replace(message, shard=0)
+        sent: list[Message] = [message]
+        if isinstance(message, Commit) and not self._commits:
+            pull = PullRequested(message.shard, message.iteration)
+            sent = [replace(message, pulls=False), pull]
+        queues = put(at.queues, w, (*at.queues[w], *sent))
+        leaves = isinstance(message, messages.WorkerFinished)
+        owes = at.owes - {w} if leaves else at.owes | {w}
+        return self._server_pool(replace(at, queues=queues, owes=owes))
 
     def _to_coordinator(self, state: State, w: int, message: Message) -> State:
         if not self._hosted:
@@ -817,7 +812,7 @@ class SmallJob:
 
     def _end_at_server(self, state: State, w: int, index: int) -> State:
         at = state.servers[index]
-        state = self._with_server(state, index, at._replace(queues=put(at.queues, w, ()), owes=at.owes - {w}))
+        state = self._with_server(state, index, replace(at, queues=put(at.queues, w, ()), owes=at.owes - {w}))
         if self._settles and not self._servers[at.core].is_connected(w):
             return state  # the coordinator will tell the server
         return self._at_server(state, index, Call("disconnected", w, now_ticks=self.now_ticks))
@@ -832,24 +827,21 @@ class SmallJob:
         message, factors = at.replies[0], at.factors
         if isinstance(message, messages.MeanClipped):
             factors |= {(message.pushes, message.factor)}
-        state = self._with_server(state, index, at._replace(replies=at.replies[1:], factors=factors))
+        state = self._with_server(state, index, replace(at, replies=at.replies[1:], factors=factors))
         return self._at_server(state, index, Call("handle", -1, message, self.now_ticks))
 
     def _deliver_report(self, state: State, index: int) -> State:
         at = state.servers[index]
-        state = self._with_server(state, index, at._replace(reports=at.reports[1:]))
+        state = self._with_server(state, index, replace(at, reports=at.reports[1:]))
         return self._at_coordinator(state, Call("report", index, at.reports[0], self.now_ticks))
 
     def _fire_at_server(self, state: State, timer: Timer, index: int) -> State:
         at = state.servers[index]
-        state = self._with_server(state, index, at._replace(timers=at.timers - {timer}))
+        state = self._with_server(state, index, replace(at, timers=at.timers - {timer}))
         return self._at_server(state, index, Call("fire", message=timer, now_ticks=self.now_ticks))
 
     def _at_server(self, state: State, index: int, call: Call) -> State:
-        key = state.servers[index], call
-        if key not in self._server_after:
-            self._server_after[key] = self._server_takes(key[0], index, call)
-        return self._with_sent(state, index, *self._server_after[key])
+        return self._with_sent(state, index, *self._server_after(state.servers[index], index, call))
 
     def _with_sent(self, state: State, index: int, at: ServerState, sent: tuple[Send, ...]) -> State:
         """Return the state of the job after a server has sent some messages."""
@@ -869,15 +861,15 @@ class SmallJob:
         if call.method == "deliver":
             w = call.worker
             message, *rest = at.queues[w]
-            at = at._replace(queues=put(at.queues, w, tuple(rest)))
-            call = call._replace(method="handle", message=message)
+            at = replace(at, queues=put(at.queues, w, tuple(rest)))
+            call = replace(call, method="handle", message=message)
             if isinstance(message, Hello):
                 if w not in self._servers[at.core].expected or self._servers[at.core].is_fenced(w):
                     # The server has been told that the worker is lost, and refuses it.
                     return self._server_pool(at), ()
-                call = call._replace(method="connected", message=None)
+                call = replace(call, method="connected", message=None)
         core, outcome = self._servers.after(at.core, call)
-        at = at._replace(core=core)
+        at = replace(at, core=core)
         [shard] = self._servers[core].shards.values()
         for entry in outcome.entries:
             at = self._checks.record(at, entry, index)
@@ -890,7 +882,8 @@ class SmallJob:
         assert not taken.answered & {w for mean in shard.clipped.measured for w, _ in mean}, (
             f"workers {taken.answered} were answered, but the means {shard.clipped.measured} have not been applied"
         )
-        at = at._replace(
+        at = replace(
+            at,
             timers=at.timers.union(taken.timers),
             owes=at.owes - taken.answered,
             made=at.made.union(taken.made),
@@ -904,9 +897,9 @@ class SmallJob:
         if worker_state.phase != "waiting":
             return state
         if answer.v_train is not None:
-            worker_state = worker_state._replace(v_train=max(answer.v_train, worker_state.v_train or 0))
+            worker_state = replace(worker_state, v_train=max(answer.v_train, worker_state.v_train or 0))
         if index == 0:
-            worker_state = worker_state._replace(named=answer.edits)
+            worker_state = replace(worker_state, named=answer.edits)
         if any(w in at.owes for at in state.servers):
             return self._with_worker(state, w, worker_state)
         number = worker_state.core
@@ -916,11 +909,11 @@ class SmallJob:
             answer = Answer(shard, self._workers[number].iteration, 0, worker_state.v_train, edits=edits)
             number, outcome = self._workers.after(number, Call("handle", message=answer))
             requests += outcome.requests
-        return self._go_on(state, w, worker_state._replace(core=number, v_train=None, named=False), requests)
+        return self._go_on(state, w, replace(worker_state, core=number, v_train=None, named=False), requests)
 
     def _go_on(self, state: State, w: int, worker_state: WorkerState, requests: Sequence[Request]) -> State:
         """Let a worker that has received all answers compute its next iteration, or finish."""
-        worker_state = worker_state._replace(phase="computing")
+        worker_state = replace(worker_state, phase="computing")
         state = self._send_all(self._with_worker(state, w, worker_state), w, requests)
         if self._iteration(worker_state) < self._iterations:
             return state
@@ -937,9 +930,9 @@ class SmallJob:
 
     def _fire_at_coordinator(self, state: State, timer: Timer) -> State:
         at = state.coordinator
-        at = self._coordinator_pool(at._replace(timers=at.timers - {timer}))
+        at = self._coordinator_pool(replace(at, timers=at.timers - {timer}))
         return self._at_coordinator(
-            state._replace(coordinator=at), Call("fire", message=timer, now_ticks=self.now_ticks)
+            replace(state, coordinator=at), Call("fire", message=timer, now_ticks=self.now_ticks)
         )
 
     def _at_coordinator(self, state: State, call: Call) -> State:
@@ -947,10 +940,10 @@ class SmallJob:
         host = _FromCoordinator(self, state, core)
         host.carry_out(outcome.requests)
         state, timers = host.state, host.timers
-        at = state.coordinator._replace(core=core, timers=timers)
+        at = replace(state.coordinator, core=core, timers=timers)
         if not self._changes:
-            at = at._replace(timers=frozenset(timer for timer in timers if self._matters(core, timer)))
-        return state._replace(coordinator=self._coordinator_pool(at))
+            at = replace(at, timers=frozenset(timer for timer in timers if self._matters(core, timer)))
+        return replace(state, coordinator=self._coordinator_pool(at))
 
     def _matters(self, core: int, timer: Timer) -> bool:
         """Return True if the timer would have an effect now. If not, it never will under the same model."""
@@ -980,7 +973,7 @@ class SmallJob:
         )
         if worker_state.phase not in ("computing", "waiting", "joining") or done >= self._iterations:
             return state
-        return self._with_worker(state, w, worker_state._replace(orders=(*worker_state.orders, message)))
+        return self._with_worker(state, w, replace(worker_state, orders=(*worker_state.orders, message)))
 
 
 class _FromWorker(Host):
@@ -1105,7 +1098,7 @@ class _FromCoordinator(Host):
     def send(self, to: Peer, message: Message) -> None:
         if to.role == "server":
             at = self.state.servers[to.index]
-            at = at._replace(replies=(*at.replies, message))
+            at = replace(at, replies=(*at.replies, message))
             self.state = self._job._with_server(self.state, to.index, at)
         else:
             self.state = self._job._order(self.state, to.index, self._core, message)
@@ -1142,15 +1135,29 @@ def _may_hold(model: SyncModel) -> bool:
     return averages or isinstance(model, ElasticBSP | Conditions)
 
 
-def _request_in_flight(state: State) -> bool:
+def _request_in_flight(at: CoordinatorState) -> bool:
     """Return True if a request for a change is on its way to the coordinator."""
-    return any(isinstance(message, SyncRequested) for queue in state.coordinator.queues for message in queue)
+    return any(isinstance(message, SyncRequested) for queue in at.queues for message in queue)
+
+
+def _labels(at: ServerState, index: int) -> list[tuple[str, int, Timer | None]]:
+    """Return (description, worker, timer) of each step in which a shard receives a message or a timer fires."""
+    received: list[tuple[str, int, Timer | None]] = [
+        (f"shard {index} receives {_text(queue[0])} from worker {w}", w, None)
+        for w, queue in enumerate(at.queues)
+        if queue
+    ]
+    return received + [
+        (f"shard {index}'s timer fires for iteration {timer.iteration} of worker {timer.worker}", -1, timer)
+        for timer in sorted(at.timers)
+    ]
 
 
 def _is_in(at: ServerState, w: int) -> bool:
     return at.view.workers[w].state in ("live", "passed")
 
 
+@cache  # the same messages occur in many states
 def _text(message: Message) -> str:
     match message:
         case Commit(stop=stop, change=change):
