@@ -66,9 +66,12 @@ IMPORTED = (
 )
 
 READ_AT_START = re.compile(
-    "PYTHON|OMP_|KMP_|MKL_|OPENBLAS_|GLIBC_|LD_|MALLOC_|TORCH_|CUDA_|LC_|LANG|FORCE_|PY_|GITHUB_|TERMINAL_"
+    "PYTHON|OMP_|KMP_|MKL_|OPENBLAS_|GLIBC_|LD_|MALLOC_|TORCH_(?!NCCL_)|CUDA_|LC_|LANG|FORCE_|PY_|GITHUB_"
+    "|TERMINAL_"
 )
-"""The variables that an interpreter or a library reads when it starts. If one differs, a program is executed."""
+"""The variables that an interpreter or a library reads when it starts. If one differs, a program is executed.
+
+torchrun sets one for NCCL, which has no effect on a CPU."""
 
 FORCES_COLOR = re.compile("FORCE_|PY_|GITHUB_|TERMINAL_")
 """Those of them that decide about colors and widths."""
@@ -293,7 +296,7 @@ class WarmStarts:
             self.allowed
             and usual
             and preexec_fn in (None, hear_signals, take_terminal)
-            and isinstance(args, list)
+            and isinstance(args, list | tuple)  # torchrun gives a tuple
             and args[0] == sys.executable
         ):
             variables = os.environ if env is None else env
