@@ -86,7 +86,9 @@ OURS = str(Path(program.BOOT).parents[3])
 """The directory of the package."""
 
 MODULES = {"paceline", "sitecustomize", "usercustomize", *sys.stdlib_module_names} | {
-    entry.partition(".")[0] for entry in os.listdir(sysconfig.get_path("purelib"))
+    entry.partition(".")[0]
+    for entry in os.listdir(sysconfig.get_path("purelib"))
+    if entry != "__pycache__"  # so is the folder with what a program has compiled
 }
 """Modules that may be imported already."""
 
