@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import fcntl
 import gc
-import importlib
 import os
 import shutil
 import signal
@@ -16,7 +15,6 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from multiprocessing.context import ForkContext, ForkProcess
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,6 @@ from hypothesis import settings
 
 from paceline.core.loader_ledger import PositionCounts
 from paceline.core.metrics import MetricHistory
-from paceline.lab import pool as process_pool
 from paceline.run.coordinator import CoordinatorHost
 from paceline.run.job import Assignment
 from paceline.run.job_options import make_job
@@ -39,12 +36,13 @@ from paceline.trace.activity_cells import TimeUse, time_use
 from paceline.trace.measures import meter_of
 from paceline.trace.recording import Trace, read_run
 from paceline.train import session as sessions
+from tests.support.copies import copied_pools
 from tests.support.garbage import spare_what_exists
 from tests.support.live import mark, require_whole_times
 from tests.support.quick import LONG_FILES, QUICK, forbid_processes, is_quick
 from tests.support.warm import WarmStarts
 
-__all__ = ["mark"]  # a fixture
+__all__ = ["copied_pools", "mark"]  # fixtures
 
 settings.register_profile("paceline", deadline=None)  # no test fails by the clock
 settings.load_profile("paceline")
@@ -132,27 +130,6 @@ def no_imports_of_other_tests(
 def one_core(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulations run in this process, as on a machine with one core: other processes import everything first."""
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
-
-
-class Copy(ForkProcess):
-    """A copy of this process, which has none of its descriptors but the connection to it."""
-
-    def run(self) -> None:
-        own: int = vars(self)["_args"][0].fileno()
-        os.closerange(3, own)
-        os.closerange(own + 1, os.sysconf("SC_OPEN_MAX"))
-        super().run()
-
-
-class Copies(ForkContext):
-    Process = Copy
-
-
-@pytest.fixture
-def copied_pools(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The processes of a pool are copies of this one, because new ones would first import torch for two seconds."""
-    importlib.import_module("torch._dynamo")  # what the first optimizer of each process imports
-    monkeypatch.setattr(process_pool, "CONTEXT", Copies())
 
 
 @pytest.fixture

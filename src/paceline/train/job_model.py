@@ -6,6 +6,7 @@ import gc
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import compress
 from typing import Any, NamedTuple
 
 import msgspec
@@ -159,11 +160,7 @@ def find_model(parameters: Sequence[torch.Tensor]) -> nn.Module:
         ConfigurationError: no module contains all of the parameters, or several outermost modules do.
     """
     wanted = {id(parameter) for parameter in parameters}
-    holders = [
-        candidate
-        for candidate in gc.get_objects()
-        if issubclass(type(candidate), nn.Module) and wanted <= _parameter_ids(candidate)
-    ]
+    holders = [module for module in _modules() if wanted <= _parameter_ids(module)]
     inner = {id(sub) for holder in holders for sub in holder.modules() if sub is not holder}
     outermost = [holder for holder in holders if id(holder) not in inner]
     if len(outermost) == 1:
@@ -174,6 +171,17 @@ def find_model(parameters: Sequence[torch.Tensor]) -> nn.Module:
         f"Cannot find the model: {found} all of the optimizer's parameters. Pass the model explicitly: "
         "DistributedOptimizer(optimizer, model=...). Combine several modules in a torch.nn.ModuleDict({...})."
     )
+
+
+def _modules() -> Iterator[nn.Module]:
+    """Return all existing modules. There may be a million other objects, so only C code looks at each of them."""
+    kinds: set[type] = set()
+    todo: list[type] = [nn.Module]
+    while todo:
+        kinds.add(kind := todo.pop())
+        todo += kind.__subclasses__()
+    things = gc.get_objects()
+    return compress(things, map(kinds.__contains__, map(type, things)))
 
 
 def require_not_wrapped(models: Sequence[nn.Module], parameters: Sequence[torch.Tensor]) -> None:
@@ -193,7 +201,7 @@ def require_not_wrapped(models: Sequence[nn.Module], parameters: Sequence[torch.
         trained = {id(parameter) for parameter in parameters}
         modules += [
             candidate
-            for candidate in gc.get_objects()
+            for candidate in _modules()
             if _parallel_class(candidate) and trained & _parameter_ids(candidate)
         ]
     for module in modules:
@@ -205,10 +213,8 @@ def require_not_wrapped(models: Sequence[nn.Module], parameters: Sequence[torch.
             )
 
 
-def _parallel_class(candidate: object) -> str:
-    """Return the name of the class of `PARALLEL` to which an object belongs; "" if there is none."""
-    if not issubclass(type(candidate), nn.Module):
-        return ""
+def _parallel_class(candidate: nn.Module) -> str:
+    """Return the name of the class of `PARALLEL` to which a module belongs; "" if there is none."""
     for base in type(candidate).__mro__:
         if base.__name__ in PARALLEL and base.__module__.startswith("torch."):
             return base.__name__
