@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import subprocess
 import sys
@@ -268,8 +269,11 @@ for _ in range(12):
 
 @pytest.mark.processes
 def test_a_writer_that_is_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
-    root = Path(__file__).parents[2]
-    subprocess.run([sys.executable, "-c", KILLS, str(tmp_path)], cwd=root, check=True)
+    program = tmp_path / "program" / "kills.py"
+    program.parent.mkdir()
+    program.write_text(KILLS)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    subprocess.run([sys.executable, str(program), str(tmp_path)], env=environment, check=True)
 
 
 # -- nonsense that somebody has signed again ------------------------------------------------------------------------

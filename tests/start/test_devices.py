@@ -507,10 +507,10 @@ def test_a_run_that_fails_because_of_a_devices_memory_says_what_to_do(mark: str,
 def test_outside_a_run_the_device_is_torchs_current_accelerator(tmp_path: Path) -> None:
     assert paceline.device() == torch.device("cpu")
     (tmp_path / "abacus.py").write_text(ADDED)
-    program = "import abacus, paceline; print(paceline.device())"
+    (tmp_path / "alone.py").write_text("import abacus, paceline\nprint(paceline.device())\n")
     source = str(Path(paceline.__file__).parents[1])
     alone = subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, "alone.py"],
         capture_output=True,
         text=True,
         check=True,

@@ -74,7 +74,7 @@ def test_workers_leave_when_slurm_warns_and_a_requeued_job_is_another_run(
 
     assert (sorted(first["left"]), first["lost_workers"]) == ([0, 1], []), job.output
     await_that(lambda: not list(cluster.folder.glob("spool-*/job*")), "Slurm has cleaned up the first run")
-    await_that(lambda: job.state == "PENDING", "the job waits to begin again")
+    await_that(lambda: job.state == "PENDING", "the job waits to begin again", every_s=0.2)
     # Otherwise, it begins after two minutes; a node refuses it in the second in which it has ended there.
     call("scontrol", "update", f"JobId={job.id}", "StartTime=now+3seconds")
     await_that(lambda: Path(f"runs/slurm-{job.id}-1").exists(), "the job has begun again")

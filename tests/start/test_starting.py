@@ -261,7 +261,8 @@ assert "torch._dynamo" in sys.modules
 
 
 def test_optimizers_do_without_dynamo_until_it_is_there() -> None:
-    ended = run_program("-c", COMPILED)
+    Path("compiled.py").write_text(COMPILED)
+    ended = run_program("compiled.py")
     assert ended.returncode == 0, ended.stderr
 
 

@@ -150,12 +150,12 @@ def of_the_run(directory: Path) -> Path:
     return own[0] if own else directory / new_lineage()
 
 
-def await_that(condition: Callable[[], object], what: str) -> None:
+def await_that(condition: Callable[[], object], what: str, every_s: float = 0.02) -> None:
     """Look until a condition holds."""
     deadline_s = time.monotonic() + DEADLINE_S
     while not condition():
         assert time.monotonic() < deadline_s, f"never happened: {what}"
-        time.sleep(0.02)
+        time.sleep(every_s)
 
 
 def descriptors() -> dict[str, str]:

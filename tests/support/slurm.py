@@ -167,7 +167,8 @@ class Batch:
 
     def await_end(self) -> str:
         """Wait until the job has ended, and return its state."""
-        await_that(lambda: self.state in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"), "the job has ended")
+        ends = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
+        await_that(lambda: self.state in ends, "the job has ended", every_s=0.2)  # each look is a program
         return self.state
 
     @property
