@@ -259,7 +259,10 @@ def test_quick_prints_tables_and_notes_and_progress_goes_elsewhere() -> None:
     assert "round 1 of 1, paper" not in result.stdout
 
 
-def test_json_has_a_line_for_each_cell_with_units_in_its_keys() -> None:
+def test_json_has_a_line_for_each_cell_with_units_in_its_keys(
+    report: tuple[list[Cell], list[GoalRow]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zipline, "measure_cells", lambda *_, **options: report)
     result = CliRunner().invoke(app_of(["zipline"]), ["zipline", "--quick", "--json"])
     _, *rows = map(json.loads, result.stdout.splitlines())
     assert len(rows) > len(COLUMNS) * len(TABLE_3_SHAPES)

@@ -11,7 +11,6 @@ which layout, and whose initial weights.
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,6 +29,7 @@ from paceline.core.worker import Worker
 from paceline.errors import ProtocolError
 from paceline.sync import ASP
 from paceline.sync.schedule import Schedule, ScheduleStep
+from paceline.testing.state_pools import Written
 
 SERVERS = 2
 SGD = OptimizerSpec("SGD", ({"lr": 0.1},), (0,))
@@ -307,8 +307,9 @@ def search(workers: int, losses: int, extensions: int = 1) -> int:
         steps = list(job.steps())
         if not steps:
             job.check_end()
+        written = Written(job)
         for _, step in steps:
-            after = copy.deepcopy(job)
+            after = written.copy()
             step(after)
             if (key := after.key()) not in seen:
                 seen.add(key)

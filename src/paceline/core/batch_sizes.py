@@ -79,20 +79,25 @@ def divide_in_proportion(
     """
     largest = total if most is None else most
 
-    def size_within(time: BatchTime, limit_s: float) -> int:
-        return int(min(max((limit_s - time.fixed_s) / time.sample_s, least), largest))
+    def sizes_within(limit_s: float) -> list[int]:
+        return [
+            int(min(max((limit_s - fixed_s) / sample_s, least), largest)) for fixed_s, sample_s, _ in times
+        ]
 
     # Invariant: the largest parts that fit into `low_s` seconds have at most `total` samples together, and those that
     # fit into `high_s` seconds at least `total`. The geometric mean keeps the relative error small, even if speeds
     # differ by many orders of magnitude.
     low_s, high_s = min(time.of(least) for time in times), max(time.of(largest) for time in times)
+    fewer, more = len(times) * least, total * len(times)
     for _ in range(BISECTIONS):
+        if more - fewer <= 1:
+            break  # what fits into any time in between is what fits into `low_s` or `high_s`
         middle_s = sqrt(low_s * high_s)
-        if sum(size_within(time, middle_s) for time in times) < total:
-            low_s = middle_s
+        if (fitting := sum(sizes_within(middle_s))) < total:
+            low_s, fewer = middle_s, fitting
         else:
-            high_s = middle_s
-    sizes = [size_within(time, low_s) for time in times]
+            high_s, more = middle_s, fitting
+    sizes = sizes_within(low_s)
     # Distribute the remaining samples one at a time, each to the part that takes the least time with one more sample.
     growing = [(times[part].of(size + 1), part) for part, size in enumerate(sizes) if size < largest]
     heapify(growing)

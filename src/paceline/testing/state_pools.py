@@ -213,7 +213,7 @@ class Interned(Generic[Core]):
         self._tape = tape
         self._outlook = Outlook(without, MOST_WORKERS)
         self._cores: list[Core] = []
-        self._written = cache(lambda number: _Written(self._cores[number]))
+        self._written = cache(lambda number: Written(self._cores[number]))
         self._number: dict[Hashable, int] = {}
         self._next: dict[tuple[int, Call], tuple[int, _Outcome]] = {}
         self._came_from: list[tuple[int, Call] | None] = []
@@ -254,7 +254,7 @@ class Interned(Generic[Core]):
         while todo:
             number, core = todo.pop()
             for call in calls.get(number, []):
-                after = _Written(core).copy()
+                after = Written(core).copy()
                 if difference := self._difference(after, number, call):
                     return difference
                 if (whole := snapshot(after)) not in known:
@@ -480,7 +480,7 @@ def _is_shared(kind: type) -> bool:
     return issubclass(kind, SHARED) or (issubclass(kind, msgspec.Struct) and kind.__struct_config__.frozen)
 
 
-class _Written:
+class Written:
     """A core as bytes, from which copies are read.
 
     Args:
