@@ -459,12 +459,12 @@ def held() -> tuple[int, int]:
     return own, sum(storages.values())
 
 
-def test_two_hundred_calls_hold_no_more_than_the_first_ones() -> None:
+def test_eighty_calls_hold_no_more_than_the_first_ones() -> None:
     syncs = ("bsp", "asp", "elastic-bsp:lookahead=2", "spec-sync", RESTARTING)
     pair = Cluster(compute_s=[1.0, 1.5])
     restarts = 0
     first = None
-    for call in range(200):
+    for call in range(80):
         sync = syncs[call % len(syncs)]
         restarts += simulate(pair, sync, train_fn=lambda: fit(model_of(), steps=3), seed=call).restarts
         if call == 2 * len(syncs):

@@ -16,6 +16,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from fractions import Fraction
+from functools import cache
 from typing import ClassVar, Literal, NamedTuple, Protocol, dataclass_transform
 
 import msgspec
@@ -368,10 +369,13 @@ class SyncModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_om
         """
         shown = [
             f"{field.name}={_plain(value)}"
-            for field in msgspec.structs.fields(self)
+            for field in _fields(type(self))
             if (value := getattr(self, field.name)) != field.default or _is_number(value)
         ]
         return f"{self.name}:{','.join(shown)}" if shown else self.name
+
+
+_fields = cache(msgspec.structs.fields)  # msgspec makes these objects anew for each call
 
 
 class OneShardModel(SyncModel):

@@ -573,32 +573,32 @@ class SmallJob:
         """
         for w, worker_state in enumerate(state.workers):
             if worker_state.phase == "absent":
-                yield f"worker {w} joins", lambda w=w: self._join(state, w)  # type: ignore[misc]
+                yield f"worker {w} joins", partial(self._join, state, w)
             elif worker_state.phase == "computing" and not (patient and state.coordinator.queues[w]):
                 yield from self._pushes(state, w)
                 if self._may_request(state):
                     label = f"worker {w} requests {self._changes[state.requested]}"
-                    yield label, lambda w=w: self._request(state, w)  # type: ignore[misc]
+                    yield label, partial(self._request, state, w)
             yield from self._steps_at_coordinator(state, w)
         for index in range(len(state.servers)):
             yield from self._steps_at(state, index)
         for index, at in enumerate(state.servers):
             if at.reports:
                 label = f"the coordinator receives {_text(at.reports[0])} from shard {index}"
-                yield label, lambda i=index: self._deliver_report(state, i)  # type: ignore[misc]
+                yield label, partial(self._deliver_report, state, index)
         for timer in sorted(state.coordinator.timers):
             label = f"the coordinator's timer fires for iteration {timer.iteration} of worker {timer.worker}"
-            yield label, lambda t=timer: self._fire_at_coordinator(state, t)  # type: ignore[misc]
+            yield label, partial(self._fire_at_coordinator, state, timer)
 
     def _steps_at_coordinator(self, state: State, w: int) -> Iterator[Step]:
         """Yield the coordinator's steps: it receives a message from or about worker w, or notices that w is lost."""
         at = state.coordinator
         if state.workers[w].phase == "lost" and self._known(at, w):
             label = f"the coordinator notices the loss of worker {w}"
-            yield label, lambda: self._end_at_coordinator(state, w)
+            yield label, partial(self._end_at_coordinator, state, w)
         if at.queues[w]:
             label = f"the coordinator receives {_text(at.queues[w][0])} from worker {w}"
-            yield label, lambda: self._deliver_to_coordinator(state, w)
+            yield label, partial(self._deliver_to_coordinator, state, w)
 
     def _steps_at(self, state: State, index: int) -> Iterator[Step]:
         """Yield the steps of one shard."""
@@ -636,7 +636,7 @@ class SmallJob:
         """Yield the steps in which a worker receives messages, then pushes or restarts its iteration."""
         worker_state = state.workers[w]
         if not worker_state.edits and self._iteration(worker_state) in self._edits:
-            yield f"worker {w} begins an edit", lambda: self._begin_edit(state, w)
+            yield f"worker {w} begins an edit", partial(self._begin_edit, state, w)
             return
         while True:
             core = self._workers[worker_state.core]
@@ -646,7 +646,7 @@ class SmallJob:
             elif core.stops_at is not None and core.iteration >= core.stops_at:
                 what = "stops after iteration"
             label = f"worker {w} {what} {core.iteration}"
-            yield label, lambda worker_state=worker_state: self._push(state, w, worker_state)  # type: ignore[misc]
+            yield label, partial(self._push, state, w, worker_state)
             if not worker_state.orders:
                 return
             order = worker_state.orders[0]
@@ -671,12 +671,12 @@ class SmallJob:
             )
             if self._workers[number].restart_ordered:
                 label = f"worker {w} restarts iteration {core.iteration}"
-                yield label, lambda worker_state=worker_state: self._restart(state, w, worker_state)  # type: ignore[misc]
+                yield label, partial(self._restart, state, w, worker_state)
                 return
 
     def _loss(self, state: State, w: int) -> Iterator[Step]:
         if state.losses and state.workers[w].phase in ("computing", "waiting", "joining"):
-            yield f"worker {w} is lost", lambda: self._lose(state, w)
+            yield f"worker {w} is lost", partial(self._lose, state, w)
 
     def _is_quiet(self, state: State) -> bool:
         """Return True if no further message from the coordinator can reach any worker."""
