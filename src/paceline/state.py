@@ -57,6 +57,7 @@ ATOM_TYPES = frozenset(ATOMS)
 FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, partial)
 CODE = (*FUNCTIONS, type)
 PLAIN = (*ATOMS, *CODE)
+WHOLES = (*PLAIN, tuple, msgspec.Struct)
 
 
 class Field(NamedTuple):
@@ -173,6 +174,8 @@ def parts(core: object) -> Iterator[object]:
     todo = [core]
     while todo:
         thing = todo.pop()
+        if type(thing) in ATOM_TYPES:
+            continue
         if isinstance(thing, Mapping):
             todo += [*thing.keys(), *thing.values()]
         elif isinstance(thing, tuple | list | deque | set | frozenset):
@@ -185,7 +188,7 @@ def parts(core: object) -> Iterator[object]:
 
 def _is_part(thing: object) -> bool:
     """Return True if an object is a part: it is mutable, and has attributes of its own."""
-    if isinstance(thing, (*PLAIN, tuple, msgspec.Struct)) or _is_generator(thing):
+    if isinstance(thing, WHOLES) or _is_generator(thing):
         return False
     return type(thing) in DECLARED or hasattr(thing, "__dict__")
 
@@ -305,9 +308,6 @@ class _Taker:
             return value  # type: ignore[no-any-return]
         if isinstance(value, tuple):
             return tuple.__new__(kind, map(self._value, value))
-        if isinstance(value, PLAIN):
-            plain: Hashable = value
-            return plain
         if kind in (list, deque):
             return Items(kind, tuple(map(self._value, value)), getattr(value, "maxlen", None))
         if kind in (set, frozenset):
@@ -318,6 +318,9 @@ class _Taker:
             return Items(kind, pairs, getattr(value, "default_factory", None))
         if isinstance(value, msgspec.Struct):
             return _hashable(value)
+        if isinstance(value, PLAIN):
+            plain: Hashable = value
+            return plain
         if _is_generator(value):
             return Items(kind, value.getstate())
         if (number := self._numbers.get(id(value))) is not None:
