@@ -117,7 +117,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._wrapped = optimizer
         self._share_groups()
         # the modules to train, if they are given
-        self._given: tuple[nn.Module, ...] = () if model is None else _modules(model)
+        self._given = () if model is None else _modules(model)
+        # while training begins: the modules that have been found, because the search looks at all existing objects
+        self._found: tuple[nn.Module, ...] = ()
         self._session = session
         self._training: WorkerTraining | None = None  # created by the first forward pass of a run
         # How the gradient of the next step is clipped; at most one. This is a list that is changed in place, because
@@ -518,13 +520,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if (training := training_of(session)) is not None and training.is_idle:
             return  # the script evaluates; the step that follows begins to train them
         if can_compute_gradients(session, module, self._new_parameters()):
-            if not self._begins_at_step and self._awaits_shapes():
-                self._begins_at_step = True
-                buffers = [each for model in self.models() for each in model.buffers() if not is_lazy(each)]
-                self._first_buffers = {id(buffer): buffer.clone() for buffer in buffers}
-            if not self._begins_at_step:
-                with hidden_from_modes():
-                    _begin(session)
+            if self._begins_at_step:
+                return
+            self._found = self.models()
+            try:
+                if self._awaits_shapes():
+                    self._begins_at_step = True
+                    buffers = [each for model in self._found for each in model.buffers() if not is_lazy(each)]
+                    self._first_buffers = {id(buffer): buffer.clone() for buffer in buffers}
+                else:
+                    with hidden_from_modes():
+                        _begin(session)
+            finally:
+                self._found = ()
         elif training is None and may_look(session, module, self._parameters()):
             with hidden_from_modes():
                 hold_job_model(session)
@@ -548,7 +556,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def models(self) -> tuple[nn.Module, ...]:
         """Return the modules that hold the parameters. A later group may belong to a module of its own."""
         if self._training is None:
-            return self._given or (find_model(self._parameters()),)
+            return self._given or self._found or (find_model(self._parameters()),)
         models = self._training.sets[self._set_index].models
         held = {id(parameter) for model in models for parameter in model.parameters()}
         outside = [parameter for parameter in self._new_parameters() if id(parameter) not in held]
@@ -594,7 +602,9 @@ def _restoring(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
 def _begin(session: Session) -> None:
     """Begin to train all parameters of all existing optimizers, except those that begin at their next step."""
     if len(untrained(session)) > 1:
-        gc.collect()  # frees optimizers that the script has replaced
+        gc.collect()  # frees optimizers that the script has replaced, and their modules
+        for optimizer in untrained(session):
+            optimizer._found = ()
     waiting: list[DistributedOptimizer] = untrained(session)
     found = [
         optimizer
