@@ -29,6 +29,7 @@ from paceline.run.job import Assignment
 from paceline.run.job_options import make_job
 from paceline.run.server import ServerHost
 from paceline.run.worker import WorkerSession
+from paceline.shard.optimizers import defer_dynamo
 from paceline.sync import MODELS, parse
 from paceline.sync import plugins as loading
 from paceline.sync.ticks import TICKS_PER_S
@@ -62,6 +63,7 @@ def pytest_configure() -> None:
     The collection of tests creates objects that stay, so the garbage collector would search them in vain meanwhile.
     """
     gc.disable()
+    defer_dynamo()  # as in a process of a run; otherwise, the first optimizer imports the compiler for a second
     # The key of this user stays as it is; the processes that tests start have the key of the tests.
     os.environ["XDG_CONFIG_HOME"] = CONFIG.name
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):

@@ -10,6 +10,7 @@ A forked program is like an executed one, except for this:
   executed.
 - All forked programs hash strings with the same seed, and have `sys.flags.safe_path`.
 - It ends as a process of a run does (see `paceline.start.processes.orders`).
+- Its optimizers do not import torch's compiler, as in a process of a run (see `defer_dynamo`).
 - It has a warm server of its own, a child, for the programs that it starts in turn. One is the fork server of a run.
 
 The warm server clones itself with `CLONE_PARENT`. So the program is a child of the process that has asked for it,
@@ -44,6 +45,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, cast
 
+from paceline.shard.optimizers import defer_dynamo
 from paceline.start.processes import program
 from paceline.start.processes.fork_server import keep_imported, thread_count
 from paceline.start.processes.orders import leave
@@ -333,6 +335,7 @@ def main() -> None:
         for module in IMPORTED:
             importlib.import_module(module)
     keep_imported()
+    defer_dynamo()
     if os.fork() == 0:  # OpenBLAS ends its threads before a fork
         os._exit(0)
     os.wait()
