@@ -605,27 +605,24 @@ def _begin(session: Session) -> None:
         gc.collect()  # frees optimizers that the script has replaced, and their modules
         for optimizer in untrained(session):
             optimizer._found = ()
-    waiting: list[DistributedOptimizer] = untrained(session)
-    found = [
+    found: list[DistributedOptimizer] = [
         optimizer
-        for optimizer in waiting
+        for optimizer in untrained(session)
         if optimizer._takes_step or not (optimizer._begins_at_step or optimizer._awaits_shapes())
     ]
     training = training_of(session)
     sets = list(training.sets) if training is not None else []
     indices: list[int] = []
     for optimizer in found:
-        if optimizer._training is not None:
-            optimizer._training.require_same(optimizer._set_index, optimizer._parameters(), may_grow=True)
-            set_index: int | None = optimizer._set_index
-        else:
+        if optimizer._training is None:
             set_index = training.set_of(optimizer._parameters()) if training is not None else None
-        if set_index is None or set_index in indices:
-            indices.append(len(sets))
-            sets.append(optimizer.parameter_set())
         else:
-            indices.append(set_index)
-            sets[set_index] = optimizer.parameter_set()
+            optimizer._training.require_same(optimizer._set_index, optimizer._parameters(), may_grow=True)
+            set_index = optimizer._set_index
+        if set_index is None or set_index in indices:
+            set_index = len(sets)
+        indices.append(set_index)
+        sets[set_index : set_index + 1] = [optimizer.parameter_set()]  # replaces one, or comes last
     if training is None:
         begin_resumed(session)
         first = {key: value for optimizer in found for key, value in optimizer._first_buffers.items()}
