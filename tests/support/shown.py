@@ -56,6 +56,7 @@ class Shown:
         self.folder = folder
         self.count = workers
         (folder / "train.py").write_text(SCRIPT)
+        (folder / "show.py").write_text(PROGRAM)
         options = [
             "--run-dir=run",
             "--dashboard",
@@ -65,7 +66,7 @@ class Shown:
             "--servers=1",
         ]
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-c", PROGRAM, "run", *options, "train.py"],
+            [sys.executable, "-P", "show.py", "run", *options, "train.py"],
             cwd=folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
