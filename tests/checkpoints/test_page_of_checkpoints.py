@@ -40,9 +40,8 @@ def run_dir(tmp_path: Path) -> Path:
 
 def printed_by(program: str, folder: Path) -> str:
     """Return what a program prints in a folder."""
-    (folder / "example.py").write_text(program)
     ended = subprocess.run(
-        [sys.executable, "example.py"], cwd=folder, capture_output=True, text=True, check=False
+        [sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, check=False
     )
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
