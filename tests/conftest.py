@@ -189,7 +189,10 @@ RunOnThreads = Callable[..., ThreadedRun]
 @contextlib.contextmanager
 def on_one_core() -> Iterator[None]:
     """Threads that are started meanwhile share the core of this one. Handing the interpreter's lock to a thread on
-    another core costs a third of their CPU time."""
+    another core costs a third of their CPU time. Only Linux can do this."""
+    if not sys.platform.startswith("linux"):
+        yield
+        return
     allowed = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {ctypes.CDLL(None).sched_getcpu()})
     try:
