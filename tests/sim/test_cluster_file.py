@@ -122,6 +122,7 @@ def test_quantities_have_units() -> None:
                 ("bandwidth = '5'", ""),
                 ("parameters = '5'", ""),
                 ("apply = '5'", ""),
+                ("update = '5'", ""),
                 ("", "jitter = '5'"),
                 ("", "fixed = '5'"),
                 ("", "lost_at = '5'"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,18 @@ from scipy import stats
 
 from paceline import Cluster, simulate
 from paceline.errors import ConfigurationError
-from paceline.sim import LogNormal, Pareto, Pause, Recorded, Resampled, Times, Uniform, Uplink, read_delays
+from paceline.sim import (
+    LogNormal,
+    Pareto,
+    Pause,
+    Presence,
+    Recorded,
+    Resampled,
+    Times,
+    Uniform,
+    Uplink,
+    read_delays,
+)
 from paceline.sim.times import Pauses, Timed, prolonged_s, times_of
 
 GIGABIT = 1e9
@@ -185,17 +197,126 @@ def test_a_server_applies_one_push_after_another(servers: int) -> None:
     assert simulate(one, "asp", 20).time_s == pytest.approx(80 * 0.1 / servers, rel=0.02)
 
 
+def times(cluster: Cluster, sync: str, iterations: int, **settings: Any) -> list[list[float]]:
+    """Return the times at which each worker received its answers."""
+    result = simulate(cluster, sync, iterations, record=True, **settings)
+    return [[round(record.answered_s, 9) for record in records] for records in result.records]
+
+
+@pytest.mark.parametrize("overlap", ["shards", "off"])
+def test_bsp_waits_for_one_update_in_each_round(overlap: str) -> None:
+    assert times(Cluster([1.0] * 4, update_s=0.1), "bsp", 3, overlap=overlap) == [[1.1, 2.2, 3.3]] * 4
+    # Each of two servers applies its part of four pushes, and then updates its part of the parameters.
+    both = Cluster([1.0] * 4, servers=2, apply_s=0.05, update_s=0.3)
+    assert times(both, "bsp", 2, overlap=overlap) == [[1.25, 2.5]] * 4
+    assert times(Cluster([1.0] * 4, update_s=0.1), "bsp", 2, shards=5, overlap=overlap) == [[1.1, 2.2]] * 4
+
+
+def test_asp_waits_for_one_update_for_each_push() -> None:
+    """In the first round, all pushes arrive together. Then they come one after another, and no update waits."""
+    expected = [[1.1, 2.2, 3.3], [1.2, 2.3, 3.4], [1.3, 2.4, 3.5], [1.4, 2.5, 3.6]]
+    assert times(Cluster([1.0] * 4, update_s=0.1), "asp", 3) == expected
+    assert times(Cluster([1.0] * 4, servers=2, update_s=0.2), "asp", 3) == expected
+    # Each push takes 0.1 s until it is applied, and then 0.2 s.
+    both = Cluster([1.0] * 3, apply_s=0.1, update_s=0.2)
+    assert times(both, "asp", 2) == [[1.3, 2.6], [1.6, 2.9], [1.9, 3.2]]
+
+
+def test_a_server_can_make_only_so_many_updates() -> None:
+    cluster = Cluster([0.3] * 4, update_s=0.2)
+    assert simulate(cluster, "asp", 100).time_s == pytest.approx(0.3 + 400 * 0.2)
+    assert simulate(cluster, "bsp", 100).time_s == pytest.approx(100 * 0.5)
+
+
+def test_ssp_answers_after_the_update_that_a_pull_has_waited_for() -> None:
+    # Both push together. The first one waits for the second push, and so for both updates.
+    assert times(Cluster([1.0] * 2, update_s=0.1), "ssp:staleness=0", 2) == [[1.2, 2.4]] * 2
+    assert times(Cluster([1.0, 2.0], update_s=0.1), "ssp:staleness=0", 2) == [[2.1, 4.2]] * 2
+    # From the second round on, the push of worker 1 arrives just when the update for worker 0 ends.
+    expected = [[1.1, 2.2, 3.3], [1.2, 2.3, 3.4]]
+    assert times(Cluster([1.0] * 2, update_s=0.1), "ssp:staleness=1", 3) == expected
+
+
+def test_elastic_bsp_makes_one_update_at_a_barrier_and_one_for_each_push_before_it() -> None:
+    cluster = Cluster([1.0] * 2, update_s=0.1)
+    expected = [[1.1, 2.2, 3.4], [1.2, 2.3, 3.4]]
+    assert times(cluster, "elastic-bsp:lookahead=1", 6) == [
+        each + [round(answered + 3.4, 9) for answered in each] for each in expected
+    ]
+    assert simulate(cluster, "elastic-bsp:lookahead=1", 6).updates == 10
+
+
+@pytest.mark.parametrize(("delay_s", "expected"), [("0.05", [1.1, 1.2]), ("0.15", [1.2, 1.25])])
+def test_an_answer_that_a_timer_releases_waits_for_the_update_in_progress(
+    delay_s: str, expected: list[float]
+) -> None:
+    """Worker 0 may be answered from 1 s + delay on, and worker 1 from 1.1 s + delay on."""
+    found = times(Cluster([1.0] * 2, update_s=0.1), f"naive-waiting:delay_s={delay_s}", 1)
+    assert found == [[each] for each in expected]
+
+
+def test_the_mean_that_a_departure_releases_takes_an_update() -> None:
+    gone = {2: Presence(lost_at_s=2.0)}
+    assert times(Cluster([1.0, 1.0, 9.0], update_s=0.1, presence=gone), "bsp", 2) == [[2.1, 3.2]] * 2 + [[]]
+    # At 1.3 s, the push to one shard has been applied. The server applies that to the other one until 1.4 s.
+    cluster = Cluster([1.0, 9.0], apply_s=0.4, update_s=0.2, presence={1: Presence(lost_at_s=1.3)})
+    assert times(cluster, "bsp", 1, shards=2) == [[1.6], []]
+
+
+def test_what_a_departure_releases_leaves_after_what_an_update_holds_back() -> None:
+    """When worker 2 is lost, worker 1 waits for it, and the update for the push of worker 0 just ends."""
+    gone = {2: Presence(lost_at_s=3.1)}
+    cluster = Cluster([[3.0, 1.0, 1.0], 1.0, 9.0], update_s=0.1, presence=gone)
+    assert times(cluster, "ssp:staleness=1", 3) == [[3.1, 4.2, 5.3], [1.1, 3.1, 4.3], []]
+
+
+def test_a_worker_that_comes_back_during_an_update_begins_after_it() -> None:
+    """The server updates the parameters with the push of worker 1 until 2 s."""
+    back = {1: Presence(lost_at_s=1.7, back_after_s=0.1)}
+    result = simulate(Cluster([1.0] * 2, update_s=0.5, presence=back), "asp", 4, record=True)
+    assert [(r.begun_s, r.pushed_s, r.answered_s) for r in result.records[1]] == [
+        (2.0, 3.0, 3.5),
+        (3.5, 4.5, 5.0),
+    ]
+
+
+def test_the_times_of_updates_may_vary() -> None:
+    assert times(Cluster([1.0], update_s=[0.1, 0.2]), "asp", 3) == [[1.1, 2.3, 3.4]]  # type: ignore[arg-type]
+
+
+def test_models_that_update_for_each_push_can_be_slower_than_bsp() -> None:
+    """The rates of iterations of four equal workers, compared with bsp.
+
+    As long as a server has time for four updates in the time of an iteration, pushes spread by themselves, and no
+    model but elastic-bsp is slower than bsp: it brings the pushes together again at each barrier, so they queue again.
+    Otherwise the server is the limit, and all models that update for each push are equally slow.
+    """
+    models = ["asp", "ssp:staleness=3", "dssp:lower=3,upper=15", "elastic-bsp:lookahead=15"]
+
+    def rates(update_s: float) -> list[float]:
+        cluster = Cluster([1.0] * 4, update_s=update_s)
+        return [300 * (1.0 + update_s) / simulate(cluster, sync, 300).time_s for sync in models]
+
+    *others, elastic = rates(0.1)
+    assert others == pytest.approx([1.0] * 3, rel=0.002)
+    assert 0.85 < elastic < 0.95
+    *others, elastic = rates(0.465)
+    assert others == pytest.approx([78 / 99] * 3, rel=0.005)
+    assert elastic < 78 / 99
+
+
 def test_all_of_it_can_be_stated_in_a_file(tmp_path: Path) -> None:
     (tmp_path / "delays.csv").write_text("worker,seconds\n0,1.0\n1,2.0\n")
     path = tmp_path / "cluster.toml"
     path.write_text(
-        'delays = "delays.csv"\napply = "10 ms"\n'
+        'delays = "delays.csv"\napply = "10 ms"\nupdate = "20 ms"\n'
         '[[pauses]]\nworkers = [0, 1]\nevery = "1 min"\nlasting = { kind = "uniform", low = 1, high = "2 s" }\n'
         '[[uplinks]]\nworkers = [1]\nbandwidth = "1 Gbit/s"\n'
     )
     assert Cluster.from_toml(path) == Cluster(
         [Recorded(seconds=(1.0,)), Recorded(seconds=(2.0,))],
         apply_s=0.01,
+        update_s=0.02,
         pauses=[Pause(workers=(0, 1), every_s=60.0, lasting_s=Uniform(low=1.0, high=2.0))],
         uplinks=[Uplink(workers=(1,), bandwidth_bps=1e9)],
         name="cluster",

@@ -59,6 +59,10 @@ class Cluster:
         apply_s: time that a server takes to apply a push, as a number of seconds or a distribution, if it held all
             parameters; for a shard, this time is as large a part of it as the shard is of the parameters. A server
             handles one message after another. Default: no time.
+        update_s: time that a server takes for an update, that is, for one step of the optimizer, if it held all
+            parameters; for a shard, a part of it as for `apply_s`. A server that applies each push makes an update for
+            each of them, and one that applies means makes one for all pushes of a mean. Answers leave, and further
+            messages are handled, after the update. Default: no time.
         pauses: pauses that strike several workers at once (`paceline.sim.Pause`).
         uplinks: links that several workers share (`paceline.sim.Uplink`).
         outside: mapping from worker to `Outside`, for workers whose scripts also do something other than training.
@@ -88,6 +92,7 @@ class Cluster:
     pauses: Sequence[Pause] = ()
     uplinks: Sequence[Uplink] = ()
     outside: Mapping[int, Outside] = field(default_factory=dict)
+    update_s: Times = 0.0
 
     def __post_init__(self) -> None:
         if isinstance(self.compute_s, str) or not isinstance(self.compute_s, Sequence) or not self.compute_s:
@@ -113,6 +118,7 @@ class Cluster:
                     )
                 _require_index(name, worker, self.workers)
         object.__setattr__(self, "apply_s", times_of(self.apply_s))
+        object.__setattr__(self, "update_s", times_of(self.update_s))
         object.__setattr__(self, "pauses", tuple(self.pauses))
         object.__setattr__(self, "uplinks", tuple(self.uplinks))
         for each in (*self.pauses, *self.uplinks):
@@ -265,8 +271,9 @@ class Cluster:
         Args:
             stated: what else states times, such as the sync models of the run.
         """
+        servers = self.apply_s, self.update_s
         return resolution(
-            self.compute_s, self.latency_s, self.apply_s, self.presence, self.links, self.outside, stated
+            self.compute_s, self.latency_s, servers, self.presence, self.links, self.outside, stated
         )
 
     def compute(self, worker: int) -> Distribution:

@@ -89,6 +89,7 @@ _FILE_KEYS = {
     "preempted_every_s": "preempted_every",
     "back_after_s": "back_after",
     "apply_s": "apply",
+    "update_s": "update",
     "every_s": "every",
     "lasting_s": "lasting",
 }
@@ -186,6 +187,7 @@ class File(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     emulated: str = ""
     delays: str = ""
     apply: Any = 0.0
+    update: Any = 0.0
     pauses: list[PauseTable] = []
     uplinks: list[UplinkTable] = []
 
@@ -302,6 +304,7 @@ def _arguments(file: File, name: str, folder: Path) -> dict[str, Any]:
         compute = list(read_delays(folder / file.delays))
     return {
         "apply_s": _times(file.apply, "apply"),
+        "update_s": _times(file.update, "update"),
         "pauses": [
             Pause(
                 workers=tuple(each.workers),

@@ -11,6 +11,9 @@ Events at the same tick have a fixed order, which follows from the order in whic
 - A message without latency arrives at the same tick, but after all events that were already scheduled for it.
 - A worker sends its push to the shards in descending order, and then its report to the coordinator. A shard sends the
   answers that one event releases in the order of the actions of its sync model.
+- If updates take time, a server handles a worker's message when the updates before it have ended. It decides at once
+  because of a timer, a departure or a message of the coordinator, but an update that follows begins only when what the
+  server has begun is done. Whatever it sends to workers leaves when all updates before have ended.
 - Timers come last, in the order in which they were set. What is sent while a timer is handled precedes the next one.
 """
 
@@ -51,6 +54,7 @@ from ..core.requests import (
     COORDINATOR,
     AbandonCut,
     Abort,
+    Apply,
     CompleteCut,
     EndWithout,
     Fail,
@@ -98,7 +102,7 @@ KINDS = ("push", "pull", "pull again", "control")
 AT_ONCE = {Started, Answer, DataGranted, LoopEntered, Combined}
 """Messages that a worker can receive before its first weights have arrived."""
 
-COMPUTING, TO_SERVER, FROM_SERVER, ABSENCES, PAUSES, APPLYING, OUTSIDE, BETWEEN_EPOCHS = range(8)
+COMPUTING, TO_SERVER, FROM_SERVER, ABSENCES, PAUSES, APPLYING, OUTSIDE, BETWEEN_EPOCHS, UPDATING = range(9)
 """Purposes of random draws. The key of each draw begins with (seed, index, purpose), where the index is that of the
 worker, of the kind of pauses, or of the server."""
 
@@ -206,12 +210,16 @@ class VirtualJob:
         uplinks = [
             (uplink, NetworkInterface(self.kernel, uplink.bandwidth_bps)) for uplink in cluster.uplinks
         ]
-        apply_s = times_of(cluster.apply_s)
+        work = {APPLYING: times_of(cluster.apply_s), UPDATING: times_of(cluster.update_s)}
         self._server_queues = [
-            _ServerQueue(apply_s.sampler(seed, server, APPLYING)) for server in range(cluster.servers)
+            _ServerQueue({purpose: times.sampler(seed, server, purpose) for purpose, times in work.items()})
+            for server in range(cluster.servers)
         ]
+        self._updates_take_time = work[UPDATING] != Constant(seconds=0.0)
         # Called with each message that arrives at a server.
-        self._at_server = self._served if apply_s == Constant(seconds=0.0) else self._queued
+        self._at_server = self._served if work[APPLYING] == Constant(seconds=0.0) else self._queued
+        if self._updates_take_time:
+            self._at_server = self._in_turn
         self.workers = []
         for worker in range(cluster.workers):
             state = VirtualWorker(worker, ticks_per_s)
@@ -694,11 +702,19 @@ class VirtualJob:
 
     # -- arriving messages --------------------------------------------------------------------------------
 
+    def _in_turn(self, server: int, worker: int, life: int, message: Message, push: object) -> None:
+        """Let a server handle a message, after those that have arrived before and the updates that they cause."""
+        # How long these updates take is known only when the messages are handled, so this one waits until then.
+        waiting = self._server_queues[server].waiting
+        waiting.append((worker, life, message, push))
+        if len(waiting) == 1:
+            self._queued(server, *waiting[0])
+
     def _queued(self, server: int, worker: int, life: int, message: Message, push: object) -> None:
         """Let a server handle a message, after those that have arrived before."""
         queue = self._server_queues[server]
         share = self._share(message.shard) if isinstance(message, Commit) and not message.empty else 0.0
-        due_ticks = queue.next_ticks(self.kernel, share)
+        due_ticks = queue.done_ticks(self.kernel, APPLYING, share)
         self.kernel.at(due_ticks, self._served, server, worker, life, message, push)
 
     def _share(self, shard: int) -> float:
@@ -708,14 +724,17 @@ class VirtualJob:
 
     def _served(self, server: int, worker: int, life: int, message: Message, push: object) -> None:
         state = self.workers[worker]
-        if state.life != life:
-            return  # the message was sent before the worker was lost
-        host = self._server_hosts[server]
-        requests = self._servers[server].handle(state.peer, message, self.kernel.now_ticks)
-        if push is not None:
-            assert isinstance(message, Commit)
-            host.stores[message.shard].put(worker, message.iteration, push)
-        host.carry_out(requests)
+        if state.life == life:  # else the message was sent before the worker was lost
+            host = self._server_hosts[server]
+            requests = self._servers[server].handle(state.peer, message, self.kernel.now_ticks)
+            if push is not None:
+                assert isinstance(message, Commit)
+                host.stores[message.shard].put(worker, message.iteration, push)
+            host.carry_out(requests)
+        if waiting := self._server_queues[server].waiting:
+            waiting.popleft()
+            if waiting:
+                self._queued(server, *waiting[0])
 
     def _at_coordinator(self, worker: int, life: int, message: Message) -> None:
         if self.workers[worker].life == life:
@@ -847,28 +866,37 @@ class VirtualJob:
 
 
 class _ServerQueue:
-    """The messages that a server has yet to handle, if it takes time to apply a push.
+    """What a server does one after another, if it takes time to apply pushes or to update the parameters.
 
     Args:
-        sample: draws the time to apply a push to all parameters.
+        samples: for each purpose, draws the time that the work takes for all parameters.
+
+    Attributes:
+        waiting: if updates take time, the messages that have arrived and are not handled yet, as (worker, life,
+            message, push).
+        updated_ticks: when the last update that takes time ends; -1 before the first one.
     """
 
-    def __init__(self, sample: Sample) -> None:
-        self._sample = sample
-        self._pushes = 0
+    def __init__(self, samples: Mapping[int, Sample]) -> None:
+        self._samples = samples
+        self._drawn = dict.fromkeys(samples, 0)
         self._free_ticks = 0
+        self.waiting: deque[tuple[int, int, Message, object]] = deque()
+        self.updated_ticks = -1
 
-    def next_ticks(self, kernel: Kernel, share: float) -> int:
-        """Return when a message that arrives now has been handled.
+    def done_ticks(self, kernel: Kernel, purpose: int, share: float) -> int:
+        """Return when work that is to be done now, after what was to be done before, will be done.
 
         Args:
             kernel: the virtual clock.
-            share: part of the parameters to which the message is a push; 0.0 if it is no push.
+            purpose: what is to be done.
+            share: part of the parameters to which it is done; 0.0 if it takes no time.
         """
         begun_ticks = max(kernel.now_ticks, self._free_ticks)
         if share:
-            length_s = float(self._sample(self._pushes, begun_ticks / kernel.ticks_per_s)) * share
-            self._pushes += 1
+            number = self._drawn[purpose]
+            length_s = float(self._samples[purpose](number, begun_ticks / kernel.ticks_per_s)) * share
+            self._drawn[purpose] = number + 1
             begun_ticks += kernel.in_ticks(length_s)
         self._free_ticks = begun_ticks
         return begun_ticks
@@ -951,7 +979,20 @@ class _ServerHost(Host):
         job = self._job
         state = job.workers[worker]
         job.bytes_sent[kind] += HEADER_BYTES + size_bytes
-        state.from_server[self._server].send(size_bytes, job._at_worker, worker, state.life, message)
+        send = state.from_server[self._server].send
+        sent = size_bytes, job._at_worker, worker, state.life, message
+        updated_ticks = job._server_queues[self._server].updated_ticks
+        if updated_ticks < job.kernel.now_ticks:
+            send(*sent)
+        else:  # also if the update ends now: what was to leave then may not have left yet
+            job.kernel.at(updated_ticks, send, *sent)
+
+    def apply(self, update: Apply) -> None:
+        super().apply(update)
+        job = self._job
+        if job._updates_take_time:
+            queue = job._server_queues[self._server]
+            queue.updated_ticks = queue.done_ticks(job.kernel, UPDATING, job._share(update.shard))
 
     def take_cut(self, request: TakeCut) -> None:
         self._job._driver.take_cut(request.shard, request.number)
