@@ -42,26 +42,32 @@ ALGORITHMS: dict[str, list[Line]] = {
             "sync.conditions:ConditionMachine.pulled",
         ),
         Line(
-            "6-11",
+            "6-12",
             "else file the pull under a round",
             "sync.conditions:ConditionMachine.pulled",
             "The paper files it under the worker's progress (`execution=lazy`, where the round is at least V_train). "
             "The default files it under V_train, because only then does a worker start exactly when SSP lets it.",
         ),
         Line(
-            "14",
+            "14-15",
             "add a part of the gradient to the weights",
             "sync.conditions:ConditionMachine._receive",
             "The paper adds 1/N of it (`push_scale=1/n`, where n is the largest number of workers that were present "
             "at once). The default hands the whole gradient to the optimizer.",
         ),
-        Line("15", "count the push", "sync.model:Counts.pushed"),
+        Line("16", "count the push", "sync.model:Counts.pushed"),
         Line(
-            "16-22",
+            "17-23",
             "if the push condition holds, answer what is filed under the round, and begin the next one",
             "sync.conditions:ConditionMachine._close_rounds",
             "The condition is tested again until it fails, because the loss of a worker can complete several rounds. "
             "A worker that has left counts no more.",
+        ),
+        Line(
+            "24",
+            "acknowledge the push",
+            "core.server:Server._commit",
+            "Only a push without a pull is acknowledged. Otherwise, the answer to the pull does this.",
         ),
     ],
     "SpecSync, Algorithm 2 (`spec-sync`)": [
@@ -92,13 +98,45 @@ ALGORITHMS: dict[str, list[Line]] = {
             "if no candidate gains anything.",
         ),
     ],
+    "ElasticBSP, Algorithm 1, GridScan (a baseline of the paper, which `elastic-bsp` does not use)": [
+        Line("4", "designate the worker with the earliest end time", "zipline.searches:grid_scan"),
+        Line(
+            "5-11",
+            "for each of its end times e, form the set Z of e and each other worker's end time that is nearest to e",
+            "zipline.searches:_narrowest_near",
+            "Of two end times that are equally near, the earlier column is taken.",
+        ),
+        Line(
+            "12-16",
+            "keep the set Z with the least difference",
+            "zipline.searches:_narrowest_near",
+            "By its indentation, the listing evaluates Z in the loops of lines 8 and 9, when Z does not have an end "
+            "time of every worker yet. Here, as in the text of section 5.1 and in Fig. 7 (15 sets for R = 15), only "
+            "complete sets are evaluated.",
+        ),
+    ],
     "ElasticBSP, Algorithm 2, ZipLine (`elastic-bsp`)": [
         Line("2-3", "merge and sort the predicted end times", "zipline.zipline:timeline"),
         Line(
-            "4-24",
-            "move over them with one end time of each worker, and keep the set with the least difference",
+            "4-9",
+            "take end times in this order, the latest of each worker, until the set Z has one of every worker",
+            "zipline.zipline:_candidates",
+        ),
+        Line(
+            "13-19",
+            "take the next end times; each replaces the one of the same worker in Z",
+            "zipline.zipline:_candidates",
+            "Line 14 first removes the earliest end time from Z, and lines 15 to 19 take others until Z is complete "
+            "again, for which line 16 may find no end time left. Here, as in the text of section 5.2 and in Fig. 7, Z "
+            "stays complete.",
+        ),
+        Line(
+            "10-12, 20-24",
+            "keep the set Z with the least difference",
             "zipline.zipline:zipline",
-            "Of sets with the same difference, the earliest is kept.",
+            "By its indentation, the listing evaluates Z in the loop of lines 15 to 19, while Z lacks a worker. The "
+            "difference is then too small, so the listing may return a set without an end time of every worker. Here, "
+            "only complete sets are evaluated. Of sets with the same difference, the earliest is kept.",
         ),
     ],
 }

@@ -137,6 +137,57 @@ def test_theorem_3_a_candidate_is_better_than_the_one_before_only_if_its_oldest_
     assert improvements <= evaluated == solve(times, "zipline-opt-bs").candidates < len(waits)
 
 
+def algorithm_2(times: Floats, *, as_printed: bool) -> tuple[float, int, int]:
+    """Run Algorithm 2 line by line. Return d_Z*, |Z*| and the number of sets that were evaluated.
+
+    As printed, the evaluation (lines 20 to 23) is indented like the body of the inner loop (lines 16 to 19).
+    """
+    omega = sorted((t, p) for p, row in enumerate(times.tolist()) for t in row)  # lines 2 and 3
+    z: dict[
+        int, float
+    ] = {}  # worker -> end time; assigning removes the worker's previous one (lines 7 and 17)
+    while len(z) < len(times):  # lines 5 to 9
+        t, p = omega.pop(0)
+        z[p] = t
+    best, size, evaluated = max(z.values()) - min(z.values()), len(z), 1  # lines 10 to 12
+    while omega:  # line 13
+        del z[min(z, key=lambda p: z[p])]  # line 14
+        while len(z) < len(times):  # line 15
+            if not omega:  # line 16 has nothing to take
+                return best, size, evaluated
+            t, p = omega.pop(0)
+            z[p] = t
+            if as_printed or len(z) == len(times):  # lines 20 to 23
+                evaluated += 1
+                wait = max(z.values()) - min(z.values())
+                if wait < best:
+                    best, size = wait, len(z)
+    return best, size, evaluated
+
+
+def test_algorithm_2_as_printed_may_return_an_incomplete_set() -> None:
+    times = np.array([[1.0, 2.0, 3.0], [10.0, 20.0, 30.0]])
+    assert algorithm_2(times, as_printed=False)[:2] == (solve(times).wait, 2) == (7.0, 2)
+    assert algorithm_2(times, as_printed=True)[:2] == (
+        0.0,
+        1,
+    )  # Z is {20}, without an end time of the first worker
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_algorithm_2_finds_the_least_wait_if_it_evaluates_only_complete_sets(seed: int) -> None:
+    times = synthetic(6, 15, seed)
+    wait, size, evaluated = algorithm_2(times, as_printed=False)
+    assert (wait, size) == (solve(times).wait, 6)
+    assert evaluated < len(candidate_waits(times))  # Figs. 6 and 7 show those of the text of section 5.2
+
+
+def test_algorithm_1_evaluates_a_set_for_each_end_time_of_the_designated_worker() -> None:
+    """Fig. 7: "GridScan only 15 candidate solutions", one for each element of the designated row. As printed, the
+    evaluation (lines 12 to 15) is in the loops of lines 8 and 9, which would evaluate incomplete sets, too."""
+    assert solve(synthetic(1000, 15, 0), "grid-scan").candidates == 15
+
+
 def test_corollary_1_of_equal_waits_the_earliest_has_the_least_difference_of_iterations() -> None:
     fast, slow = 2.0 * np.arange(1, 13), 3.0 * np.arange(1, 13)
     solution = solve([fast, slow])
