@@ -10,8 +10,11 @@ staleness of a push is at most (2s + 1)(n - 1) updates: each other worker is at 
 worker pulls, and has pushed at most s + 1 iterations more than it when its push arrives. With s = 0, workers wait
 where BSP waits; with s = inf, they never wait. The run makes progress as long as the slowest live worker does.
 Use: When most workers are equally fast and some are occasionally late: staleness is bounded, and waits are short.
-Deviations: With `push_scale="1/n"`, n is the largest number of workers that have been present at once (see
-`paceline.sync.conditions`). In the paper, N is a constant.
+Deviations: FluentPS says two things about s. By Table III, where progress counts from 0 as in Algorithm 1, a worker
+waits when it has pushed s + 1 more iterations than the slowest. In Fig. 3 and its text (section III-C), where s is 3,
+it waits when it has pushed 3 more. This model follows Table III, with which s = 0 is BSP, as section V says; counted
+as in Fig. 3, no worker could ever continue with s = 0. With `push_scale="1/n"`, n is the largest number of workers
+that have been present at once (see `paceline.sync.conditions`). In the paper, N is a constant.
 
 >>> from paceline.sync.events import PullRequested, PushReceived, WorkerJoined
 >>> shard = SSP(staleness=0).at_shard()
