@@ -19,17 +19,24 @@ superstep closes.
 State: At a shard, the held pushes and the waiting pulls of each superstep that is being closed. At the coordinator,
 the time of each worker's last push, and the interval between its last two pushes.
 Guarantee: A worker that has stopped waits only for members that have not stopped yet. Within a superstep, a worker
-does not run past its stop, except for iterations that it computes before the plan arrives.
+does not run past its stop, except for iterations that it computes before the plan arrives. A member's gradient is
+always computed on weights that contain all updates up to the last barrier. From the plan to the next barrier, each of
+the n members ends 1 to R iterations. So, while no worker joins, a gradient that is computed on weights pulled after
+the plan has a staleness of at most (R - 1)(n - 1) updates. The paper says only that the difference between the
+workers' numbers of iterations has a bound "within the R future intervals" (section 3). This leaves out the monitoring
+phase, in which a worker that is r times faster than the slowest ends up to 2r iterations, however small R is.
 Use: When the workers' speeds differ but are steady, so that end times can be predicted. The run keeps most of the
 speed of ASP and still averages gradients at barriers.
-Deviations: A worker that joins before the first push under this model belongs to the first superstep. A worker that
-joins later runs as in ASP until the next superstep begins, even if no worker has pushed since the last barrier. The
-first push of an accelerator with batches of a new size does not count as one of the two pushes of the monitoring
-phase, and the interval that it ends is left out, because the next ones are shorter. Unless the run has
-`--hyperparameters raw`, an interval does not contain what the script did outside of training, such as evaluating the
-model, because the next intervals do not contain this either; each push says how long that was. If two pushes of a
-worker arrive at the same tick, its interval counts as one tick, because end times cannot be extrapolated from an
-interval of 0.
+Deviations: Of barriers with the same d_Z, section 4.2 prefers the earliest. Its example, Fig. 8b, prefers Z_B, with a
+difference of 4 between the workers' numbers of iterations, to Z_A, with a difference of 10, and the text does not say
+which of the two is earlier. By Theorem 1, it is Z_B. Here, the earliest is chosen, whatever the difference, as in
+Fig. 9. A worker that joins before the first push under this model belongs to the first superstep. A worker that joins
+later runs as in ASP until the next superstep begins, even if no worker has pushed since the last barrier. The first
+push of an accelerator with batches of a new size does not count as one of the two pushes of the monitoring phase, and
+the interval that it ends is left out, because the next ones are shorter. Unless the run has `--hyperparameters raw`,
+an interval does not contain what the script did outside of training, such as evaluating the model, because the next
+intervals do not contain this either; each push says how long that was. If two pushes of a worker arrive at the same
+tick, its interval counts as one tick, because end times cannot be extrapolated from an interval of 0.
 
 >>> from paceline.sync.events import IterationFinished, WorkerJoined
 >>> planner = ElasticBSP(lookahead=4).at_coordinator()
