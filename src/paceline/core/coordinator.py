@@ -523,6 +523,10 @@ class Coordinator:
     def _handle_worker(self, sender: Peer, message: Message, now_ticks: int) -> list[Request]:
         worker = sender.index
         match message:
+            case Status():  # first, because most messages are reports, and the cases are tried in turn
+                self.started = True
+                self.board[worker] = message
+                self._note_time(worker, message.spent, now_ticks)
             case messages.IterationFinished():
                 return self.take(IterationFinished.of(message, now_ticks, worker))
             case messages.IterationStarted():
@@ -568,10 +572,6 @@ class Coordinator:
                 return self._note_state(worker, message, now_ticks)
             case AllCommitted() if not self._overlap and worker in self.members.present:
                 return self._turns.pushed(worker, message, self.members.present)
-            case Status():
-                self.started = True
-                self.board[worker] = message
-                self._note_time(worker, message.spent, now_ticks)
             case Register() if self.expects_model(sender):
                 self._registered[worker] = message
                 return self._begin_if_complete(now_ticks)

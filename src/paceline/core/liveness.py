@@ -44,6 +44,9 @@ STOPPED_ITERATIONS = Fraction(5, 2)
 STOPPED_FIRST_S = Fraction(15)  # while no other worker's iteration time is known
 PACE_WINDOW = 9  # number of iterations whose median is a worker's usual iteration time
 
+# Converted once, because arithmetic with fractions is slow, and `Liveness` compares times with each message.
+HEARTBEAT_TICKS, LOOK_TICKS, SILENCE_TICKS = in_ticks(HEARTBEAT_S), in_ticks(LOOK_S), in_ticks(SILENCE_S)
+
 
 class Removal(msgspec.Struct, frozen=True):
     """A machine or a worker must be taken out of the run.
@@ -108,7 +111,7 @@ class Liveness:
         """The latest time at which `look` must be called; None if there is no machine."""
         if self._looked_ticks is None or not self._machines:
             return None
-        return self._looked_ticks + in_ticks(LOOK_S)
+        return self._looked_ticks + LOOK_TICKS
 
     def machine_joined(self, machine: int, name: str, now_ticks: int) -> None:
         """Begin to expect heartbeats from a machine, which may have taken part before.
@@ -171,7 +174,9 @@ class Liveness:
         """Record the duration of a worker's iteration, including the time for which the worker waited."""
         if worker not in self._incarnations:
             return
-        self._iterations.setdefault(worker, deque(maxlen=PACE_WINDOW)).append(duration_ticks)
+        if (durations := self._iterations.get(worker)) is None:
+            durations = self._iterations[worker] = deque(maxlen=PACE_WINDOW)
+        durations.append(duration_ticks)
 
     def usual_ticks(self, worker: int) -> int | None:
         """Return the usual duration of a worker's iterations: the median of the last ones; None if it is unknown."""
@@ -195,7 +200,7 @@ class Liveness:
         verdicts = []
         for index, machine in list(self._machines.items()):
             silent_ticks = now_ticks - machine.heard_ticks
-            if silent_ticks >= in_ticks(SILENCE_S):
+            if silent_ticks >= SILENCE_TICKS:
                 silence = f"no heartbeat of machine {machine.name} for {silent_ticks / TICKS_PER_S:.1f} s"
                 reason = f"{silence}, although one is due every {float(HEARTBEAT_S)} s"
                 verdicts.append(Removal(index, None, reason))
@@ -228,8 +233,8 @@ class Liveness:
         """Do not count the time in which the host did not call `look`, although it should have."""
         if self._looked_ticks is None:
             return
-        late_ticks = now_ticks - (self._looked_ticks + in_ticks(LOOK_S))
-        if late_ticks <= in_ticks(HEARTBEAT_S):
+        late_ticks = now_ticks - (self._looked_ticks + LOOK_TICKS)
+        if late_ticks <= HEARTBEAT_TICKS:
             return
         self._looked_ticks += late_ticks
         for machine in self._machines.values():

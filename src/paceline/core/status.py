@@ -134,7 +134,8 @@ class ProgressMeter:
         return msgspec.structs.replace(found, left_s=left_s, samples_per_s=speed, loss=self._loss)
 
     def _note_loss(self, core: Coordinator, elapsed_s: float) -> None:
-        losses = [status.loss for worker, status in core.board.items() if worker in core.members.live]
+        live = core.members.live  # a copy, so it is made once for all workers
+        losses = [status.loss for worker, status in core.board.items() if worker in live]
         known = [loss for loss in losses if loss is not None]
         if not known:
             return
@@ -188,8 +189,7 @@ def _epochs(core: Coordinator, limit: int | None) -> tuple[float | None, bool]:
     """
     done, by_data = [], False
     for worker, status in core.board.items():
-        fate = core.members.fate(worker)
-        if status.epoch is None or fate not in ("", "finished"):
+        if status.epoch is None or (fate := core.members.fate(worker)) not in ("", "finished"):
             continue
         by_data = by_data or status.part is not None
         reached = status.epoch + (status.part or 0.0)
@@ -530,7 +530,8 @@ def held_state(core: Coordinator, worker: int, processes: Mapping[int, str]) -> 
         worker: index of the worker.
         processes: worker -> state of its process.
     """
-    return "" if core.members.fate(worker) else HELD.get(processes.get(worker, ""), "")
+    held = HELD.get(processes.get(worker, ""), "")
+    return "" if not held or core.members.fate(worker) else held
 
 
 MOST_LOOKS = 20
