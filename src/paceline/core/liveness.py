@@ -668,6 +668,6 @@ class Clocks(Generic[K]):
         begun_s = self._begun_s.get(subject)
         return None if begun_s is None else max(0.0, self.counted_s(now_s) - begun_s)
 
-    def running(self) -> dict[K, float]:
-        """Return the subjects that have clocks, and what identifies the present run of each clock."""
-        return self._begun_s.copy()
+    def began_s(self, subject: K) -> float | None:
+        """Return what identifies the present run of the clock of a subject: the time that had counted before."""
+        return self._begun_s.get(subject)

@@ -706,6 +706,7 @@ class StallWatch:
 
     Attributes:
         awaited: the processes for which the run has been waiting for an unusually long time.
+        ever_awaited: (role, index) of all processes that have been among them.
         standstill: a description of what each worker waits for, if no worker can ever continue; else "".
     """
 
@@ -713,6 +714,7 @@ class StallWatch:
         self, job: Job, core: Coordinator, watch: JobWatch, asked: Collection[int], ask: Callable[[], None]
     ) -> None:
         self.awaited: tuple[AwaitedProcess, ...] = ()
+        self.ever_awaited: set[tuple[str, int]] = set()
         self.standstill = ""
         self._first_patience_s = min(FIRST_PATIENCE_S, job.stall_timeout_s or FIRST_PATIENCE_S)
         self._job = job
@@ -724,45 +726,48 @@ class StallWatch:
         # The clock of the state in which no worker computes.
         self._idle: Clocks[str] = Clocks(time.monotonic(), gap_s=CLOCK_GAP_S)
         self._before: dict[int, Waits] = {}  # previous answers of the servers
+        self._none_late_s = 0.0  # the time that must have counted before a worker in training can be late
 
     def look(self) -> None:
         """Find out again for which processes the run has been waiting for an unusually long time."""
         self.awaited = tuple(self._look())
+        self.ever_awaited.update((each.role, each.index) for each in self.awaited)
 
     def _look(self) -> list[AwaitedProcess]:
         core, clocks = self._core, self._watch.clocks
-        live, now_s = sorted(core.members.live), time.monotonic()
+        members, now_s = core.members.live, time.monotonic()
         waits = core.quorum.paused or core.shortage != ""  # for workers or servers that are yet to join
         clocks.look(now_s, counts=not waits)
         self._idle.look(now_s, counts=not waits)
-        for worker in live:
-            if self._must_wait(worker):
-                clocks.renew(("silent", "worker", worker), now_s)
+        kept = self._kept & members
+        for worker in kept:
+            clocks.renew(("silent", "worker", worker), now_s)
         if core.model is None and core.unable_to_begin:
-            self.standstill = unable_to_begin(live, core.collectives.waiting)
+            self.standstill = unable_to_begin(sorted(members), core.collectives.waiting)
         if waits:
             self._before = {}
             self._idle.end(IDLE)
             return []
         if core.model is None:
-            return self._look_before_training(live, now_s)
-        quiet_s = {worker: self._quiet_s("worker", worker, now_s) for worker in live}
-        gathered = core.collectives.waiting
-        training = [worker for worker in live if worker not in gathered]
-        states = [core.board[worker].state for worker in training if worker in core.board]
-        idle = bool(live) and len(states) == len(training) and "computing" not in states
+            return self._look_before_training(sorted(members), kept, now_s)
+        gathered, board = core.collectives.waiting, core.board
+        idle = bool(members) and all(
+            worker in gathered or (worker in board and board[worker].state != "computing")
+            for worker in members
+        )
         idle_s = self._idle.hold(IDLE, now_s, holds=idle)
-        late = [worker for worker in training if quiet_s[worker] > self._patience_s(worker)]
+        late = self._late(members, now_s)
         if not late and (idle_s is None or idle_s < SUSPICIOUS_S):
             self._before = {}
             return []
+        live = sorted(members)
         if now_s - self._asked_s > APART_S:
             if not self._asked and self._answered:
                 self._look_for_standstill(live, idle_s)
             self._asked_s = now_s
             self._ask()
             return []
-        silent = self._silent_servers(now_s, late)
+        silent = self._silent_servers(now_s, sorted(late))
         if silent or not self._answered:
             return silent
         if not core.started:
@@ -771,25 +776,43 @@ class StallWatch:
                 return []
             waiting = tuple(worker for worker in live if worker != initializer)
             doing = "has not sent the initial weights yet"
-            return [AwaitedProcess("worker", initializer, quiet_s[initializer], doing, waiting)]
+            return [AwaitedProcess("worker", initializer, late[initializer], doing, waiting)]
         held = self._held
         for worker in held:
             clocks.renew(("silent", "worker", worker), now_s)
-        awaited = [worker for worker in late if worker not in held]
+        awaited = [worker for worker in live if worker in late and worker not in held]
         if not held and len(awaited) < len(live):
             return []  # no worker waits, so the other workers can continue without the late ones
         waiting = tuple(worker for worker in live if worker in held)
-        return [self._awaited(worker, quiet_s[worker], waiting) for worker in awaited]
+        return [self._awaited(worker, late[worker], waiting) for worker in awaited]
 
-    def _must_wait(self, worker: int) -> bool:
-        """Return True if a worker sends nothing because it waits for others, so that its silence says nothing."""
+    def _late(self, live: Collection[int], now_s: float) -> dict[int, float]:
+        """Return the workers in training that have been silent for too long, and for how long.
+
+        All silences are compared only if one can be too long. A worker that sends something meanwhile, which may also
+        change what is usual for it, is not late before the shortest patience has passed.
+        """
+        counted_s = self._watch.clocks.counted_s(now_s)
+        if counted_s < self._none_late_s:
+            return {}
+        gathered, late = self._core.collectives.waiting, {}
+        least_s = min(PATIENCE_S, self._first_patience_s)
+        for worker in live:
+            quiet_s, patience_s = self._quiet_s("worker", worker, now_s), self._patience_s(worker)
+            if quiet_s > patience_s and worker not in gathered:
+                late[worker] = quiet_s
+            least_s = min(least_s, patience_s - quiet_s)
+        self._none_late_s = counted_s + least_s
+        return late
+
+    @property
+    def _kept(self) -> set[int]:
+        """The workers that send nothing because they wait for others, so that their silence says nothing."""
         core = self._core
-        return (
-            (core.model is None and ("preparing", "worker", worker) in self._watch.took_s)
-            or worker in core.collectives.waiting
-            or worker in core.awaiting_turn
-            or core.is_joining(worker)
-        )
+        kept = {*core.collectives.waiting, *core.awaiting_turn, *core.reconfigurations.joining}
+        if core.model is None:
+            kept.update(worker for stage, _, worker in self._watch.took_s if stage == "preparing")
+        return kept
 
     def _quiet_s(self, role: Role, index: int, now_s: float) -> float:
         """Return for how long a process has been silent, although it could act: 0 if it is not expected."""
@@ -817,9 +840,11 @@ class StallWatch:
         usual_s = self._watch.usual_s.get(worker, 0.0)
         return AwaitedProcess("worker", worker, quiet_s, doing, waiting, usual_s)
 
-    def _look_before_training(self, live: list[int], now_s: float) -> list[AwaitedProcess]:
+    def _look_before_training(
+        self, live: list[int], kept: Collection[int], now_s: float
+    ) -> list[AwaitedProcess]:
         watch = self._watch
-        waiting = tuple(worker for worker in live if self._must_wait(worker))
+        waiting = tuple(worker for worker in live if worker in kept)
         # Machines that have yet to join bring the vacant ones.
         servers = [k for k in range(self._job.servers) if k not in self._core.servers.vacant]
         awaited = []

@@ -158,7 +158,8 @@ class StateReport(msgspec.Struct, frozen=True):
         vacant: the servers that machines have yet to bring.
         faults: problems that did not end the run.
         findings: see `Coordinator.findings`.
-        silent: process -> its incarnation, and what changes when it sends a message.
+        silent: process that was ever awaited, and has not left -> its incarnation, and what changes when it sends a
+            message.
         awaited: the processes for which the run has been waiting for an unusually long time.
         standstill: see `StallWatch`.
         late_checkpoint: the checkpoint that has waited for long for what workers hold; None if there is none.
@@ -187,8 +188,7 @@ class StateReport(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, host: CoordinatorHost) -> StateReport:
         """Return the state of a run now. Call this on the thread of its coordinator."""
-        members, auto = host.core.members, host.core.auto
-        clocks = host.watch.clocks.running().items()
+        members, auto, clocks = host.core.members, host.core.auto, host.watch.clocks
         return cls(
             host.core.model,
             tuple(host.core.shards),
@@ -212,8 +212,8 @@ class StateReport(msgspec.Struct, frozen=True):
             tuple(host.core.findings),
             {
                 (role, index): (members.incarnation(index) if role == "worker" else 0, clock)
-                for (stage, role, index), clock in clocks
-                if stage == "silent"
+                for role, index in host.stalls.ever_awaited
+                if (clock := clocks.began_s(("silent", role, index))) is not None
             },
             host.stalls.awaited,
             host.stalls.standstill,
