@@ -383,7 +383,7 @@ def command_of(name: str, measure: Callable[..., list[Figures[Any]]]) -> Callabl
         chosen = {key: value for key, value in given.items() if not (quick and key in declared.quick)}
         if quick:
             given = {**given, **declared.quick}
-        declared.require(**given)
+        declared.require(picture=picture, **given)
         console = Console(stderr=True)
         takes = f"about {declared.minutes:.0f} min on two cores"
         console.print(f"This takes {'a minute or less' if quick or declared.minutes < 1 else takes}.")

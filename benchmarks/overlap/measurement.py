@@ -35,6 +35,7 @@ from torch import nn
 from paceline.cli.console import TellShare
 from paceline.cli.options import whole_number_option
 from paceline.core.layout import Layout, Parameter
+from paceline.errors import ConfigurationError
 from paceline.trace.recording import IterationRecord, Trace, read_records
 from paceline.train.optimizer import DistributedOptimizer
 from paceline.train.session import worker_index
@@ -53,6 +54,8 @@ from ..harness import (
     rounds_text,
     spread,
 )
+from ..transport.kvstore import Mxnet, require_mxnet
+from .beside_mxnet import COMPUTE_S, measure_beside
 from .namespaces import Network, NetworkLink, network, rate_bps
 from .picture import Exchange, exchange_of, overlap_picture
 
@@ -145,7 +148,19 @@ Shards = Annotated[
 ]
 
 
-@Benchmark(minutes=5, quick={"rounds": 1, "iterations": 2, "width": 32}, picture=picture)
+def _require_sound(mxnet: str | None, picture: object, **rest: object) -> None:
+    if mxnet is not None:
+        if picture is not None:
+            raise ConfigurationError("picture is given, but there is none with --mxnet.")
+        require_mxnet(mxnet)
+
+
+@Benchmark(
+    minutes=5,
+    quick={"rounds": 1, "iterations": 2, "width": 32, "compute_s": 0.1},
+    picture=picture,
+    require=_require_sound,
+)
 def measure(
     tell: TellShare,
     rate: Rate = "1gbit",
@@ -154,15 +169,20 @@ def measure(
     shards: Shards = 16,
     width: int = WIDTH,
     delay_s: float = 0.001,
-) -> list[Figures[OverlapRow]]:
+    mxnet: Mxnet = None,
+    compute_s: float = COMPUTE_S,
+) -> list[Figures[Any]]:
     """Measure the time saved on slow links by overlap synchronization and by slices of equal size (FluentPS paper).
 
     Runs 4 workers and 4 servers, each in its own network namespace.
 
     Requires root privileges and the commands ip and tc.
     """
+    link = NetworkLink(rate, delay_s)
+    if mxnet is not None:
+        return measure_beside(tell, mxnet, link, rounds, iterations, shards, compute_s)
     settings = settings_of(shards)
-    with network(SERVERS + WORKERS, NetworkLink(rate, delay_s)) as machines:
+    with network(SERVERS + WORKERS, link) as machines:
         run = partial(_run, machines, rate, iterations, width)
         found = in_turns(tell, rounds, {each.name: each for each in settings}, run)
     delay = f"{1e3 * delay_s:g} ms of delay" if machines.delayed else "no delay (this kernel has no netem)"

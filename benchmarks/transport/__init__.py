@@ -7,6 +7,8 @@ The compared systems:
 - `socket`: servers receive gradients over TCP on loopback, apply SGD and send weights. There is no framing.
 - `gloo`: all-reduce of the flat gradient, then fused SGD. DDP does the same on a CPU.
 - `paceline`: `zero_grad()`, `backward()` and `step()` with a `DistributedOptimizer`, in processes of a Paceline run.
+- `mxnet`, only with `--mxnet`: the kvstore of MXNet, which contains PS-Lite: `dist_async` and `dist_sync`. Its workers
+  only fill their gradients, its servers apply SGD, and a step ends when all weights have been pulled.
 - `optimizer`: one update of a `Shard` in a single process, compared with the time to copy as many bytes as the update
   reads and writes.
 
@@ -40,9 +42,12 @@ from paceline.settings.checks import numbers
 
 from ..harness import Benchmark, Columns, Figures, Rounds, SizesMb, in_turns, list_option, rounds_text
 from . import plan
+from .kvstore import NEEDED, Mxnet, require_mxnet
 from .plan import (
     FLOOR,
     GLOO,
+    MXNET_ASP,
+    MXNET_BSP,
     OPTIMIZER,
     SHM_ASP,
     SHM_BSP,
@@ -97,18 +102,26 @@ Systems = Annotated[
     list_option(
         "--systems",
         "NAME ...",
-        f"Systems to measure, any of: {', '.join(SYSTEMS)}.",
+        f"Systems to measure, any of: {', '.join(SYSTEMS)}; with --mxnet also {MXNET_ASP.system}.",
         lambda text: text.split(","),
     ),
 ]
 
 
 def _require_sound(
-    sizes_mb: Sequence[float], workers: Sequence[int], servers: int, systems: Sequence[str], **rest: object
+    sizes_mb: Sequence[float],
+    workers: Sequence[int],
+    servers: int,
+    systems: Sequence[str],
+    mxnet: str | None = None,
+    **rest: object,
 ) -> None:
+    known = (*SYSTEMS, MXNET_ASP.system)
     for system in systems:
-        if system not in SYSTEMS:
-            raise unknown_name("system", system, SYSTEMS)
+        if system not in known:
+            raise unknown_name("system", system, known)
+    if MXNET_ASP.system in systems and mxnet is None:
+        raise ConfigurationError(f"mxnet is not given, expected {NEEDED}.")
     for number in workers:
         if number < 1:
             raise ConfigurationError(f"workers is {number}, expected a whole number >= 1.")
@@ -124,6 +137,8 @@ def _require_sound(
                 f"servers is {servers}, expected at most {most}: a model of {size_mb:g} MB cannot be cut "
                 "into more slices."
             )
+    if mxnet is not None:
+        require_mxnet(mxnet)
 
 
 @Benchmark(
@@ -139,9 +154,13 @@ def measure(
     rounds: Rounds = 3,
     systems: Systems = SYSTEMS,
     updated_mb: Sequence[float] = (25.0, 100.0),
+    mxnet: Mxnet = None,
 ) -> list[Figures[Any]]:
     """Time a training step over shared memory and over TCP, and compare it with plain copies, sockets and gloo."""
-    turns = {turn.name: turn for turn in plan.turns_of(sizes_mb, workers, servers, systems, updated_mb)}
+    if mxnet is not None:
+        systems = (*systems, MXNET_ASP.system)
+    planned = plan.turns_of(sizes_mb, workers, servers, systems, updated_mb, mxnet)
+    turns = {turn.name: turn for turn in planned}
     with one_thread_each():
         found = in_turns(tell, rounds, turns, measure_turn, plan.work_s)
     return figures_of([row for name, turn in turns.items() for row in rows_of(turn, found[name])], rounds)
@@ -270,6 +289,8 @@ RATIOS: dict[str, dict[Case, tuple[Case, Case]]] = {
     "x\nsocket": {TCP_ASP: (TCP_ASP, SOCKET_ASP), TCP_BSP: (TCP_BSP, SOCKET_BSP)},
 }
 
+MXNET_RATIOS = {"mxnet /\nthis": {TCP_ASP: (MXNET_ASP, TCP_ASP), TCP_BSP: (MXNET_BSP, TCP_BSP)}}
+
 
 def figures_of(rows: Sequence[TransportRow], rounds: int) -> list[Figures[Any]]:
     """Return the measured steps, updates and goals, as far as there are any."""
@@ -283,7 +304,8 @@ def figures_of(rows: Sequence[TransportRow], rounds: int) -> list[Figures[Any]]:
         "ms": lambda row: _ms(row.median_ms),
         "low - high": _span,
     }
-    for heading, pairs in RATIOS.items():
+    with_mxnet = any(row.case in (MXNET_ASP, MXNET_BSP) for row in rows)
+    for heading, pairs in (RATIOS | (MXNET_RATIOS if with_mxnet else {})).items():
         columns[heading] = partial(_ratio, times_ms, pairs)
     caption = f"{rounds_text(rounds)}; low and high: fastest and slowest round"
     found: list[Figures[Any]] = [Figures("One training step", steps, columns, caption)]

@@ -35,6 +35,7 @@ SOCKET_ASP, SOCKET_BSP = Case("socket", "tcp", "asp"), Case("socket", "tcp", "bs
 GLOO = Case("gloo", "tcp", "bsp")
 SHM_ASP, SHM_BSP = Case("paceline", "shm", "asp"), Case("paceline", "shm", "bsp")
 TCP_ASP, TCP_BSP = Case("paceline", "tcp", "asp"), Case("paceline", "tcp", "bsp")
+MXNET_ASP, MXNET_BSP = Case("mxnet", "tcp", "asp"), Case("mxnet", "tcp", "bsp")
 
 # Each group contains the cases that are measured in the same processes.
 TURNS: tuple[tuple[Case, ...], ...] = (
@@ -45,6 +46,8 @@ TURNS: tuple[tuple[Case, ...], ...] = (
     (SHM_ASP, SHM_BSP),
     (TCP_ASP, TCP_BSP),
 )
+# Only measured on request, since MXNet is installed apart.
+MXNET_TURNS: tuple[tuple[Case, ...], ...] = ((MXNET_ASP,), (MXNET_BSP,))
 OPTIMIZER = Case("optimizer", "shm", "asp")
 SYSTEMS = (*dict.fromkeys(turn[0].system for turn in TURNS), OPTIMIZER.system)
 
@@ -76,6 +79,7 @@ class Turn(msgspec.Struct, frozen=True):
     iterations: int  # number of measured iterations
     # Key in `OPTIMIZERS` if updates are measured; None if training steps are measured.
     optimizer: str | None = None
+    mxnet: str | None = None  # the Python of an environment with MXNet, if that is measured
 
     @property
     def name(self) -> str:
@@ -97,13 +101,14 @@ def turns_of(
     servers: int,
     systems: Sequence[str],
     updated_mb: Sequence[float],
+    mxnet: str | None = None,
 ) -> list[Turn]:
     """Return the measurements of one round. Updates are measured with models of the sizes `updated_mb`."""
     turns = [
-        Turn(cases, size_mb, count, servers, _iterations(size_mb, count))
+        Turn(cases, size_mb, count, servers, _iterations(size_mb, count), mxnet=mxnet)
         for size_mb in dict.fromkeys(sizes_mb)
         for count in dict.fromkeys(workers)
-        for cases in TURNS
+        for cases in (*TURNS, *MXNET_TURNS)
         if cases[0].system in systems
     ]
     if OPTIMIZER.system in systems:
@@ -131,7 +136,7 @@ def work_s(turn: Turn) -> float:
     steps_s = len(turn.cases) * (WARM_UP + turn.iterations) * _guess_s(turn.size_mb, turn.workers)
     # The overhead of a Paceline run on two cores includes importing torch in each process and saving the weights.
     launching_s = 0.8 + (turn.workers + turn.servers) * (1.0 + turn.size_mb / 200)
-    start_s = launching_s if system == "paceline" else 0.2
+    start_s = launching_s if system in ("paceline", "mxnet") else 0.2
     return start_s + steps_s
 
 

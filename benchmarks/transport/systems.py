@@ -24,12 +24,14 @@ from paceline.core.shard import Shard
 from paceline.errors import DeadlineError, RunFailedError
 from paceline.shard.optimizers import read_groups, require_elementwise
 from paceline.shard.store import Push, Store
+from paceline.start.local import HostMachine
 from paceline.sync import ASP
 from paceline.sync.events import PullRequested, PushReceived, WorkerJoined
 from paceline.train.optimizer import DistributedOptimizer
 from paceline.train.session import set_sync, worker_index
 
 from ..harness import WARM_UP, live, median_s, publish, times_s
+from .kvstore import KvTask, run_kvstore
 from .plan import LR, OPTIMIZERS, Flat, Times, Turn, elements, lengths
 
 LOG_LINES = 15  # number of log lines that are shown if a process fails
@@ -58,6 +60,8 @@ def measure_turn(turn: Turn) -> Times:
         out = Path(folder)
         if turn.cases[0].system == "paceline":
             found = launch_paceline(turn, out, out / "run")
+        elif turn.mxnet is not None and turn.cases[0].system == "mxnet":
+            found = _run_mxnet(turn, turn.mxnet)
         else:
             _run_processes(turn, out)
             found = [msgspec.json.decode(path.read_bytes()) for path in out.glob("figures-*")]
@@ -205,6 +209,14 @@ def launch_paceline(turn: Turn, out: Path, run_dir: Path) -> list[Times]:
     settings = {"sync": "asp", "transport": turn.cases[0].transport, "run_dir": run_dir}
     _, found = live(_train, turn, out, kind=Times, workers=turn.workers, servers=turn.servers, **settings)
     return found
+
+
+def _run_mxnet(turn: Turn, python: str) -> list[Times]:
+    """Measure the system `mxnet`."""
+    mode, here = turn.cases[0].mode, HostMachine()
+    task = KvTask(mode, [lengths(turn.size_mb)], LR, WARM_UP, turn.iterations)
+    found = run_kvstore(python, task, here.host, [here] * turn.servers, [here] * turn.workers)
+    return [{mode: each.whole_s} for each in found]
 
 
 class _StoreHost(Host):

@@ -20,8 +20,8 @@ from benchmarks.overlap.namespaces import why_not
 ROOT = Path(__file__).parents[2]
 
 OPTIONS = {
-    "transport": {"--sizes", "--workers", "--servers", "--rounds", "--systems"},
-    "overlap": {"--rate", "--rounds", "--iterations", "--shards", "--picture"},
+    "transport": {"--sizes", "--workers", "--servers", "--rounds", "--systems", "--mxnet"},
+    "overlap": {"--rate", "--rounds", "--iterations", "--shards", "--picture", "--mxnet"},
     "links": {"--rate", "--sizes", "--rounds", "--wire"},
     "step": {"--rounds"},
     "sync": set[str](),

@@ -288,7 +288,7 @@ BAD_INPUT = {
     "--servers 0": "error: servers is 0, expected a whole number >= 1.",
     "--servers 65 --sizes 1 0.004": "error: servers is 65, expected at most 64",
     "--rounds 0": "error: rounds is 0, expected a whole number >= 1.",
-    "--systems floor glo": "error: unknown system 'glo'; did you mean 'gloo'? Choices: floor, gloo, optimizer, ",
+    "--systems floor glo": "error: unknown system 'glo'; did you mean 'gloo'? Choices: floor, gloo, mxnet, ",
 }
 
 

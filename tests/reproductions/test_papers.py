@@ -18,7 +18,7 @@ ROOT = Path(papers.__file__).parents[1]
 QUOTES = [quote for paper in PAPERS.values() for quote in paper.quotes()]
 SOURCES = sorted(
     path
-    for pattern in ("reproductions/*.py", "benchmarks/zipline.py", "benchmarks/overlap/measurement.py")
+    for pattern in ("reproductions/*.py", "benchmarks/zipline.py", "benchmarks/overlap/[bm]*.py")
     for path in ROOT.glob(pattern)
     if path.name != "papers.py"
 )
