@@ -58,9 +58,9 @@ Different shards may run different models, and the model may change during a run
 A script can change the model with `paceline.set_sync("elastic-bsp")`. All shards change at the same boundary: for
 each worker, the old model ends with the worker's next push, and the new model begins when all workers have sent this
 push. Pushes that were held back are averaged and applied at the boundary, so no push is lost, and all workers have
-the same c_p when the new model begins. Some models must run on all shards: `drop-stragglers`, `elastic-bsp`,
-`spec-sync`, and `conditions` with `pushes=average`. `rennala` and `ringmaster` need a single shard (the default, with
-one server), because a push could otherwise be applied at one shard and dropped at another.
+the same c_p when the new model begins. Some models must run on all shards, because they plan for the whole job:
+`elastic-bsp` and `spec-sync`. `rennala` and `ringmaster` need a single shard (the default, with one server), because a
+push could otherwise be applied at one shard and dropped at another.
 
 `--sync auto` lets the run choose: it begins with `bsp` and balanced batches, and changes to another model at the
 beginning of an epoch if that saves at least 10 % of the time per epoch. See [the guide](guide.md#let-the-run-choose).

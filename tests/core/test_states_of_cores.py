@@ -147,6 +147,7 @@ SCENARIOS: dict[str, Callable[[], object]] = {
             "pssp:staleness=0,probability=0.5",
             "dynamic-pssp:staleness=0",
             "drop-stragglers:quorum=2",
+            "ssp:staleness=4|drop-stragglers:quorum=2",
             "naive-waiting:delay_s=0.25",
             "elastic-bsp:lookahead=4",
             "spec-sync",

@@ -49,6 +49,7 @@ MODELS = [
     "spec-sync:abort_time_s=0.003,abort_rate=0.1",
     "spec-sync:base=ssp:staleness=2,abort_time_s=0.003,abort_rate=0.1",
     "bsp|ssp:staleness=2|asp",
+    "ssp:staleness=3|pssp:staleness=3,probability=0.5|drop-stragglers:quorum=2",
     "bsp@0,asp@5,elastic-bsp:lookahead=2@10,spec-sync@15",
 ]
 

@@ -55,6 +55,7 @@ MODELS = [
     "spec-sync",
     "spec-sync:base=ssp:staleness=2,abort_time_s=0.3,abort_rate=0.2",
     "bsp|ssp:staleness=2",
+    "bsp|drop-stragglers:quorum=3",
     "bsp@0,elastic-bsp@10,spec-sync@20,ssp:staleness=1@30",
 ]
 

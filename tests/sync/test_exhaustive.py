@@ -34,6 +34,7 @@ from paceline.sync import (
     ElasticBSP,
     NaiveWaiting,
     PullState,
+    PushState,
     SpecSync,
     SyncModel,
     events,
@@ -46,6 +47,7 @@ from paceline.sync.spec_sync import Speculation, Speculator
 from paceline.testing.admission import Admission, more_ahead_than
 from paceline.testing.checking import explore, survey
 from paceline.testing.small_job import SmallJob
+from paceline.testing.state_pools import State
 from tests.support.marks import thorough
 
 LARGE = os.environ.get("PACELINE_CHECK_MODELS", "")
@@ -124,6 +126,14 @@ def gap_at_most_one(state: PullState) -> bool:
     return state.gap <= 1
 
 
+def round_is_complete(state: PullState) -> bool:
+    return state.progress < state.v_train
+
+
+def two(state: PushState) -> bool:
+    return state.pushed >= min(2, state.live)
+
+
 def fails_in_its_second_round(state: PullState) -> bool:
     if state.progress >= 1:
         raise ValueError("no more")
@@ -154,6 +164,8 @@ MODELS: dict[str, SyncModel | Sequence[SyncModel]] = {
     "mixed": MIXED,
     "mixed-timers": (NaiveWaiting(delay_s=1.0), BSP()),
     "mixed-failing": (FAILING, SSP(staleness=1)),
+    "mixed-dropping": (SSP(staleness=1), DropStragglers(quorum=1)),
+    "mixed-dropping-bsp": (DropStragglers(quorum=1), BSP()),
     "elastic-bsp": ElasticBSP(),
     "spec-sync": SPEC_SYNC,
     "spec-sync-half": SpecSync(abort_time_s=1.0, abort_rate=0.5),
@@ -258,7 +270,7 @@ JOINING_VARIANTS = {
 }
 # These take long with a join that nobody is lost beside, or with one beside which somebody may be lost. Every run of
 # the tests visits the other one of the two.
-LONG_JOINS = {"asp", "conditions-failing", "drop-stragglers"}
+LONG_JOINS = {"asp", "conditions-failing", "drop-stragglers", "mixed-dropping"}
 LONG_JOINS_WITH_A_LOSS = {
     *("conditions", "dynamic-pssp", "elastic-bsp", "spec-sync"),
     *("dssp-0", "dsps-0", "naive-waiting", "pssp", "ssp"),
@@ -350,6 +362,74 @@ def test_no_interleaving_of_a_quorum_of_three_workers_deadlocks(iterations: int)
     assert explore(cluster) > 500
 
 
+FIG_2 = SSP(staleness=1), PSSP(staleness=0), DropStragglers(quorum=2)
+BESIDE: list[tuple[tuple[SyncModel, ...], int, int, int]] = [
+    (FIG_2, 3, 2, 3),
+    ((PSSP(staleness=0), DropStragglers(quorum=2)), 3, 3, 3),
+    ((SSP(staleness=1), DropStragglers(quorum=2)), 3, 3, 1),
+    ((SSP(staleness=1, execution="lazy"), DropStragglers(quorum=2)), 3, 3, 1),
+    ((ASP(), DropStragglers(quorum=2)), 3, 3, 1),
+    ((BSP(), DropStragglers(quorum=2)), 3, 3, 1),
+    ((DropStragglers(quorum=1), DropStragglers(quorum=2)), 3, 3, 1),
+    ((SSP(staleness=1), Conditions(pull=round_is_complete, push=two, pushes="average")), 3, 3, 1),
+]
+"""Models, workers, iterations, and how many seeds are tried."""
+LARGER_BESIDE = [
+    (FIG_2, 3, 3, 3),
+    *((models, 3, 4, seeds) for models, _, _, seeds in BESIDE[1:]),
+    ((PSSP(staleness=0), DropStragglers(quorum=3)), 4, 3, 3),
+    ((SSP(staleness=1), DropStragglers(quorum=2)), 4, 3, 1),
+    ((SSP(staleness=1, execution="lazy"), DropStragglers(quorum=2)), 4, 3, 1),
+]
+
+
+@pytest.mark.parametrize(("models", "workers", "iterations", "seeds"), LARGER_BESIDE if LARGE else BESIDE)
+def test_no_interleaving_of_a_quorum_beside_other_models_deadlocks_or_skips_a_round(
+    models: Sequence[SyncModel], workers: int, iterations: int, seeds: int
+) -> None:
+    """At every shard, c_p is the number of the worker's pushes, so the other shards decide as if there were no quorum.
+
+    The checks at the shard know which pushes are averaged: the first one of a worker that it has computed on the
+    weights of the round.
+    """
+    for seed in range(seeds):
+        cluster = beside_cluster(models, workers=workers, iterations=iterations, seed=seed)
+
+        def counts_its_own_pushes(state: State, cluster: SmallJob = cluster) -> None:
+            for at in state.servers:
+                for shard in cluster.server(at).shards.values():
+                    assert shard.sync.counts.count == shard.sync.order.label
+
+        assert explore(cluster, visit=counts_its_own_pushes) > 80
+
+
+@pytest.mark.parametrize(
+    ("models", "size"),
+    [
+        ((SSP(staleness=1), PSSP(staleness=0), DropStragglers(quorum=1)), (2, 0, 1, 1)),
+        ((SSP(staleness=1), DropStragglers(quorum=2)), (3, 0, 1, 1)),
+        ((PSSP(staleness=0), DropStragglers(quorum=2)), (2, 1, 2, 0)),
+        *larger(
+            ((SSP(staleness=1), PSSP(staleness=0), DropStragglers(quorum=1)), (2, 0, 2, 1)),
+            ((SSP(staleness=1), DropStragglers(quorum=2)), (3, 0, 2, 1)),
+            ((BSP(), DropStragglers(quorum=2)), (3, 0, 2, 1)),
+            ((PSSP(staleness=0), DropStragglers(quorum=2)), (3, 0, 2, 1)),
+            ((SSP(staleness=1), DropStragglers(quorum=2)), (2, 1, 2, 1)),
+        ),
+    ],
+)
+def test_no_interleaving_of_a_quorum_beside_other_models_with_losses_and_joins_deadlocks(
+    models: Sequence[SyncModel], size: tuple[int, int, int, int]
+) -> None:
+    workers, late, iterations, losses = size
+    cluster = beside_cluster(models, workers=workers, late=late, iterations=iterations, losses=losses)
+    assert explore(cluster) > 1_000
+
+
+def beside_cluster(models: Sequence[SyncModel], **options: Any) -> SmallJob:
+    return SmallJob(models, shards=len(models), commits=True, any_plan=True, agree=False, **options)
+
+
 def sized_cluster(sync: Any, size: str, **options: Any) -> SmallJob:
     """A job of a size "workers,shards,iterations,losses", in which plans may name any iteration."""
     workers, shards, iterations, losses = map(int, size.split(","))
@@ -382,6 +462,9 @@ CHANGES = [
     ("ssp", [str(FAILING)], 2, 0),
     ("pssp-per-shard", ["dsps:lower=0,upper=1"], 3, 0),
     ("bsp", ["asp", "bsp"], 2, 0),
+    ("bsp", ["ssp:staleness=1|drop-stragglers:quorum=1"], 2, 0),
+    ("mixed-dropping", ["drop-stragglers:quorum=1"], 2, 0),
+    ("drop-stragglers", ["bsp|drop-stragglers:quorum=1"], 2, 0),
 ]
 """(before, after, iterations, losses); a second one that follows may be asked for while the first is under way."""
 

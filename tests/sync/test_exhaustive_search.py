@@ -24,6 +24,7 @@ from paceline.sync import (
     BSP,
     DSPS,
     DSSP,
+    PSSP,
     SSP,
     Conditions,
     DropStragglers,
@@ -442,6 +443,50 @@ def test_the_search_finds_the_deadlock_of_shards_that_each_move_a_late_worker_on
         Moving(quorum=2), workers=3, shards=2, iterations=3, commits=True, agree=False, watch=False
     )
     with pytest.raises(AssertionError, match=r"(?s)deadlock: worker \d is waiting"):
+        explore(cluster)
+
+
+class MovingAlone(DropStragglers, frozen=True):
+    def at_shard(self, seed: int = 0, shard: int = 0) -> ConditionMachine:
+        return MovingOn()
+
+
+def moves_late_workers(sync: SyncModel, seed: int, shard: int, *, alone: bool) -> ShardSync:
+    """A shard that does as if all shards ran its model."""
+    return ShardSync(sync, seed, shard)
+
+
+@pytest.mark.parametrize("other", [PSSP(staleness=0), SSP(staleness=1, execution="lazy")], ids=str)
+def test_the_search_finds_the_deadlock_of_one_shard_that_moves_a_late_worker_on(other: SyncModel) -> None:
+    """Its next push counts for the current round at this shard only, where it then waits for the others.
+
+    They wait for it at the other shard, where it is the slowest.
+    """
+    cluster = SmallJob(
+        (other, MovingAlone(quorum=2)),
+        workers=3,
+        shards=2,
+        iterations=3,
+        commits=True,
+        agree=False,
+        watch=False,
+        shard_host=moves_late_workers,
+    )
+    with pytest.raises(AssertionError, match=r"(?s)deadlock: worker 0 is waiting .* shard 1: \{0: 'round 3"):
+        explore(cluster)
+
+
+def test_the_search_finds_that_a_worker_skips_rounds_of_bsp_if_it_is_moved_on_at_all_shards() -> None:
+    cluster = SmallJob(
+        (BSP(), DropStragglers(quorum=2)),
+        workers=3,
+        shards=2,
+        iterations=3,
+        commits=True,
+        agree=False,
+        shard_host=moves_late_workers,
+    )
+    with pytest.raises(AssertionError, match="skips rounds, although the shards run different models"):
         explore(cluster)
 
 

@@ -15,11 +15,13 @@ from collections.abc import Callable
 
 import pytest
 
+from paceline.sim import Cluster, Uniform, simulate
 from paceline.sync import ASP, BSP, PSSP, SSP, SyncModel
-from paceline.sync.actions import AnswerPull, AnyAction, ApplyMean, ApplyPush, HoldPush
+from paceline.sync.actions import AnswerPull, AnyAction, ApplyMean, ApplyPush, DropPush, HoldPush
 from paceline.sync.conditions import ConditionMachine
-from paceline.sync.events import PullRequested, PushReceived, WorkerJoined
+from paceline.sync.events import AnyEvent, PullRequested, PushReceived, WorkerJoined
 from paceline.testing.promises import CheckedShard
+from paceline.trace import Trace
 
 PullCondition = Callable[[int, int], bool]
 """(progress, V_train) -> answer the pull now."""
@@ -283,3 +285,70 @@ def test_theorem_1_the_first_delayed_gap_is_geometric(draws: str, shards: int, e
         freedom * (1 - 2 / (9 * freedom) + 3.09 * math.sqrt(2 / (9 * freedom))) ** 3
     )  # Wilson and Hilferty
     assert statistic < quantile
+
+
+# -- Fig. 2: three servers that run different models ---------------------------------------------------------
+
+FIG_2 = "ssp:staleness=3|pssp:staleness=3,probability=0.5|drop-stragglers:quorum={quorum}"
+
+
+def decided(trace: Trace, paper: AlgorithmOne) -> list[tuple[AnyEvent, list[int], list[int]]]:
+    """Each push and pull of a trace, whom the shard has answered, and whom Algorithm 1 answers.
+
+    A worker reports its own iteration as its progress, lines 4 and 5, whatever another server has done.
+    """
+    found: list[tuple[AnyEvent, list[int], list[int]]] = []
+    for entry in trace.entries:
+        match entry.event:
+            case PushReceived(iteration=iteration, progress=told):
+                assert told is None
+                found.append((entry.event, answered(entry.actions), paper.push_handler(iteration)))
+            case PullRequested(worker=worker, iteration=iteration):
+                found.append((entry.event, answered(entry.actions), paper.pull_handler(worker, iteration)))
+            case _:
+                pass
+    return found
+
+
+def unequal(servers: int) -> Cluster:
+    times = [Uniform(low=0.5, high=1.5)] * 3 + [Uniform(low=0.5, high=5.5)]
+    return Cluster(compute_s=times, latency_s=Uniform(low=0.0, high=0.6), servers=servers)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("quorum", [1, 2, 3])
+def test_fig_2_each_server_decides_by_its_own_conditions(quorum: int, seed: int) -> None:
+    """The staleness bounds of two servers hold as if the third one dropped nothing, and nobody waits at the third one
+    whom Algorithm 1 with Table III's row "drop stragglers" would answer."""
+    result = simulate(unequal(3), FIG_2.format(quorum=quorum), 50, seed, record=True)
+    ssp, pssp, dropping, _ = result.trace
+    for _, ours, papers in decided(ssp, AlgorithmOne(4, lambda progress, v_train: progress < v_train + 3)):
+        assert sorted(ours) == sorted(papers)
+    bounded = AlgorithmOne(4, lambda progress, v_train: progress < v_train + 3)
+    for event, ours, papers in decided(pssp, bounded):
+        assert {*papers} <= {*ours} or isinstance(event, PushReceived)
+    waiting: dict[str, set[int]] = {"ours": set(), "paper's": set()}
+    for event, ours, papers in decided(
+        dropping, AlgorithmOne(quorum, lambda progress, v_train: progress < v_train)
+    ):
+        if isinstance(event, PullRequested):
+            for each in waiting.values():
+                each.add(event.worker)
+        waiting["ours"] -= {*ours}
+        waiting["paper's"] -= {*papers}
+        assert waiting["ours"] <= waiting["paper's"]
+    assert waiting == {"ours": set(), "paper's": set()}
+    stale = [updates for entry in dropping.entries for _, _, updates in entry.staleness]
+    assert {*stale} == {0}
+    dropped = [a for entry in dropping.entries for a in entry.actions if isinstance(a, DropPush)]
+    assert dropped or quorum == 3
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_beside_a_server_that_drops_stragglers_every_round_of_bsp_has_a_push_of_every_worker(
+    seed: int,
+) -> None:
+    bsp, dropping, _ = simulate(unequal(2), "bsp|drop-stragglers:quorum=2", 50, seed, record=True).trace
+    means = [a.pushes for entry in bsp.entries for a in entry.actions if isinstance(a, ApplyMean)]
+    assert means == [tuple((worker, rnd) for worker in range(4)) for rnd in range(50)]
+    assert any(isinstance(a, DropPush) for entry in dropping.entries for a in entry.actions)

@@ -333,20 +333,29 @@ class Numbers(NamedTuple):
 
 
 def by_conditions(
-    pull: Callable[[Numbers], bool], push: Callable[[Numbers], bool], *, average: bool, lazy: bool = False
+    pull: Callable[[Numbers], bool],
+    push: Callable[[Numbers], bool],
+    *,
+    average: bool,
+    lazy: bool = False,
+    beside: bool = False,
 ) -> Oracle:
     """Rounds close by a push condition; with `average`, a push that is late for its round is dropped and its worker
-    goes on from V_train, as it says with its next push."""
+    goes on from V_train, as it says with its next push. Or, `beside` other models, a worker counts its own pushes, and
+    the first one that it has computed on the weights of a round is in the mean of this round."""
 
     def run(events: Events) -> tuple[set[int], list[ApplyPush | ApplyMean]]:
         count: dict[int, int] = {}
         waiting: dict[int, int] = {}  # worker -> the round that it waits for
         held: list[tuple[int, int]] = []
+        newest: set[int] = set()  # workers with the weights of this round
+        averaged: set[int] = set()  # workers with a push in the mean of this round
         v_train = 0
         updates: list[ApplyPush | ApplyMean] = []
 
         def numbers(progress: int = -1) -> Numbers:
-            return Numbers(progress, v_train, sum(c > v_train for c in count.values()), len(count))
+            pushed = sum(c > v_train or worker in averaged for worker, c in count.items())
+            return Numbers(progress, v_train, pushed, len(count))
 
         for event in events:
             updates = []
@@ -354,19 +363,27 @@ def by_conditions(
             match event:
                 case WorkerJoined():
                     count[worker] = v_train
+                    newest.add(worker)
                 case WorkerLost() | WorkerFinished():
                     del count[worker]
                     waiting.pop(worker, None)
+                    newest.discard(worker)
+                    averaged.discard(worker)
                 case PushReceived():
                     count[worker] = max(count[worker], event.progress or 0) + 1
                     if not average and not event.empty:
                         updates.append(ApplyPush(worker, event.iteration))
-                    elif not event.empty and count[worker] > v_train:
+                    elif beside and worker in newest - averaged and not event.empty:
+                        held.append((worker, event.iteration))
+                        averaged.add(worker)
+                    elif not beside and not event.empty and count[worker] > v_train:
                         held.append((worker, event.iteration))
                 case PullRequested():
                     progress = count[worker] - 1
                     if not pull(numbers(progress)):
                         waiting[worker] = max(progress, v_train) if lazy else v_train
+                    else:
+                        newest.add(worker)
             while (
                 numbers().pushed and push(numbers()) and not isinstance(event, PullRequested | WorkerJoined)
             ):
@@ -374,8 +391,11 @@ def by_conditions(
                     updates.append(ApplyMean(tuple(sorted(held))))
                     held = []
                 v_train += 1
+                newest.clear()
+                averaged.clear()
                 for other in [w for w, rnd in waiting.items() if rnd < v_train]:
                     del waiting[other]
+                    newest.add(other)
             if held and not count:
                 updates.append(ApplyMean(tuple(sorted(held))))
                 held = []
@@ -384,10 +404,13 @@ def by_conditions(
     return Oracle(lambda events: run(events)[0], lambda events: run(events)[1])
 
 
-def quorum_of(least: int) -> Oracle:
+def quorum_of(least: int, *, beside: bool = False) -> Oracle:
     """Drop stragglers."""
     return by_conditions(
-        lambda its: its.progress < its.v_train, lambda its: its.pushed >= min(least, its.live), average=True
+        lambda its: its.progress < its.v_train,
+        lambda its: its.pushed >= min(least, its.live),
+        average=True,
+        beside=beside,
     )
 
 
@@ -522,6 +545,18 @@ ORACLES: list[tuple[SyncModel, Oracle]] = [
     (ElasticBSP(), Oracle(stopped, means_of_supersteps)),
 ]
 
+BESIDE: list[tuple[SyncModel, Oracle]] = [
+    (BSP(), Oracle(bounded(0).must_wait, means_of_rounds)),
+    (DropStragglers(quorum=1), quorum_of(1, beside=True)),
+    (DropStragglers(quorum=2), quorum_of(2, beside=True)),
+    (DropStragglers(quorum=3), quorum_of(3, beside=True)),
+    (
+        Conditions(pull=lambda state: state.progress < state.v_train, push=half, pushes="average"),
+        by_conditions(lambda its: its.progress < its.v_train, half_of, average=True, beside=True),
+    ),
+]
+"""Models that average, at one shard beside others that run other models."""
+
 MOST_WORKERS = 6  # more than the exhaustive search can have
 PICK = st.integers(0, 11)
 WILD_STEPS_TICKS = [0, 1, 5 * 10**8, 10**15]
@@ -531,9 +566,9 @@ SMALL_STEPS_TICKS = [0, 1, 2, 4, 12]  # for oracles that count how many interval
 class ShardProperties(RuleBasedStateMachine):
     """One machine and its oracle; each rule is one event, or one that is refused."""
 
-    def __init__(self, sync: SyncModel, oracle: Oracle) -> None:
+    def __init__(self, sync: SyncModel, oracle: Oracle, *, alone: bool = True) -> None:
         super().__init__()
-        self.checked = CheckedShard(ShardSync(sync, SEED, SHARD), oracle)
+        self.checked = CheckedShard(ShardSync(sync, SEED, SHARD, alone=alone), oracle)
         self.legal = self.checked.legal
         self.superstep = -1
         self.yet_to_stop: dict[int, Stop] = {}  # worker -> the flag for one of its next pushes
@@ -634,8 +669,20 @@ class ShardProperties(RuleBasedStateMachine):
 @pytest.mark.parametrize("lives", [50] if LARGE else [10, *thorough(20)])
 @pytest.mark.parametrize(("sync", "oracle"), ORACLES, ids=[str(sync) for sync, _ in ORACLES])
 def test_every_legal_life_agrees_with_the_oracle(sync: SyncModel, oracle: Oracle, lives: int) -> None:
+    live(lambda: ShardProperties(sync, oracle), lives)
+
+
+@pytest.mark.parametrize("lives", [50] if LARGE else [20, *thorough(40)])
+@pytest.mark.parametrize(("sync", "oracle"), BESIDE, ids=[str(sync) for sync, _ in BESIDE])
+def test_every_legal_life_beside_other_models_agrees_with_the_oracle(
+    sync: SyncModel, oracle: Oracle, lives: int
+) -> None:
+    live(lambda: ShardProperties(sync, oracle, alone=False), lives)
+
+
+def live(begin: Callable[[], ShardProperties], lives: int) -> None:
     run_state_machine_as_test(
-        lambda: ShardProperties(sync, oracle),  # type: ignore[arg-type]  # anything that makes one will do
+        begin,  # type: ignore[arg-type]  # anything that makes one will do
         settings=settings(
             max_examples=lives,
             stateful_step_count=40,
@@ -659,6 +706,7 @@ SYNCS = [
     "spec-sync:base=ssp,staleness=1",
     "bsp|ssp:staleness=2",
     "naive-waiting:delay_s=1|asp",
+    "ssp:staleness=1|drop-stragglers:quorum=2",
 ]
 SHARDS = 2
 
@@ -712,8 +760,10 @@ class JobLife(RuleBasedStateMachine):
     def begin(self, sync: str, workers: int, script: list[str]) -> None:
         self.job = JobSync(sync, SEED)
         models = parse_shards(sync)
+        alone = len(set(models)) == 1
         self.shards = [
-            CheckedShard(ShardSync(models[index % len(models)], SEED, index)) for index in range(SHARDS)
+            CheckedShard(ShardSync(models[index % len(models)], SEED, index, alone=alone))
+            for index in range(SHARDS)
         ]
         for _ in range(workers):
             self.come()

@@ -50,12 +50,8 @@ def test_a_model_is_the_whole_schedule(sync: SyncModel) -> None:
 def test_a_list_is_one_model_for_each_shard() -> None:
     schedule = read_schedule([BSP(), SSP(staleness=1)])
     assert schedule == read_schedule("bsp|ssp:staleness=1")
-    assert [schedule.at_shard(shard) for shard in (0, 1)] == [BSP(), SSP(staleness=1)]
+    assert schedule.first == (BSP(), SSP(staleness=1))
     assert str(schedule) == "bsp|ssp:staleness=1"
-
-
-def test_one_model_is_every_shards() -> None:
-    assert [read_schedule("asp").at_shard(shard) for shard in range(3)] == [ASP()] * 3
 
 
 def test_steps_are_read_with_when_they_begin() -> None:
@@ -184,7 +180,15 @@ def test_models_of_shards_are_written_as_one_if_they_are_the_same(models: list[S
 
 @pytest.mark.parametrize(
     ("models", "shards"),
-    [([BSP()], 1), ([BSP()], 5), ([BSP(), ASP()], 2), ([ElasticBSP()], 3), ([SpecSync(), SpecSync()], 2)],
+    [
+        ([BSP()], 1),
+        ([BSP()], 5),
+        ([BSP(), ASP()], 2),
+        ([ASP(), DropStragglers(quorum=2), DropStragglers(quorum=3)], 3),
+        ([ASP(), Conditions(pull="a:b", pushes="average")], 2),
+        ([ElasticBSP()], 3),
+        ([SpecSync(), SpecSync()], 2),
+    ],
 )
 def test_one_model_or_one_for_each_shard_is_taken(models: list[SyncModel], shards: int) -> None:
     require_shards(models, shards)
@@ -202,8 +206,6 @@ def test_one_model_or_one_for_each_shard_is_taken(models: list[SyncModel], shard
             "elastic-bsp:lookahead=15 applies to the whole job, so all shards must use it",
         ),
         ([ASP(), SpecSync()], 2, "spec-sync"),
-        ([ASP(), DropStragglers(quorum=2)], 2, "drop-stragglers:quorum=2 applies to the whole job"),
-        ([ASP(), Conditions(pull="a:b", pushes="average")], 2, "conditions:pull=a:b"),
         ([ElasticBSP(), ElasticBSP(lookahead=2)], 2, "applies to the whole job"),
     ],
 )

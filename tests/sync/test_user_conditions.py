@@ -571,6 +571,4 @@ def test_its_options_are_written_and_read() -> None:
     sync = Conditions(pull=near, push=f"{HERE}:never", pushes="average", significance="on", execution="lazy")
     assert parse(str(sync)) == sync
     assert sync.needs_significance
-    assert sync.whole_job
     assert not Conditions(pull=near).needs_significance
-    assert not Conditions(pull=near).whole_job

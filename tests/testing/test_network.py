@@ -45,6 +45,7 @@ MODELS = (
     "elastic-bsp:lookahead=3",
     "spec-sync",
     "bsp|asp",
+    "pssp:staleness=1,probability=0.5|drop-stragglers:quorum=2",
 )
 
 SCRIPTS = {

@@ -42,6 +42,7 @@ MODELS = [
     "rennala:batch=2",
     "ringmaster:threshold=2",
     "bsp@0,asp@4,elastic-bsp:lookahead=3@9,drop-stragglers:quorum=2@20,spec-sync@26",
+    "ssp:staleness=9|drop-stragglers:quorum=2",
     "bsp@0,ssp:staleness=2|dssp:lower=0,upper=3@5,naive-waiting:delay_s=0.1@15",
 ]
 

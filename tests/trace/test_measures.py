@@ -360,6 +360,7 @@ MOVED_ON = "drop-stragglers:quorum=1"
         "elastic-bsp:lookahead=5",
         "spec-sync",
         "bsp|ssp:staleness=2",
+        "ssp:staleness=2|drop-stragglers:quorum=2",
         "bsp@0,asp@10,ssp:staleness=1@25",
     ],
 )

@@ -172,7 +172,8 @@ class Shard:
         replays: bool = False,
     ) -> None:
         self.index = index
-        self.sync = ShardSync(models[index if len(models) > 1 else 0], seed, index, ticks_per_s)
+        first = models[index if len(models) > 1 else 0]
+        self.sync = ShardSync(first, seed, index, ticks_per_s, alone=len(set(models)) == 1)
         self.sync.at_once = state.at_once
         self.samples = state.samples
         self.drawn = DrawnAtShard()
@@ -603,6 +604,7 @@ class ShardSync:
         seed: random seed for the run.
         shard: index of the shard.
         ticks_per_s: number of ticks per second (see `paceline.sync.ticks`).
+        alone: True if all shards run the first model.
 
     Attributes:
         sync: the model in force.
@@ -614,7 +616,13 @@ class ShardSync:
     """
 
     def __init__(
-        self, sync: SyncModel, seed: int = 0, shard: int = 0, ticks_per_s: int = TICKS_PER_S
+        self,
+        sync: SyncModel,
+        seed: int = 0,
+        shard: int = 0,
+        ticks_per_s: int = TICKS_PER_S,
+        *,
+        alone: bool = True,
     ) -> None:
         self.sync = sync
         self.needs_staleness = sync.needs_staleness
@@ -624,6 +632,7 @@ class ShardSync:
         self._seed = seed
         self._shard = shard
         self._ticks_per_s = ticks_per_s
+        self._alone = alone
         self._machine = self._new_machine()
         self._worked: SyncModel = BSP()  # the model to fall back to if a condition fails
         self._change: Change | None = None  # the change in progress
@@ -833,6 +842,7 @@ class ShardSync:
             return []
         models = parse_shards(change.sync)
         self._worked, self.sync = self.sync, models[self._shard if len(models) > 1 else 0]
+        self._alone = len(set(models)) == 1
         self.needs_staleness = self.sync.needs_staleness
         self._machine = self._new_machine()
         answers: list[AnyAction] = []
@@ -850,6 +860,7 @@ class ShardSync:
         with self._blaming("at_shard"):
             machine = self.sync.at_shard(self._seed, self._shard)
             machine.ticks_per_s = self._ticks_per_s
+            machine.alone = self._alone
         return machine
 
     def _blaming(self, method: str) -> AbstractContextManager[None]:

@@ -588,7 +588,7 @@ class ServerHost(Host):
         if job.traces.kept == "off":
             return None
         header = Header(
-            sync=str(job.schedule.at_shard(shard)),
+            sync=job.schedule.steps[0].sync,
             host="shard",
             index=shard,
             seed=job.seed,

@@ -454,8 +454,7 @@ class Recorders:
             header, host="shard", hyperparameters="translated" if translated else msgspec.UNSET
         )
         for index in range(self._count):
-            sync = str(self._schedule.at_shard(index))
-            own = self._recorders(msgspec.structs.replace(of_shards, sync=sync, index=index))
+            own = self._recorders(msgspec.structs.replace(of_shards, index=index))
             self.shards.append(_together([self.meter.at_shard(index), *own]))
         self.job = _together([self.meter.at_coordinator(), *self._recorders(header)])
 

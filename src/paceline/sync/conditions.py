@@ -16,6 +16,9 @@ A worker that joins a run in progress with c_p = c takes part from round c on. I
 round begins, and earlier rounds do not count the worker. The condition `always` is an exception: it answers this pull
 immediately, too.
 
+If the push condition does not require all workers, a worker may be *late*: c_p < V_train. Where pushes are averaged,
+`paceline.sync.drop_stragglers` says what becomes of its pushes, whatever the conditions are.
+
 Guarantee: Whatever the conditions, each push is applied, averaged or dropped exactly once, and no worker waits for
 a worker that has left. The conditions determine whether a run makes progress. The models of this
 package ensure that it does.
@@ -59,7 +62,8 @@ class PushState:
     Attributes:
         v_train: V_train, the current round, which ends when the push condition holds.
         live: number of live workers, without those that join in a later round.
-        pushed: Count[V_train], the number of these workers that have pushed round V_train.
+        pushed: Count[V_train], the number of these workers that have pushed round V_train. If the shards run different
+            models, this includes late workers whose push is in the mean of the round.
         slowest: min c, the smallest c_p of the live workers.
         fastest: max c, the largest c_p of the live workers.
     """
@@ -222,8 +226,7 @@ class ConditionMachine(ShardMachine):
         pull_condition: function that is evaluated once for each pull, when the pull arrives.
         push_condition: function that is evaluated in a loop after each push and each departure of a worker.
         average: True to hold the pushes of a round and apply their mean when the round is complete. A push for a
-            round that is already complete is dropped, and its worker is told to continue from V_train. False to apply
-            each push on arrival.
+            round that is already complete is dropped (see `DropStragglers`). False to apply each push on arrival.
         execution: function that chooses the round under which a delayed pull is filed.
         scale: function that returns the factor of each gradient; ignored if `average` is True.
 
@@ -252,6 +255,9 @@ class ConditionMachine(ShardMachine):
         # Workers that have joined a run in progress and have not pulled their first weights yet.
         self._entering: set[int] = set()
         self._coming: dict[int, int] = {}  # worker that joins in a later round -> this round, its c_p
+        # Beside other models: late worker that has received the weights of round V_train -> True if the mean of this
+        # round has a push of the worker
+        self._late: dict[int, bool] = {}
         self._held: list[tuple[int, int]] = []  # (worker, iteration) of each push that is held to be averaged
         self._delayed: dict[int, dict[int, int]] = {}  # round -> worker -> iteration of the delayed pull
         self._filed_under: dict[int, int] = {}  # worker -> round under which the delayed pull is filed
@@ -289,6 +295,7 @@ class ConditionMachine(ShardMachine):
                 ahead = self.counts.left(event.worker) > self.v_train
                 self._pushed -= self._coming.pop(event.worker, None) is None and ahead
                 self._entering.discard(event.worker)
+                self._late.pop(event.worker, None)
                 self._significance.pop(event.worker, None)
                 self._forget_pull(event.worker)
                 return self._close_rounds()
@@ -308,7 +315,7 @@ class ConditionMachine(ShardMachine):
         else:
             significance = self._significance.get(worker)
             joining = len(self._coming)
-            state = PullState(self.counts, self.v_train, self._pushed, pull, significance, joining)
+            state = PullState(self.counts, self.v_train, self._count, pull, significance, joining)
             if self._pull_condition(state):
                 return [self._answer(worker, pull.iteration)]
             rnd = self._execution(state.progress, self.v_train)
@@ -329,13 +336,16 @@ class ConditionMachine(ShardMachine):
         """The least c_p with which a worker could join now.
 
         If pushes are averaged, this is the next round, in which all workers begin at the same time: the current round
-        does not wait for a worker that is still receiving its weights.
+        does not wait for a worker that is still receiving its weights. Beside other models, a worker may join late,
+        since V_train can be far ahead of the slowest worker that the other shards wait for.
         """
+        if self._takes_late:
+            return self.counts.slowest
         return self.v_train + (self._average and self.counts.live_count > 0)
 
     def may_join(self, count: int) -> bool:
         """Return True unless the round `count` is complete already."""
-        return count >= self.v_train
+        return self._takes_late or count >= self.v_train
 
     def hand_over(self) -> Handover:
         delayed = {worker: pulls[worker] for pulls in self._delayed.values() for worker in pulls}
@@ -364,7 +374,7 @@ class ConditionMachine(ShardMachine):
     def waits(self) -> dict[int, str]:
         live = self.counts.live_count
         return {
-            worker: f"round {rnd} ({self._pushed} of {live} workers have pushed round {self.v_train})"
+            worker: f"round {rnd} ({self._count} of {live} workers have pushed round {self.v_train})"
             for worker, rnd in self._filed_under.items()
         }
 
@@ -389,6 +399,20 @@ class ConditionMachine(ShardMachine):
         pushed = sum(count > self.v_train for count in counts.values()) - len(self._coming)
         if pushed != self._pushed:
             raise InternalError(f"Count[{self.v_train}] is {pushed}, but the stored count is {self._pushed}")
+        if any(counts.get(worker, math.inf) > self.v_train for worker in self._late):
+            raise InternalError(
+                f"workers {self._late} are late in round {self.v_train}, but the values of c_p are {counts}"
+            )
+
+    @property
+    def _takes_late(self) -> bool:
+        """True if a round may close without some workers, whose later pushes then count for later rounds."""
+        return self._average and not self.alone and self._push_condition is not everybody
+
+    @property
+    def _count(self) -> int:
+        """Count[V_train], with the late workers."""
+        return self._pushed + sum(self._late.values())
 
     def _join(self, event: WorkerJoined) -> list[AnyAction]:
         worker = event.worker
@@ -409,8 +433,13 @@ class ConditionMachine(ShardMachine):
         self._pushed += before <= self.v_train <= progress
         if push.significance is not None:
             self._significance[push.worker] = push.significance
-        if push.empty or (self._average and progress < self.v_train):
+        late = self._average and progress < self.v_train
+        # True if the mean of this round has a push of the worker; None if the worker's weights may be outdated.
+        averaged = self._late.get(push.worker) if late else self._late.pop(push.worker, False)
+        if push.empty or averaged is not False:
             return DropPush(push.worker, push.iteration)
+        if late:
+            self._late[push.worker] = True
         if self._average:
             self._held.append((push.worker, push.iteration))
             return HoldPush(push.worker, push.iteration)
@@ -427,6 +456,7 @@ class ConditionMachine(ShardMachine):
             actions += self._apply_mean()
             closing = self._delayed.pop(self.v_train, {})
             self.v_train += 1
+            self._late.clear()
             self._pushed -= self.counts.at(self.v_train)
             for worker in [worker for worker, rnd in self._coming.items() if rnd == self.v_train]:
                 del self._coming[worker]
@@ -446,8 +476,8 @@ class ConditionMachine(ShardMachine):
         """
         if self.frozen:
             return False
-        if self._pushed:
-            state = PushState(self.counts, self.v_train, self._pushed, len(self._coming))
+        if self._count:
+            state = PushState(self.counts, self.v_train, self._count, len(self._coming))
             return self._push_condition(state)
         return bool(self._coming) and len(self._coming) == self.counts.live_count
 
@@ -461,7 +491,9 @@ class ConditionMachine(ShardMachine):
     def _answer(self, worker: int, iteration: int) -> AnyAction:
         late = self.counts.count[worker] < self.v_train  # True if the worker's next push would also be late
         if self._average and late:
-            return AnswerPull(worker, iteration, self.v_train)
+            if self.alone:
+                return AnswerPull(worker, iteration, self.v_train)
+            self._late.setdefault(worker, False)
         return AnswerPull(worker, iteration)
 
     def _forget_pull(self, worker: int) -> None:

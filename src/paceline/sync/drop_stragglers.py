@@ -1,5 +1,25 @@
 """Drop stragglers, also called backup workers: a round closes after N_t pushes, and later pushes are dropped.
 
+A worker is *late* if c_p < V_train: the round of its next push is complete already. What becomes of the worker depends
+on the models of the other shards.
+
+If all shards run this model, the push is dropped. If the worker's next push would also be late, the answer to the
+worker's pull contains V_train: the worker continues from this round, as if it had pushed the rounds in between. If the
+shards send different rounds, the worker continues from the latest of these rounds and reports this round to all
+shards with its next push. If each shard advanced the worker independently, the shards could disagree about which
+worker is behind, and workers could wait for each other forever.
+
+Beside other models (FluentPS, Fig. 2), c_p is the number of the worker's pushes at every shard. So every round of
+`bsp` has a push of each worker, and bounds on staleness hold, as if no shard dropped anything. At this shard, the first
+push of a late worker on the weights of the current round is averaged, and counts toward the quorum. Its other late
+pushes are dropped. A late worker never waits here.
+
+Workers cannot wait for each other forever then: all shards count the same c_p, and V_train >= min c, so the slowest
+worker waits at no shard. This is why a late worker whose push counts for a round must not wait for the end of this
+round. Otherwise, beside `pssp:staleness=0`, three workers with N_t = 2 could stop: workers 1 and 2 push iterations 0 to
+2, and worker 0 its iteration 0, which is late. Its iteration 1 then counts for round 3. At this shard, worker 0 waits
+for worker 1 or 2 to push this round. At the other shard, both wait for worker 0, which is the slowest.
+
 Reference: Chen et al., "Revisiting distributed synchronous SGD", 2016; FluentPS, Table III, row "Drop stragglers".
 Admission: A pull is answered if and only if progress < V_train. The round V_train is complete when Count[V_train] >=
 N_t, where Count[V_train] is the number of live workers that have pushed for that round, and N_t is the quorum. If
@@ -10,12 +30,9 @@ long as N_t workers make progress or, if fewer than N_t are left, as long as all
 workers, the model is BSP.
 Use: When some workers are occasionally very late and training tolerates discarding their late gradients.
 Deviations: The push of a worker that has left stays in the mean (that of a lost worker, if every shard has received
-it), but does not count toward the quorum. A worker that joins begins with the round after V_train. The push of a late
-worker is dropped. If the worker's next push would also be late, the answer to the worker's pull contains V_train: the
-worker continues from this round, as if it had pushed the rounds in between. If the shards send different rounds, the
-worker continues from the latest of these rounds and reports this round to all shards with its next push. If each
-shard advanced the worker independently, the shards could disagree about which worker is behind, and workers could
-wait for each other forever.
+it), but does not count toward the quorum. A worker that joins begins with the round after V_train or, beside other
+models, with min c. In FluentPS, a worker always reports its own iterations, and Algorithm 1 applies late gradients,
+too (line 15).
 
 >>> from paceline.sync.events import PullRequested, PushReceived, WorkerJoined
 >>> shard = DropStragglers(quorum=1).at_shard()
@@ -47,7 +64,6 @@ class DropStragglers(SyncModel):
     style = "#8C510A", 0
     shown = ("drop-stragglers:quorum=3",)
     demo = ("drop-stragglers:quorum=3",)
-    whole_job = True
     fresh = True
 
     quorum: int

@@ -79,7 +79,7 @@ class Handover(NamedTuple):
     significance: dict[int, float]
 
 
-@stateful(fixed="ticks_per_s")
+@stateful(fixed="ticks_per_s alone")
 class ShardMachine:
     """Base class of the machines that run a model at one shard.
 
@@ -88,6 +88,7 @@ class ShardMachine:
 
     Attributes:
         ticks_per_s: number of ticks per second of the run. The host sets it before the first event.
+        alone: True if all shards run this model. The host sets it before the first event.
         counts: c_p of the live workers.
         frozen: lost workers of which this shard holds a push that other shards may not have received. Nothing that
             contains such a push may be applied before `settle`.
@@ -95,6 +96,7 @@ class ShardMachine:
     """
 
     ticks_per_s: int = TICKS_PER_S
+    alone: bool = True
     fault: Fault | None = None
 
     def __init__(self) -> None:
@@ -294,7 +296,7 @@ class SyncModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_om
 
     @property
     def whole_job(self) -> bool:
-        """True if all shards must run this model, because it plans for the whole job or changes c_p of late workers."""
+        """True if all shards must run this model, because it plans for the whole job."""
         return False
 
     @property

@@ -122,10 +122,6 @@ class Conditions(ConditionModel):
         # one shard alone falls back to another model.
         return False
 
-    @property
-    def whole_job(self) -> bool:
-        return self.pushes == "average"
-
     def require_runnable(self, workers: int) -> None:
         _find(self.pull)
         _find(self.push)

@@ -72,10 +72,6 @@ class Schedule(msgspec.Struct, frozen=True):
         """The models of all steps."""
         return tuple(model for step in self.steps for model in step.models)
 
-    def at_shard(self, shard: int) -> SyncModel:
-        """Return the model that a shard uses first."""
-        return self.first[shard if len(self.first) > 1 else 0]
-
     def require_runnable(self, workers: int, shards: int) -> None:
         """Raise `ConfigurationError` if a step cannot run with this many workers and shards."""
         for step in self.steps:

@@ -41,6 +41,8 @@ class WorkerView(NamedTuple):
         stop: the barrier flag of the worker's last push; None if the push had no flag.
         fenced: True from the time at which the worker is fenced until its loss is settled.
         joining: True from the time at which the worker joins a run in progress until its first pull is answered.
+        newest: True if the worker's weights are those of the current round.
+        counted: True if a gradient of the worker is in the mean of the current round.
         last_stop: the latest superstep whose barrier does not wait for the worker, because the worker has stopped for
             this superstep or is not a member of it.
     """
@@ -53,6 +55,8 @@ class WorkerView(NamedTuple):
     last_stop: int = -1
     joining: bool = False
     fenced: bool = False
+    newest: bool = True
+    counted: bool = False
 
 
 class ShardView(NamedTuple):
@@ -65,6 +69,8 @@ class ShardView(NamedTuple):
         round: V_train, the number of complete rounds.
         change: the change of the model that is in progress; None if there is none.
         changed: the number of the last completed change of the model.
+        alone: True if all shards run the model in force. Otherwise, a push belongs to the round of its weights if the
+            rule has a quorum; only then are `newest` and `counted` kept.
     """
 
     sync: SyncModel
@@ -73,6 +79,7 @@ class ShardView(NamedTuple):
     round: int = 0
     change: Change | None = None
     changed: int = 0
+    alone: bool = True
 
 
 Workers = Callable[[ShardView], set[int]]

@@ -35,11 +35,16 @@ class ShardChecks:
             )
             return at
         view = _seen(at.view, entry.event)
+        if isinstance(entry.event, events.PushReceived) and self._renews(view):
+            view = self._counted(view, entry, entry.event)
         if isinstance(entry.event, events.WorkerJoined):
             joined = entry.event.worker, (entry.event.iteration, entry.event.count)
             at = replace(at, joins=frozenset(join for join in at.joins if join[0] != joined[0]) | {joined})
         if not isinstance(entry.event, events.PullRequested | events.PullRepeated | events.TimerFired):
             view = self._advanced(view, index)  # the other events cannot close a round
+        if isinstance(entry.event, events.PushReceived) and entry.event.change is not None:
+            # The push has counted in its round. Then the model is told that the worker has left.
+            view = self._advanced(_passed(view, entry.event), index)
         return self._carried_out(replace(at, view=view), entry)
 
     def check_waiting(self, view: ShardView, entry: Entry, sync: SyncModel | None) -> None:
@@ -76,15 +81,37 @@ class ShardChecks:
             return view
         change = view.change
         if change is None or any(worker.state == "live" for worker in view.workers):
-            return view._replace(round=self._round(view))
+            advanced = view._replace(round=self._round(view))
+            if advanced.round > view.round and self._renews(view):
+                workers = (worker._replace(newest=False, counted=False) for worker in view.workers)
+                return advanced._replace(workers=tuple(workers))
+            return advanced
         models = parse_shards(change.sync)
         workers = (
             WorkerView("live", asks=worker.asks) if worker.state == "passed" else worker
             for worker in view.workers
         )
         return ShardView(
-            models[index if len(models) > 1 else 0], view.sync, tuple(workers), changed=change.number
+            models[index if len(models) > 1 else 0],
+            view.sync,
+            tuple(workers),
+            changed=change.number,
+            alone=len(set(models)) == 1,
         )
+
+    def _renews(self, view: ShardView) -> bool:
+        """Return True if a push belongs to the round of its weights, whatever its worker has pushed before."""
+        return not view.alone and self._admission(view).quorum is not None
+
+    def _counted(self, view: ShardView, entry: Entry, push: events.PushReceived) -> ShardView:
+        """Check whether a push is averaged: the first one of its worker on the newest weights is. Count it."""
+        worker = view.workers[push.worker]
+        averaged = worker.newest and not worker.counted and not push.empty
+        assert isinstance(entry.actions[0], HoldPush) == averaged, (
+            f"{push} caused {entry.actions[0]}, but the worker is {worker}"
+        )
+        worker = worker._replace(counted=worker.counted or averaged)
+        return view._replace(workers=put(view.workers, push.worker, worker))
 
     def _round(self, view: ShardView) -> int:
         """Return V_train, the number of rounds for which enough pushes have been received."""
@@ -92,7 +119,9 @@ class ShardChecks:
         v_train, quorum = view.round, self._admission(view).quorum or len(live)
         while live:
             members = [worker for worker in live if not (worker.joining and worker.pushed > v_train)]
-            pushed = sum(worker.pushed > v_train for worker in members)
+            pushed = sum(
+                worker.pushed > v_train or (worker.counted and v_train == view.round) for worker in members
+            )
             if members and not (pushed and pushed >= min(quorum, len(members))):
                 break
             v_train += 1
@@ -107,7 +136,7 @@ class ShardChecks:
         """Check the actions after one event, and return the server with its pushes, means and pulls updated."""
         event, view = entry.event, at.view
         workers, held, means = list(view.workers), set(at.held), set(at.means)
-        fates = 0
+        fates, renews = 0, self._renews(view)
         for action in entry.actions:
             match action:
                 case DropPush(worker, iteration) if isinstance(event, events.WorkerLost):
@@ -142,6 +171,8 @@ class ShardChecks:
                         f"{action} was returned before the worker's push was applied"
                     )
                     workers[worker] = workers[worker]._replace(asks=False, deferred=False, joining=False)
+                    if renews:
+                        workers[worker] = workers[worker]._replace(newest=True)
                 case SetTimer():
                     pass
                 case ReportFault():
@@ -162,6 +193,14 @@ class ShardChecks:
         return replace(at, view=view, held=frozenset(held), means=frozenset(means))
 
 
+def _passed(view: ShardView, push: events.PushReceived) -> ShardView:
+    """Return the view after a worker's last push before a change of the model."""
+    if push.change is None or push.change.number <= view.changed:
+        return view
+    worker = view.workers[push.worker]._replace(state="passed")
+    return view._replace(workers=put(view.workers, push.worker, worker), change=push.change)
+
+
 def _seen(view: ShardView, event: events.AnyEvent) -> ShardView:
     """Return the view after one more event."""
     worker = view.workers[event.worker]
@@ -169,13 +208,14 @@ def _seen(view: ShardView, event: events.AnyEvent) -> ShardView:
         case events.WorkerJoined():
             flagged = max((other.last_stop for other in view.workers), default=-1)
             worker = WorkerView("live", event.count or 0, last_stop=flagged, joining=event.pulls)
+            worker = worker._replace(newest=view.alone or not event.pulls)
         case events.PushReceived():
+            assert view.alone or event.progress is None, (
+                f"{event} skips rounds, although the shards run different models"
+            )
             worker = worker._replace(pushed=max(worker.pushed, event.progress or 0) + 1, stop=event.stop)
             if event.stop is not None:
                 worker = worker._replace(last_stop=event.stop.superstep)
-            if event.change is not None and event.change.number > view.changed:
-                worker = worker._replace(state="passed")
-                view = view._replace(change=event.change)
         case events.PullRequested():
             worker = worker._replace(asks=True, deferred=True)
         case events.PullRepeated():

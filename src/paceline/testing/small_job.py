@@ -193,7 +193,7 @@ class SmallJob:
         any_plan: bool = False,
         agree: bool = True,
         symmetric: bool = True,
-        shard_host: Callable[[SyncModel, int, int], ShardSync] = ShardSync,
+        shard_host: Callable[..., ShardSync] = ShardSync,
         worker_core: type[Worker] = Worker,
         watch: bool = True,
         clips: bool = False,
@@ -209,6 +209,7 @@ class SmallJob:
         self._edits = tuple(edits)
         self._changes = tuple(changes)
         models = (sync,) * shards if isinstance(sync, SyncModel) else tuple(sync)
+        self._alone = len(set(models)) == 1
         self._checks = ShardChecks(models[0], rule, agree)
         all_models = (models, *map(parse_shards, changes))
         models_of_all = {model for step in all_models for model in step}
@@ -233,7 +234,7 @@ class SmallJob:
         self._apart = self._unordered and all(
             isinstance(model, SpecSync) and isinstance(model.base, ASP) for model in models
         )
-        self._schedule = Schedule((ScheduleStep(models if len(set(models)) > 1 else models[:1]),))
+        self._schedule = Schedule((ScheduleStep(models[:1] if self._alone else models),))
         tape = Tape()
         # The labels of workers that have left matter only if such a worker joins again, or if its loss is settled.
         remembers = late > 1 or self._settles
@@ -284,7 +285,11 @@ class SmallJob:
         state = State(
             workers=tuple(self._worker_pool(computing if w < workers else absent) for w in everybody),
             servers=tuple(
-                self._server_pool(ServerState(self._servers.add(core), ShardView(model, BSP(), views), empty))
+                self._server_pool(
+                    ServerState(
+                        self._servers.add(core), ShardView(model, BSP(), views, alone=self._alone), empty
+                    )
+                )
                 for core, model in zip(servers, models, strict=True)
             ),
             coordinator=self._coordinator_pool(CoordinatorState(self._coordinators.add(coordinator), empty)),
@@ -302,13 +307,13 @@ class SmallJob:
         models: tuple[SyncModel, ...],
         members: range,
         seed: int,
-        shard_host: Callable[[SyncModel, int, int], ShardSync],
+        shard_host: Callable[..., ShardSync],
         tape: Tape,
     ) -> tuple[Worker, list[Server], Coordinator]:
         """Start a run. Return (worker, servers, coordinator); the worker has received its first weights."""
         shards = len(models)
         coordinator = self._new_coordinator()
-        if len(set(models)) == 1 and type(parse(str(models[0]))) is not type(models[0]):
+        if self._alone and type(parse(str(models[0]))) is not type(models[0]):
             # `parse` cannot create an unregistered model.
             coordinator.job_sync.machine = models[0].at_coordinator(seed)
         for index in range(shards):
@@ -336,7 +341,7 @@ class SmallJob:
                 0,
             )
             core.handle(worker_peer(members[0]), messages.InitialWeights(index), 0)
-            host = shard_host(models[bounds.index], seed, index)
+            host = shard_host(models[bounds.index], seed, index, alone=self._alone)
             for member in members:
                 core.connected(member, 0)
                 host.handle(events.WorkerJoined(now_ticks=0, worker=member))
@@ -466,6 +471,10 @@ class SmallJob:
                 for worker_state in state.workers
             ),
         }
+
+    def server(self, at: ServerState) -> Server:
+        """Return the core of a server in one of its states."""
+        return self._servers[at.core]
 
     def coordinator_differs(self) -> str:
         """Return the result of `Interned.difference` for the coordinator."""

@@ -56,8 +56,8 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     """The header of a trace.
 
     Attributes:
-        sync: initial sync model, in the notation of the command line. For the coordinator of a run whose shards have
-            different models, the notation lists one model per shard. Changes of the model are recorded as events.
+        sync: initial sync model, in the notation of the command line. If the shards have different models, the notation
+            lists one model per shard. Changes of the model are recorded as events.
         host: "shard" or "coordinator", depending on which of them recorded the trace.
         index: index of the shard; 0 for the coordinator.
         seed: random seed for the run, from which the sync model's random numbers are derived.
@@ -102,6 +102,12 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     def recorded_on(self) -> int:
         """Index of the machine whose clock the times are on."""
         return 0 if self.machine is msgspec.UNSET else self.machine
+
+    @property
+    def own_sync(self) -> str:
+        """The initial sync model of the shard that recorded the trace."""
+        models = self.sync.split("|")
+        return models[self.index if len(models) > 1 else 0]
 
     @property
     def recorded_by(self) -> str:

@@ -209,7 +209,7 @@ class _Tally:
 
 def decisions_of(trace: Trace) -> Decisions:
     """Return what was decided at a shard, from its trace."""
-    tally = _Tally(trace.header.sync, trace.header.ticks_per_s)
+    tally = _Tally(trace.header.own_sync, trace.header.ticks_per_s)
     for entry in trace.entries:
         if entry.refused is None:
             tally.note(entry)
