@@ -444,6 +444,8 @@ class StreamedInbox:
         self.missing = set(range(len(self.pieces)))
         vectors = tensors_over(self.gradient)
         self._codecs = {name: CODECS[name](vectors) for name in {"float32", codec}}
+        # The ranges of a whole gradient, since most messages bring one.
+        self._whole = tuple(range(len(self.pieces))), ranges_of(self.pieces)
 
     def places(self, pieces: Sequence[int], codec: str = "float32") -> list[memoryview]:
         """Return the memory into which these pieces of a gradient are received.
@@ -459,6 +461,8 @@ class StreamedInbox:
         self.missing.difference_update(pieces)
 
     def _ranges(self, pieces: Sequence[int]) -> list[Range]:
+        if pieces == self._whole[0]:
+            return self._whole[1]
         if not all(0 <= piece < len(self.pieces) for piece in pieces):
             raise ProtocolError(
                 f"the gradient has {len(self.pieces)} pieces, numbered from 0, but the message names {pieces[:8]}"

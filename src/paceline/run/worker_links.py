@@ -768,6 +768,8 @@ class Outbox:
         self._codecs = codecs
         self._gradients = {shard.index: cut(gradients, shard) for shard in shards}
         self._pieces = {shard.index: shard.pieces(PIECE_BYTES) for shard in shards}
+        # The ranges of a whole gradient, since most commits send one.
+        self._whole = {shard: ranges_of(pieces) for shard, pieces in self._pieces.items()}
         # A piece is identified by (shard, number of the piece in the shard).
         # The number of parameters in each piece.
         self._parameter_counts: dict[tuple[int, int], int] = {}
@@ -864,7 +866,9 @@ class Outbox:
     def _payload(self, shard: int, numbers: Sequence[int]) -> list[memoryview]:
         """Return the bytes of some pieces in the format in which they travel."""
         pieces = self._pieces[shard]
-        return self._codecs[shard].encode(ranges_of([pieces[number] for number in numbers]))
+        whole = len(numbers) == len(pieces)
+        ranges = self._whole[shard] if whole else ranges_of([pieces[number] for number in numbers])
+        return self._codecs[shard].encode(ranges)
 
     def _bytes(self, shard: int, numbers: Sequence[int]) -> list[memoryview]:
         pieces = self._pieces[shard]

@@ -9,6 +9,7 @@ than float32 always travel as they are.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -46,7 +47,16 @@ class Codec:
 
     def memory(self, ranges: Iterable[Range]) -> list[memoryview]:
         """Return the bytes of these parts in the format in which they travel."""
-        return [bytes_of(self.travelling[name][start:stop]) for name, start, stop in ranges]
+        found = []
+        for name, start, stop in ranges:
+            data, item_bytes = self._bytes[name]
+            found.append(data[start * item_bytes : stop * item_bytes])
+        return found
+
+    @cached_property
+    def _bytes(self) -> dict[str, tuple[memoryview, int]]:
+        """Vector -> its bytes as it travels, and the size of a value. For each message, views of tensors are slow."""
+        return {name: (bytes_of(vector), vector.element_size()) for name, vector in self.travelling.items()}
 
     def encode(self, ranges: Sequence[Range]) -> list[memoryview]:
         """Encode these parts of the vectors, and return the bytes of the result."""
