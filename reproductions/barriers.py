@@ -24,6 +24,7 @@ from paceline.zipline.zipline import timeline
 
 from .exhibit import Exhibit, Made, Options, beside
 from .papers import ELASTIC_BSP, Quote
+from .verdicts import Measured
 from .zipline import predicted
 
 if TYPE_CHECKING:
@@ -106,6 +107,11 @@ def table_1(options: Options, tell: TellShare) -> Made:
             "lookaheads": lookaheads,
             "seconds over workers": in_n,
             "seconds over lookaheads": in_r,
+        },
+        measured={
+            f"table1: {method}, {size}": Measured.exactly(round(growth(sizes, found[method]), 2))
+            for method in METHODS
+            for size, sizes, found in (("R", lookaheads, in_r), ("n", workers, in_n))
         },
         notes=[
             "The paper's exponents are upper bounds for the worst case, without logarithms. A measured exponent may "
@@ -408,12 +414,12 @@ def figure_8(options: Options, tell: TellShare) -> Made:
     counts = {at: [at // interval for interval in FIGURE_8B] for at in (12, 24)}
     chosen = solve(ends)
     waits = candidate_waits(ends)
-    quoted = {12: ELASTIC_BSP.numbers["fig8-b"], 24: ELASTIC_BSP.numbers["fig8-a"]}
+    keys = {12: "fig8-b", 24: "fig8-a"}
     barriers: dict[str, list[tuple[Quote | None, str]]] = {
         f"Z at {at} s": [
             (None, ", ".join(map(str, count))),
             (None, f"{_wait_at(ends, at):.0f}"),
-            (quoted[at], str(max(count) - min(count))),
+            (ELASTIC_BSP.numbers[keys[at]], str(max(count) - min(count))),
             (None, "yes" if chosen.barrier == at else "no"),
         ]
         for at, count in counts.items()
@@ -461,6 +467,7 @@ def figure_8(options: Options, tell: TellShare) -> Made:
         ],
         figure=draw,
         data={"staleness": stale, "iterations": {str(at): count for at, count in counts.items()}},
+        measured={keys[at]: Measured.exactly(max(count) - min(count)) for at, count in counts.items()},
         notes=[
             f"In 8b, d_Z = {waits.min():.0f} s at both barriers. The solvers choose the earlier one, at which the "
             "difference between the numbers of iterations, d_iter, is smaller (Theorem 1). The example is ours: the "

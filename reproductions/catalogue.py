@@ -17,9 +17,10 @@ from paceline.cli.console import TellShare
 from paceline.errors import ConfigurationError, unknown_name
 from paceline.look.timelines import save
 
-from . import barriers, claims, elastic_bsp, fluent_ps, spec_sync, zipline
+from . import barriers, elastic_bsp, fluent_ps, spec_sync, zipline
 from .exhibit import Exhibit, Made, Options
 from .papers import PAPERS, Listed
+from .verdicts import Measured, judged
 
 __all__ = ["EXHIBITS", "Row", "chosen", "coverage", "list_tables", "make", "require_trained_on_data"]
 
@@ -27,7 +28,7 @@ TEXT_WIDTH = 118  # columns of the text files
 
 EXHIBITS: dict[str, Exhibit] = {
     exhibit.name: exhibit
-    for module in (barriers, zipline, elastic_bsp, spec_sync, fluent_ps, claims)
+    for module in (barriers, zipline, elastic_bsp, spec_sync, fluent_ps)
     for exhibit in module.EXHIBITS
 }
 """All exhibits by name, grouped by paper."""
@@ -97,17 +98,20 @@ def _row(item: str, listed: Listed) -> Row:
 
 
 def list_tables() -> list[Table]:
-    """Return a table of the papers' tables and figures with their states, and a table of our own exhibits."""
+    """Return a table of the papers' tables and figures with their states, and one of their numbers with verdicts."""
     papers = _list("table or figure", "shows", "state", "name", "minutes")
     for row in coverage():
         names = "\n".join(exhibit.name for exhibit in row.exhibits)
         times = "\n".join(_minutes(exhibit) for exhibit in row.exhibits)
         papers.add_row(row.item, row.shows, row.state, names, times)
-    ours = _list("experiment of our own", "shows", "name", "minutes")
-    for exhibit in EXHIBITS.values():
-        if not exhibit.covers:
-            ours.add_row(exhibit.source, exhibit.title, exhibit.name, _minutes(exhibit))
-    return [papers, ours]
+    numbers = _list("number", "paper", "ours, with its interval", "verdict", "name")
+    for prefix, paper in PAPERS.items():
+        for row in judged(prefix):
+            ours = "-" if row.ours is None else str(row.ours)
+            numbers.add_row(
+                f"{paper.name}: {row.quote.means}", str(row.quote), ours, str(row.verdict), row.exhibit
+            )
+    return [papers, numbers]
 
 
 def _list(*headings: str) -> Table:
@@ -142,6 +146,10 @@ def make(exhibit: Exhibit, options: Options, out: Path, console: Console, tell: 
         **run,
         "differs": exhibit.differing(options),
         "notes": made.notes,
+        "measured": {
+            f"{exhibit.paper}/{key}": [found] if isinstance(found, Measured) else found
+            for key, found in made.measured.items()
+        },
         "tables": [_plain(table) for table in made.tables],
         "data": made.data,
     }

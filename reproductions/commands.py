@@ -72,9 +72,9 @@ def exhibits(
     seeds: Annotated[
         int,
         whole_number_option(
-            "--seeds", least=1, help="Number of seeds. Each result is the median over the seeds."
+            "--seeds", least=1, help="Number of seeds of each training run. The intervals are over the seeds."
         ),
-    ] = 3,
+    ] = 8,
     data: Annotated[
         Path | None,
         typer.Option(

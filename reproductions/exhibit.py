@@ -14,6 +14,7 @@ from rich.table import Table
 from paceline.cli.console import TellShare
 
 from .papers import Quote
+from .verdicts import Measured
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,12 +27,12 @@ class Options(msgspec.Struct, frozen=True):
 
     Attributes:
         quick: True to do only enough work to check that the code runs. The results are then meaningless.
-        seeds: number of seeds for training runs. The results are medians over the seeds.
+        seeds: number of seeds for training runs.
         data: folder with the published data sets, from the option `--data`; None to train the stand-ins.
     """
 
     quick: bool = False
-    seeds: int = 3
+    seeds: int = 8
     data: Path | None = None
 
 
@@ -43,12 +44,24 @@ class Made(msgspec.Struct, frozen=True):
         figure: function that draws the plot. Matplotlib is imported only when this function is called.
         data: the plotted numbers, which are written to a JSON file.
         notes: findings and explanations, as sentences.
+        measured: key of a number of the paper (see `Paper.claims`) -> what was measured for it. If the same number
+            was measured in several ways, the first of them follows the paper.
     """
 
     tables: Sequence[Table]
     figure: Callable[[], Figure]
     data: Any
     notes: Sequence[str] = ()
+    measured: Mapping[str, Measured | Sequence[Measured]] = {}
+
+
+PREFIXES = {
+    "elasticbsp": "elasticbsp",
+    "zipline": "elasticbsp",
+    "specsync": "specsync",
+    "fluentps": "fluentps",
+}
+"""First part of the name of an exhibit -> the paper."""
 
 
 class Exhibit(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,6 +88,11 @@ class Exhibit(msgspec.Struct, frozen=True, kw_only=True):
     covers: tuple[str, ...] = ()
     stand_in: bool = True
     with_data: str = ""
+
+    @property
+    def paper(self) -> str:
+        """The prefix of the paper, under which it stands in `papers.toml`."""
+        return PREFIXES[self.name.partition("-")[0]]
 
     def differing(self, options: Options) -> str:
         """Return how the reproduction differs from the paper with these options."""

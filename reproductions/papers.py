@@ -13,12 +13,19 @@ documentation take them from here.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
+ABOUT = 0.1
+"""Relative distance up to which a number is "about" another one."""
+
 __all__ = ["ELASTIC_BSP", "FLUENT_PS", "PAPERS", "SPEC_SYNC", "Listed", "Paper", "Quote", "QuotedTable"]
+
+
+Bound = Literal["", "up to", "over", "above", "about", "below", "at most"]
 
 
 class Quote(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -30,13 +37,40 @@ class Quote(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         means: what it measures, and for which network, data and number of workers.
         unit: "x" for a ratio, "%" for a percentage, another unit, or "" for a count or a fraction.
         bound: the paper's own restriction; "" if it states the number without one.
+        neutral: the value that would mean that there is no effect, for the unit "%" if the number is an effect.
+        absolute: True if the number depends on the paper's machines and data, so that no stand-in can contradict it.
+        setting: True if it is no result, but a setting that the paper chose.
     """
 
     where: str
     value: float
     means: str
     unit: str = ""
-    bound: Literal["", "up to", "over", "above", "about", "below"] = ""
+    bound: Bound = ""
+    neutral: float | None = None
+    absolute: bool = False
+    setting: bool = False
+
+    @property
+    def no_effect(self) -> float | None:
+        """The value that would mean that there is no effect: 1 for a ratio; None if the number is not an effect."""
+        return 1.0 if self.unit == "x" and self.neutral is None else self.neutral
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """The values that the paper's number stands for: those that are printed like it, or that its bound allows.
+
+        >>> Quote(where="Fig. 1", value=1.77, means="speed").range
+        (1.765, 1.775)
+        """
+        decimals = len(f"{self.value:.10g}".partition(".")[2])
+        half = ABOUT * abs(self.value) if self.bound == "about" else 0.5 * 10.0**-decimals
+        least, most = round(self.value - half, 10), round(self.value + half, 10)
+        if self.bound in ("over", "above"):
+            return self.value, math.inf
+        if self.bound in ("below", "at most"):
+            return -math.inf, self.value
+        return least, math.inf if self.bound == "up to" else most
 
     def __str__(self) -> str:
         """Return the number with its bound and its percent sign, but without any other unit."""
@@ -53,6 +87,11 @@ class QuotedTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         columns: names of the columns.
         rows: name of a row -> one value for each column.
         unit: see `Quote`.
+        bound: see `Quote`.
+        relative_to: the row or column whose numbers the others are compared with, because only their ratios can be
+            expected elsewhere; "" to compare the numbers themselves.
+        absolute: see `Quote`.
+        setting: see `Quote`.
     """
 
     where: str
@@ -60,6 +99,10 @@ class QuotedTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     columns: tuple[str, ...]
     rows: dict[str, tuple[float, ...]]
     unit: str = ""
+    bound: Bound = ""
+    relative_to: str = ""
+    absolute: bool = False
+    setting: bool = False
 
     def __post_init__(self) -> None:
         for name, values in self.rows.items():
@@ -76,7 +119,34 @@ class QuotedTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ValueError: there is no such column.
         """
         value = self.rows[row][self.columns.index(column)]
-        return Quote(where=self.where, value=value, means=f"{self.means}: {row}, {column}", unit=self.unit)
+        return Quote(
+            where=self.where,
+            value=value,
+            means=f"{self.means}: {row}, {column}",
+            unit=self.unit,
+            bound=self.bound,
+            absolute=self.absolute,
+            setting=self.setting,
+        )
+
+    def base(self, row: str, column: str) -> Quote | None:
+        """Return the number with which a number is compared; None if there is none, or if it is this number."""
+        if not self.relative_to or self.relative_to in (row, column):
+            return None
+        in_rows = self.relative_to in self.rows
+        return self.cell(self.relative_to if in_rows else row, column if in_rows else self.relative_to)
+
+    def claims(self) -> dict[str, Quote]:
+        """Return what the table claims: its numbers or, if they are compared with others of the table, their ratios."""
+        found = {}
+        for row in self.rows:
+            for column in self.columns:
+                cell, base = self.cell(row, column), self.base(row, column)
+                if base is not None:
+                    found[f"{row}, {column}"] = _relative(cell, base, self.relative_to)
+                elif not self.relative_to:
+                    found[f"{row}, {column}"] = cell
+        return found
 
     def cells(self) -> list[Quote]:
         """Return all numbers, row by row."""
@@ -122,9 +192,29 @@ class Paper(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Return the name and the year."""
         return f"{self.name} ({self.year})"
 
+    def claims(self) -> dict[str, Quote]:
+        """Return the results that the paper claims, by key: the name of a number, or "table: row, column"."""
+        found = {
+            **self.numbers,
+            **{
+                f"{name}: {place}": quote
+                for name, table in self.tables.items()
+                for place, quote in table.claims().items()
+            },
+        }
+        return {key: quote for key, quote in found.items() if not quote.setting}
+
     def quotes(self) -> list[Quote]:
         """Return all quoted numbers, those in tables included."""
         return [*self.numbers.values(), *(quote for table in self.tables.values() for quote in table.cells())]
+
+
+def _relative(cell: Quote, base: Quote, name: str) -> Quote:
+    """Return the ratio of two numbers of a table, with as many digits as they support."""
+    ratio = cell.value / base.value
+    return Quote(
+        where=cell.where, value=float(f"{ratio:.3g}"), means=f"{cell.means}, relative to {name}", unit="x"
+    )
 
 
 PAPERS: dict[str, Paper] = msgspec.toml.decode(

@@ -38,6 +38,8 @@ class Problem(msgspec.Struct, frozen=True):
         train_size: number of training images.
         loss: function of the outputs and the labels that is minimized.
         loss_count: number of training images for evaluating the loss; using all of them would take too long.
+        stacked: True if runs may be trained together (see `reproductions.ensembles`): the images are tensors that are
+            used as they are, and the network has no state but its parameters, the statistics of BatchNorm apart.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Problem(msgspec.Struct, frozen=True):
     train_size: int
     loss: Callable[..., torch.Tensor] = nn.functional.cross_entropy
     loss_count: int = 256
+    stacked: bool = False
 
 
 def digits() -> Images:
@@ -59,7 +62,7 @@ def digits() -> Images:
 
 def on_digits(network: str, build: Callable[[], nn.Module]) -> Problem:
     """Return the problem to train a network on the digits."""
-    return Problem(f"{network} on scikit-learn's digits", build, digits, train_size=1438)
+    return Problem(f"{network} on scikit-learn's digits", build, digits, train_size=1438, stacked=True)
 
 
 DIGITS = on_digits("DigitsNet", DigitsNet)

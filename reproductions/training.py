@@ -2,10 +2,15 @@
 
 What is trained is a `Problem`: a paper's network on published data, or what stands in for them. Compute times,
 network bandwidth and message sizes are taken from the papers.
+
+Runs that differ only in their learning rates and seeds are trained together if the problem allows this (see
+`reproductions.ensembles`). What a run learns then depends on its seed. When its workers push is the same for
+`SHARING` consecutive seeds.
 """
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,38 +20,54 @@ from typing import Any, Literal
 import msgspec
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
-from paceline.core.lease import BatchSizing
 from paceline.errors import ConfigurationError
 from paceline.lab.pool import TellCount, on_all_cores
 from paceline.shard.store import WeightsSnapshot
 from paceline.sim import Cluster, simulate
+from paceline.studies.statistics import Ratio, Time, ratio_of_times
+from paceline.sync.events import PushReceived
 from paceline.train.data import distribute
 from paceline.train.optimizer import DistributedOptimizer
 
+from .clusters import one_server
 from .datasets import Images
+from .ensembles.networks import Descent, StackedNetwork
+from .ensembles.schedules import Epochs, Schedule, record
+from .ensembles.training import Setting, train
+from .networks import parameter_count
 from .problems import DIGITS, Problem, accuracy, mean_loss, size
 
 __all__ = [
-    "Setting",
+    "SHARING",
+    "WIDENED",
+    "Swept",
     "Target",
     "TrainingOutcome",
     "TrainingRun",
-    "at_own_best",
-    "best_of_each",
-    "common_and_tuned",
     "medians",
     "run_all",
-    "with_setting",
+    "speed_up",
+    "sweep",
+    "with_rate",
 ]
+
+SHARING = 4
+"""Number of consecutive seeds whose runs follow the same schedule."""
+
+MEMORY_BYTES = 2**30
+"""Approximate size of the weights that the workers of all runs of an ensemble hold at most."""
 
 FEW = 4  # for this number of runs or fewer, starting a process pool takes longer than it saves
 
 NEVER_S = 1e6  # used instead of an infinite time; longer than any run here
 
-Setting = tuple[float, float]
-"""(learning rate, momentum)."""
+EVALUATION = 1000
+"""Added to the seeds of a sweep for the runs at the best rate, so that these do not profit from the choice."""
+
+WIDENED = 6
+"""Number of rates that a sweep adds at most to those that it begins with."""
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -80,12 +101,11 @@ class TrainingRun(msgspec.Struct, frozen=True, kw_only=True):
     """The parameters of one training run.
 
     Attributes:
-        label: name in figures. Runs with the same label differ only in seed, learning rate or momentum.
+        label: name in figures. Runs with the same label differ only in seed or learning rate.
         cluster: cluster to simulate.
         sync: sync model.
         target: target of the run, which also defines what is evaluated.
-        learning_rate: learning rate for SGD; 0 before a learning rate is chosen.
-        likely_rate: learning rate near which a search begins, or None to begin in the middle of the grid.
+        learning_rate: learning rate for SGD.
         momentum: momentum for SGD.
         batch_size: images per worker and iteration.
         iterations: number of iterations of each worker.
@@ -93,7 +113,6 @@ class TrainingRun(msgspec.Struct, frozen=True, kw_only=True):
         seed: random seed for weights, data and times.
         every_s: virtual seconds between two evaluations.
         until_target: True to end the run when it reaches the target.
-        batch: "equal" or "balanced": the sizes of the workers' batches.
         problem: network and images.
         weight_decay: weight decay of SGD.
         milestones: epochs after which the learning rate is multiplied by `decay`.
@@ -105,7 +124,6 @@ class TrainingRun(msgspec.Struct, frozen=True, kw_only=True):
     sync: str
     target: Target
     learning_rate: float = 0.0
-    likely_rate: float | None = None
     momentum: float = 0.0
     batch_size: int = 16
     iterations: int = 1_000_000
@@ -113,11 +131,18 @@ class TrainingRun(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     every_s: float = 1.0
     until_target: bool = True
-    batch: BatchSizing = "equal"
     problem: Problem = DIGITS
     weight_decay: float = 0.0
     milestones: tuple[int, ...] = ()
     decay: float = 1.0
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """All parameters but the label, the learning rate and the seed, as a key."""
+        values = msgspec.structs.asdict(self) | {"cluster": id(self.cluster), "problem": self.problem.name}
+        return tuple(
+            value for name, value in values.items() if name not in ("label", "learning_rate", "seed")
+        )
 
 
 class TrainingOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,13 +152,13 @@ class TrainingOutcome(msgspec.Struct, frozen=True, kw_only=True):
         run: parameters of the run.
         times_s: times of the evaluations.
         values: accuracy or loss at each evaluation.
-        time_s: time at which the last worker finished.
+        time_s: time at which the run ended.
         gradients: number of pushes by all workers.
         updates: number of optimizer steps.
         restarts: number of computations that were aborted and restarted.
         mean_staleness: mean staleness of the gradients, in updates.
         bytes_by_kind: kind of message -> number of bytes sent.
-        pushes_s: times at which the pushes began, ascending.
+        pushes_s: times of the pushes, ascending.
     """
 
     run: TrainingRun
@@ -159,102 +184,145 @@ class TrainingOutcome(msgspec.Struct, frozen=True, kw_only=True):
         lack = min(self.run.target.lack(self.values[-1]), NEVER_S)
         return min(self.reached_s, NEVER_S * (1 + max(0.0, lack)))
 
+    @property
+    def time(self) -> Time:
+        """The time to the target, which is censored if the target was missed."""
+        reached = math.isfinite(self.reached_s)
+        return Time(self.reached_s if reached else self.time_s, max(self.time_s, self.times_s[-1]), reached)
+
+    @property
+    def iterations(self) -> Time:
+        """The number of iterations of all workers to the target, which is censored if the target was missed."""
+        reached = math.isfinite(self.reached_s)
+        count = self.pushed_until(self.reached_s) if reached else self.gradients
+        return Time(float(count), float(self.gradients), reached)
+
+    def pushed_until(self, time_s: float) -> int:
+        """Return the number of pushes until a time."""
+        return bisect.bisect_right(self.pushes_s, time_s)
+
 
 def run_all(
     runs: Sequence[TrainingRun], tell: TellCount = lambda done, of, what: None
 ) -> list[TrainingOutcome]:
     """Execute runs on all cores, but identical runs only once. Return the outcomes in the order of `runs`."""
-    wanted = list(dict.fromkeys(map(_key, runs)))
-    by_key = {_key(run): run for run in runs}
-    images = _images_of(runs)
-    if len(wanted) <= FEW:
+    keys = [(run.kind, run.learning_rate, run.seed) for run in runs]
+    tasks = _tasks(dict(zip(keys, runs, strict=True)))
+    images = {
+        problem.name: problem.images() for problem in {run.problem.name: run.problem for run in runs}.values()
+    }
+    by_key: dict[Key, TrainingOutcome] = {}
+    if len(runs) <= FEW:
         _prepare(images)
-        found = {}
-        for done, key in enumerate(wanted, start=1):
-            found[key] = _run(by_key[key])
-            tell(done, len(wanted), by_key[key].label)
-        return [msgspec.structs.replace(found[_key(run)], run=run) for run in runs]
-    tasks = [by_key[key] for key in wanted]
-    outcomes = on_all_cores(_run, tasks, lambda run: run.label, tell, _prepare, (images,))
-    by_task = dict(zip(wanted, outcomes, strict=True))
-    return [msgspec.structs.replace(by_task[_key(run)], run=run) for run in runs]
+        for done, task in enumerate(tasks, start=1):
+            by_key |= _execute(task)
+            tell(done, len(tasks), runs[0].label)
+    else:
+        names = {id(task): next(iter(task.values())).label for task in tasks}
+        for found in on_all_cores(_execute, tasks, lambda task: names[id(task)], tell, _prepare, (images,)):
+            by_key |= found
+    return [msgspec.structs.replace(by_key[key], run=run) for key, run in zip(keys, runs, strict=True)]
 
 
-def best_of_each(
+def with_rate(run: TrainingRun, rate: float) -> TrainingRun:
+    """Return a copy of the run with another learning rate."""
+    return msgspec.structs.replace(run, learning_rate=rate)
+
+
+class Swept(msgspec.Struct, frozen=True):
+    """Runs with many learning rates, and with the best rate of each label.
+
+    Attributes:
+        by_rate: label -> learning rate, ascending -> the outcomes with this rate, one for each seed.
+        best: label -> the rate with the shortest median time to the target.
+        at_best: the outcomes with the best rate and with other seeds, in the order of the runs.
+        at_an_end: labels whose best rate is the smallest or the largest that was tried.
+    """
+
+    by_rate: dict[str, dict[float, list[TrainingOutcome]]]
+    best: dict[str, float]
+    at_best: list[TrainingOutcome]
+    at_an_end: list[str]
+
+
+def sweep(
     runs: Sequence[TrainingRun],
-    grid: Sequence[Setting],
-    tell: TellCount = lambda done, of, what: None,
-) -> dict[str, Setting]:
-    """For each label, find the setting with the smallest median time to the target. Ties go to the earlier setting.
+    rates: Sequence[float],
+    tell: Callable[[str, float], None],
+    widened: int = WIDENED,
+) -> Swept:
+    """Execute runs with many learning rates, and then with the best rate of each label.
 
-    If each label has only one run and `until_target` is set in all runs, the search begins near `likely_rate` and
-    moves outward. In this search, a run ends as soon as it has taken longer than the best run so far.
+    If a label's best rate is the smallest or the largest one, half or twice this rate is tried, too, and so on. The
+    runs at the best rate have other seeds than the sweep, so that their times are not better by the choice itself.
 
     Args:
-        runs: for each label, one run per seed.
-        grid: settings to try.
+        runs: the runs: for each label, one run per seed. Their learning rates are not used.
+        rates: learning rates, ascending.
         tell: progress callback.
+        widened: number of rates that may be added for each label.
     """
-    if len({run.label for run in runs}) == len(runs) and all(run.until_target for run in runs):
-        tasks = [(run, tuple(grid)) for run in runs]
-        found = on_all_cores(_tune, tasks, lambda task: task[0].label, tell, _prepare, (_images_of(runs),))
-        return {run.label: setting for run, setting in zip(runs, found, strict=True)}
-    tried = [with_setting(run, setting) for run in runs for setting in grid]
-    scores: dict[str, dict[Setting, list[float]]] = {}
-    for outcome in run_all(tried, tell):
-        setting = outcome.run.learning_rate, outcome.run.momentum
-        scores.setdefault(outcome.run.label, {}).setdefault(setting, []).append(outcome.slowness)
-    return {
-        label: min(times, key=lambda setting: (median(times[setting]), grid.index(setting)))
-        for label, times in scores.items()
-    }
+    labels = list(dict.fromkeys(run.label for run in runs))
+    by_rate: dict[str, dict[float, list[TrainingOutcome]]] = {label: {} for label in labels}
+    wanted = {label: tuple(rates) for label in labels}
+    done = 0.0
+    while wanted:
+        tried = [with_rate(run, rate) for run in runs for rate in wanted.get(run.label, ())]
+        share, done = (0.7 - done) / 2, done + (0.7 - done) / 2
 
+        def told(count: int, of: int, what: str, begun: float = done - share, share: float = share) -> None:
+            tell(f"rates of {what}" if what else "", begun + share * count / max(1, of))
 
-def common_and_tuned(
-    runs: Sequence[TrainingRun],
-    grid: Sequence[Setting],
-    tell: Callable[[str, float], None],
-) -> tuple[list[TrainingOutcome], list[TrainingOutcome], dict[str, Setting]]:
-    """Execute all runs with the given settings, as in the papers, and again with the best setting for each label.
-
-    Only the runs with seed 0 determine the best setting in the grid.
-
-    Returns:
-        The outcomes with the given settings, the outcomes with the best settings, and the best setting for each
-        label.
-    """
-    common = run_all(runs, lambda done, of, what: tell(what, 0.3 * done / max(1, of)))
-    tuned, best = at_own_best(runs, grid, lambda what, share: tell(what, 0.3 + 0.7 * share))
-    return common, tuned, best
-
-
-def at_own_best(
-    runs: Sequence[TrainingRun],
-    grid: Sequence[Setting],
-    tell: Callable[[str, float], None],
-) -> tuple[list[TrainingOutcome], dict[str, Setting]]:
-    """For each label, find the best setting in the grid, and execute all runs with it.
-
-    Only the runs with seed 0 determine the best setting.
-
-    Returns:
-        The outcomes, and the best setting for each label.
-    """
-    best = best_of_each(
-        [run for run in runs if run.seed == 0],
-        grid,
-        lambda done, of, what: tell(f"tuning {what}", 0.6 * done / max(1, of)),
+        for outcome in run_all(tried, told):
+            by_rate[outcome.run.label].setdefault(outcome.run.learning_rate, []).append(outcome)
+        wanted = {
+            label: beyond
+            for label, found in by_rate.items()
+            if len(found) < len(rates) + widened and (beyond := _beyond(found))
+        }
+    best = {label: _best_rate(found) for label, found in by_rate.items()}
+    if all(len(found) == 1 for found in by_rate.values()):  # nothing was chosen
+        only = [outcome for found in by_rate.values() for outcomes in found.values() for outcome in outcomes]
+        return Swept(by_rate, best, only, [])
+    at_best = run_all(
+        [
+            msgspec.structs.replace(run, learning_rate=best[run.label], seed=run.seed + EVALUATION)
+            for run in runs
+        ],
+        lambda count, of, what: tell(
+            f"{what} at its best rate" if what else "", 0.7 + 0.3 * count / max(1, of)
+        ),
     )
-    outcomes = run_all(
-        [with_setting(run, best[run.label]) for run in runs],
-        lambda done, of, what: tell(what, 0.6 + 0.4 * done / max(1, of)),
+    in_order = {label: dict(sorted(found.items())) for label, found in by_rate.items()}
+    return Swept(in_order, best, at_best, [label for label, found in by_rate.items() if _beyond(found)])
+
+
+def _best_rate(found: Mapping[float, Sequence[TrainingOutcome]]) -> float:
+    """Return the rate with the shortest median time. Of equal times, the one in the middle wins."""
+    middle = median(map(math.log, found))
+    return min(
+        found,
+        key=lambda rate: (median(each.slowness for each in found[rate]), abs(math.log(rate) - middle)),
     )
-    return outcomes, best
 
 
-def with_setting(run: TrainingRun, setting: Setting) -> TrainingRun:
-    """Return a copy of the run that uses the learning rate and the momentum of the setting."""
-    return msgspec.structs.replace(run, learning_rate=setting[0], momentum=setting[1])
+def _beyond(found: Mapping[float, Sequence[TrainingOutcome]]) -> tuple[float, ...]:
+    """Return the rate outside of those that were tried if the best one is at an end."""
+    best = _best_rate(found)
+    return (best / 2,) * (best == min(found)) or (best * 2,) * (best == max(found))
+
+
+def speed_up(
+    outcomes: Sequence[TrainingOutcome],
+    label: str,
+    reference: str,
+    measure: Callable[[TrainingOutcome], Time] = lambda outcome: outcome.time,
+) -> Ratio:
+    """Return the ratio of a reference's times to the target and those of a label, with an interval."""
+    ours, others = (
+        [measure(each) for each in outcomes if each.run.label == name] for name in (label, reference)
+    )
+    return ratio_of_times(others, ours)
 
 
 def medians(
@@ -267,36 +335,17 @@ def medians(
     return {label: median(values) for label, values in found.items()}
 
 
-def _key(run: TrainingRun) -> tuple[object, ...]:
-    """Return a key. Runs with equal keys have equal results."""
-    return (
-        id(run.cluster),
-        run.sync,
-        run.learning_rate,
-        run.momentum,
-        run.batch_size,
-        run.iterations,
-        run.until_s,
-        run.seed,
-        run.every_s,
-        run.target,
-        run.until_target,
-        run.batch,
-        run.problem.name,
-        run.weight_decay,
-        run.milestones,
-        run.decay,
-    )
+# -- execution ---------------------------------------------------------------------------------------------------------
 
+Key = tuple[tuple[object, ...], float, int]
+"""Kind, learning rate and seed. Runs with equal keys have equal results."""
+
+Task = dict[Key, TrainingRun]
+"""One run, or runs that are trained together: all combinations of some rates and seeds."""
 
 _images: Mapping[
     str, Images
 ]  # name of a problem -> its images; set by `_prepare`, once in each process of the pool
-
-
-def _images_of(runs: Sequence[TrainingRun]) -> dict[str, Images]:
-    problems = {run.problem.name: run.problem for run in runs}
-    return {name: problem.images() for name, problem in problems.items()}
 
 
 def _prepare(images: Mapping[str, Images]) -> None:
@@ -304,28 +353,131 @@ def _prepare(images: Mapping[str, Images]) -> None:
     _images = images
 
 
-def _tune(task: tuple[TrainingRun, tuple[Setting, ...]]) -> Setting:
-    """Return the setting that reaches the target soonest or, if none does, the one that comes nearest to it."""
-    run, grid = task
-    likely = len(grid) // 2
-    if (rate := run.likely_rate) is not None:
-        likely = min(range(len(grid)), key=lambda index: abs(math.log(grid[index][0] / rate)))
-    best = math.inf, likely
-    until_s = run.until_s
-    for index in sorted(range(len(grid)), key=lambda index: abs(index - likely)):
-        outcome = _run(msgspec.structs.replace(with_setting(run, grid[index]), until_s=until_s))
-        best = min(best, (outcome.slowness, index))
-        until_s = min(until_s, best[0])
-    return grid[best[1]]
+def _tasks(runs: Mapping[Key, TrainingRun]) -> list[Task]:
+    """Divide runs into tasks: together if they are of one kind and their weights fit into memory."""
+    together: dict[object, Task] = {}
+    for key, run in runs.items():
+        if run.problem.stacked:
+            with torch.device("meta"):
+                size_bytes = 4 * parameter_count(run.problem.network())
+            fitting = max(1, MEMORY_BYTES // (size_bytes * (run.cluster.workers + 2)) // SHARING)
+            rates = sorted({other.learning_rate for other in runs.values() if other.kind == run.kind})
+            part = rates.index(run.learning_rate) // fitting
+            together.setdefault((run.kind, run.seed // SHARING, part), {})[key] = run
+        else:
+            together[key] = {key: run}
+    return list(together.values())
 
 
-def _run(run: TrainingRun) -> TrainingOutcome:
-    images = _images[run.problem.name]
-    if size(images.train) < run.batch_size:
+def _execute(task: Task) -> dict[Key, TrainingOutcome]:
+    first = next(iter(task.values()))
+    images = _images[first.problem.name]
+    if size(images.train) < first.batch_size:
         raise ConfigurationError(
-            f"{run.problem.name}: {size(images.train)} training images are fewer than a batch of {run.batch_size}. "
-            "Unpack the whole data set."
+            f"{first.problem.name}: {size(images.train)} training images are fewer than a batch of "
+            f"{first.batch_size}. Unpack the whole data set."
         )
+    if first.problem.stacked:
+        return _train_together(task, images)
+    return {key: _train_alone(run, images) for key, run in task.items()}
+
+
+def _train_together(task: Task, images: Images) -> dict[Key, TrainingOutcome]:
+    """Train all rates with all seeds along one schedule."""
+    first = next(iter(task.values()))
+    rates, seeds = (
+        sorted({getattr(run, name) for run in task.values()}) for name in ("learning_rate", "seed")
+    )
+    schedule = record(
+        one_server(first.cluster),
+        first.sync,
+        Epochs(size(images.train), first.batch_size),
+        seeds[0] // SHARING,
+        iterations=first.iterations,
+        until_s=first.until_s,
+    )
+    stacked = stacked_network(first, images)
+    settings = [Setting(rate, "raw") for rate in rates]
+    times_s: list[float] = []
+    values: list[torch.Tensor] = []  # of each evaluation; shape: (rates, seeds)
+    every = (first.every_s * k for k in itertools.count(1))
+    for evaluation in train(stacked, schedule, settings, seeds, every):
+        times_s.append(evaluation.time_s)
+        values.append(torch.from_numpy(evaluation.quality))
+        if first.until_target and _all_reached(values, first.target):
+            break
+    of_runs = torch.stack(values, dim=2)
+    return {
+        key: _outcome(
+            run, schedule, times_s, of_runs[rates.index(run.learning_rate), seeds.index(run.seed)].tolist()
+        )
+        for key, run in task.items()
+    }
+
+
+def _all_reached(values: Sequence[torch.Tensor], target: Target) -> bool:
+    """Return True if every run has reached the target, at one time or another."""
+    found = torch.stack(list(values)).flatten(1)
+    met = (found >= target.value if target.measure == "accuracy" else found <= target.value).double()
+    if len(met) < target.in_a_row:
+        return False
+    rows = met.unfold(0, target.in_a_row, 1).amin(dim=2)
+    return bool(rows.amax(dim=0).all())
+
+
+def stacked_network(run: TrainingRun, images: Images) -> StackedNetwork:
+    """Return the problem of a run as functions of stacked parameters."""
+    loss, tested = run.problem.loss, images.test
+    quality = _share_right
+    if run.target.measure == "loss":
+        tested = TensorDataset(*images.train[: run.problem.loss_count])
+        quality = loss
+    return StackedNetwork(
+        run.problem.network,
+        images.train,  # type: ignore[arg-type]  # of a problem that can be stacked, a TensorDataset
+        tested,  # type: ignore[arg-type]
+        loss,
+        quality,
+        Descent(run.momentum, run.weight_decay, run.milestones, run.decay),
+    )
+
+
+def _share_right(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return (outputs.argmax(dim=1) == labels).float().mean()
+
+
+def _outcome(
+    run: TrainingRun, schedule: Schedule, times_s: list[float], values: list[float]
+) -> TrainingOutcome:
+    """Return the outcome of one of the runs that follow a schedule, up to the target if the run ends there."""
+    values = [value if math.isfinite(value) else math.inf for value in values]
+    reached = run.target.reached_at(values) if run.until_target else None
+    count = len(values) if reached is None else reached + 1
+    time_s = schedule.end_s if reached is None else times_s[reached]
+    pushes_s = [
+        at_s
+        for event, at_s in zip(schedule.events, schedule.times_s, strict=True)
+        if isinstance(event, PushReceived)
+    ]
+    until = bisect.bisect_right(pushes_s, time_s)
+    share = until / max(1, len(pushes_s))
+    measures = schedule.measures
+    return TrainingOutcome(
+        run=run,
+        times_s=times_s[:count],
+        values=values[:count],
+        time_s=time_s,
+        gradients=until,
+        updates=round(share * measures.updates),
+        restarts=round(share * measures.restarts),
+        mean_staleness=measures.mean_staleness,
+        bytes_by_kind={kind: round(share * number) for kind, number in schedule.bytes_by_kind.items()},
+        pushes_s=pushes_s[:until],
+    )
+
+
+def _train_alone(run: TrainingRun, images: Images) -> TrainingOutcome:
+    """Train one run in a simulation of its own."""
     network = run.problem.network()  # evaluated with the weights of each snapshot
     times_s: list[float] = []
     values: list[float] = []
@@ -345,7 +497,6 @@ def _run(run: TrainingRun) -> TrainingOutcome:
         args=(images, run),
         on_nan="skip",
         hyperparameters="raw",
-        batch=run.batch,
         snapshot_every_s=run.every_s,
         on_snapshot=evaluate,
     )

@@ -6,11 +6,14 @@ from typing import TYPE_CHECKING
 
 from paceline.cli.console import TellShare
 from paceline.sim import Cluster
+from paceline.studies.statistics import difference, mean_interval
 
-from ..curves import draw_curves
+from ..clusters import part_of
+from ..comparing import draw_curves
 from ..exhibit import Exhibit, Made, Options, beside
 from ..papers import FLUENT_PS, Quote
 from ..training import Target, TrainingOutcome, TrainingRun, medians, run_all
+from ..verdicts import Measured
 from .machines import MACHINES
 
 if TYPE_CHECKING:
@@ -27,25 +30,11 @@ SCALES = {"averaged": "1/n", "added": "1"}
 """How the servers scale the gradients of n workers: FluentPS averages them; PMLS-Caffe adds each worker's update."""
 
 
-def part_of_cluster(workers: int) -> Cluster:
-    """Return some of the 64 machines: evenly chosen, so that with 8 or more workers an eighth of them is slow."""
-    whole = Cluster.preset("fluent-ps-64")
-    chosen = [63 - 64 * index // workers for index in range(workers)]
-    return Cluster(
-        compute_s=[whole.compute(worker) for worker in chosen],
-        servers=whole.servers,
-        latency_s=whole.latency_s,
-        bandwidth_bps=whole.bandwidth_bps,
-        size_bytes=whole.size_bytes,
-        links={index: whole.links[worker] for index, worker in enumerate(chosen) if worker in whole.links},
-        name=f"{workers} of {whole.name}",
-    )
-
-
 def outcomes_of(
     scale: str, counts: tuple[int, ...], options: Options, tell: TellShare
 ) -> list[TrainingOutcome]:
     """Train under SSP(3) with each number of workers."""
+    whole = Cluster.preset("fluent-ps-64")
     runs = [
         TrainingRun(
             label=f"{workers} workers",
@@ -60,7 +49,7 @@ def outcomes_of(
             every_s=1.0,
         )
         for workers in counts
-        for cluster in [part_of_cluster(workers)]
+        for cluster in [part_of(whole, workers)]
         for seed in range(1 if options.quick else options.seeds)
     ]
     return run_all(runs, lambda done, of, what: tell(f"{what}, {scale}", done / max(1, of)))
@@ -83,9 +72,7 @@ def figure_1(options: Options, tell: TellShare) -> Made:
             figure.subplots(),
             outcomes,
             "FluentPS, Fig. 1: SSP(3), updates added",
-            along=lambda o: [
-                sum(at_s <= time_s for at_s in o.pushes_s) / o.run.cluster.workers for time_s in o.times_s
-            ],
+            along=lambda o: [o.pushed_until(time_s) / o.run.cluster.workers for time_s in o.times_s],
             along_name="iterations of each worker (mean)",
         )
         return figure
@@ -104,21 +91,26 @@ def figure_1(options: Options, tell: TellShare) -> Made:
 def figure_7(options: Options, tell: TellShare) -> Made:
     """Compare the accuracy after the same number of iterations over the number of workers."""
     counts = (2, 4) if options.quick else (2, 4, 8, 16, 32, 64)
-    finals: dict[str, dict[str, float]] = {}
+    finals: dict[str, dict[str, list[float]]] = {}
     for number, scale in enumerate(SCALES):
         outcomes = outcomes_of(
-            scale, counts, options, lambda what, share, slow=False, n=number: tell(what, (n + share) / 2)
+            scale, counts, options, lambda what, share, n=number: tell(what, (n + share) / 2)
         )
-        finals[scale] = medians(outcomes, lambda o: o.values[-1])
+        finals[scale] = {}
+        for outcome in outcomes:
+            finals[scale].setdefault(outcome.run.label, []).append(outcome.values[-1])
     quoted = FLUENT_PS.numbers
-    gains = {f"{count} workers": quoted.get(f"fig7-gain-{count}") for count in counts}
+    gains = {count: difference(*(finals[scale][f"{count} workers"] for scale in SCALES)) for count in counts}
+    means = {
+        scale: {label: mean_interval(values) for label, values in found.items()}
+        for scale, found in finals.items()
+    }
     rows: dict[str, list[tuple[Quote | None, str]]] = {
-        label: [
-            (None, f"{finals['averaged'][label]:.3f}"),
-            (None, f"{finals['added'][label]:.3f}"),
-            (gain, f"{100 * (finals['averaged'][label] - finals['added'][label]):+.1f} %"),
+        f"{count} workers": [
+            *((None, f"{means[scale][f'{count} workers'].value:.3f}") for scale in SCALES),
+            (quoted.get(f"fig7-gain-{count}"), f"{Measured.of(gain, '', 100.0)} %"),
         ]
-        for label, gain in gains.items()
+        for count, gain in gains.items()
     }
 
     def draw() -> Figure:
@@ -126,10 +118,10 @@ def figure_7(options: Options, tell: TellShare) -> Made:
 
         figure = new_figure(8.0, 4.4)
         axes = figure.subplots()
-        for number, (scale, found) in enumerate(finals.items()):
-            axes.plot(
-                counts, list(found.values()), marker="o", color=COLOURS[number], label=f"updates {scale}"
-            )
+        for number, (scale, found) in enumerate(means.items()):
+            ends = [[getattr(each, end) for each in found.values()] for end in ("value", "low", "high")]
+            axes.plot(counts, ends[0], marker="o", color=COLOURS[number], label=f"updates {scale}")
+            axes.fill_between(counts, ends[1], ends[2], color=COLOURS[number], alpha=0.2, linewidth=0)
         axes.set_xscale("log", base=2)
         axes.set_xticks(counts, [str(count) for count in counts])
         axes.set_ylim(0, 1)
@@ -144,6 +136,20 @@ def figure_7(options: Options, tell: TellShare) -> Made:
         tables=[beside(f"{PAPER}, Fig. 7: accuracy under SSP(3)", rows, ["averaged", "added", "difference"])],
         figure=draw,
         data=finals,
+        measured={
+            **{
+                f"fig7-gain-{count}": Measured.of(gain, "", 100.0)
+                for count, gain in gains.items()
+                if f"fig7-gain-{count}" in quoted
+            },
+            **{
+                f"fig7-{system}-64-{end}": Measured.exactly(
+                    100 * pick(each.value for each in means[scale].values())
+                )
+                for system, scale in (("fluentps", "averaged"), ("pmls", "added"))
+                for end, pick in (("low", min), ("high", max))
+            },
+        },
         notes=[
             "The paper's differences are those between FluentPS and PMLS-Caffe. With more than 8 workers, the "
             f"accuracy of PMLS-Caffe is {quoted['fig7-pmls-caffe']}. With 64 workers, FluentPS reaches "

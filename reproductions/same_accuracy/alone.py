@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 
+from ..ensembles.problems import Orders
+from ..ensembles.schedules import Epochs
 from .digits import DigitsMLP
-from .problems import Orders
-from .schedules import Epochs
 
 __all__ = ["train_alone"]
 

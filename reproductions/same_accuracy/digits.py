@@ -13,8 +13,8 @@ from torch.nn import functional
 from paceline.core.layout import HyperParameters
 from paceline.lab import demo
 
-from .problems import Data, Orders, Weights, sgd
-from .schedules import Batch
+from ..ensembles.problems import Data, Orders, Weights, sgd
+from ..ensembles.schedules import Batch
 
 __all__ = ["DigitsCNN", "DigitsMLP"]
 

@@ -14,8 +14,8 @@ from paceline.core.messages import Observation
 from paceline.sync.schedule import read_schedule
 from paceline.sync.translation import Standing
 
-from .ensemble import Setting
-from .schedules import Schedule
+from ..ensembles.schedules import Schedule
+from ..ensembles.training import Setting
 
 __all__ = ["Guards"]
 

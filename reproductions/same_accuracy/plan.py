@@ -9,9 +9,9 @@ from paceline.errors import ConfigurationError, unknown_name
 from paceline.sim import Cluster
 from paceline.studies.description import Generator, Jitter, Steady, StudyPauses
 
+from ..ensembles.problems import Problem
 from .digits import DigitsCNN, DigitsMLP
 from .families import FAMILIES
-from .problems import Problem
 from .quadratics import Quadratic
 from .ratings import Ratings
 from .text import TextGPT

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from paceline.core.layout import HyperParameters
 
-from .problems import Data, Weights, sgd
-from .schedules import Batch
+from ..ensembles.problems import Data, Weights, sgd
+from ..ensembles.schedules import Batch
 
 __all__ = ["Quadratic"]
 

@@ -10,9 +10,9 @@ from torch.nn import functional
 
 from paceline.core.layout import HyperParameters
 
+from ..ensembles.problems import Data, Orders, Weights, sgd
+from ..ensembles.schedules import Batch
 from ..evidence.factors import ITEMS, USERS, noisy_ratings
-from .problems import Data, Orders, Weights, sgd
-from .schedules import Batch
 
 __all__ = ["Ratings"]
 

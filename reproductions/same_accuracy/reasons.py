@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise, product
 
+from ..ensembles.problems import epochs_of
 from .families import FAMILIES
 from .plan import FACTORS, PROBLEMS, WORKERS
-from .problems import epochs_of
 from .summary import Cell, part_until
 from .table import Result, Runs
 

@@ -18,13 +18,14 @@ import numpy as np
 import torch
 
 from paceline.lab.pool import Tell, in_processes, in_this_process, work_off
+from paceline.trace.measures import missing_updates
 
+from ..ensembles.problems import Problem, epochs_of
+from ..ensembles.schedules import Epochs, Schedule, record
+from ..ensembles.training import Setting, evenly, train
 from ..result_file import append_results, read_results
-from .ensemble import Setting, train
 from .guarding import Guards
 from .plan import COSTS_S, FACTORS, PROBLEMS, TUNING_SEEDS, Job, Scope, cluster_of, jobs
-from .problems import Problem, epochs_of
-from .schedules import Epochs, Schedule, record
 
 __all__ = ["KINDS", "Result", "Runs", "Tuned", "make", "missing", "read"]
 
@@ -199,7 +200,8 @@ def tune(names: Sequence[str], path: Path, epochs: int | None) -> None:
         problem = _problem(name)
         schedule = _schedule("steady 3x", TUNING_WORKERS, "bsp", _epochs(problem, TUNING_WORKERS, epochs))
         settings = [Setting(rate, "raw") for rate in problem.rates]
-        quality = train(problem, schedule, settings, TUNING_SEEDS, 1)[-1].quality.mean(axis=1)
+        [end] = train(problem, schedule, settings, TUNING_SEEDS, ())
+        quality = end.quality.mean(axis=1)
         ranked = np.where(np.isfinite(quality), quality if problem.higher_is_better else -quality, -math.inf)
         best = problem.rates[int(ranked.argmax())]
         append_results(path, Tuned(name, best, [_rounded(value) for value in quality]))
@@ -229,11 +231,12 @@ def _make_ensemble(
     begun_s, job = time.monotonic(), order.job
     settings = [Setting(rate, "raw" if kind == "raw" else "translated") for kind in kinds for rate in rates]
     guards = Guards(schedule, settings, order.seeds, corrects_delay=UNCORRECTED not in kinds)
-    found = train(_problem(name), schedule, settings, range(order.seeds), EVALUATIONS, guards)
+    times_s = evenly(schedule.end_s, EVALUATIONS)
+    found = list(train(_problem(name), schedule, settings, range(order.seeds), times_s, guards))
     took_s = round((time.monotonic() - begun_s) / len(kinds), 2)
     curves = np.stack([each.quality.mean(axis=1) for each in found], axis=1)
     finals = found[-1].quality
-    told = np.reshape(guards.told, finals.shape) | bool(schedule.missing)
+    told = np.reshape(guards.told, finals.shape) | bool(missing_updates(schedule.measures))
     results = []
     for index, kind in enumerate(kinds):
         runs = [

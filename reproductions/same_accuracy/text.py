@@ -11,10 +11,10 @@ from torch.nn import functional
 
 from paceline.core.layout import HyperParameters
 
+from ..ensembles.problems import Data, Orders, Weights, adamw
+from ..ensembles.schedules import Batch
 from ..evidence.language import library_text
 from .digits import cross_entropies
-from .problems import Data, Orders, Weights, adamw
-from .schedules import Batch
 
 __all__ = ["TextGPT"]
 

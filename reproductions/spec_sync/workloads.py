@@ -11,13 +11,15 @@ import torch
 from torch import nn
 
 from paceline.cli.console import TellShare
-from paceline.sim import Cluster, Link, Uniform, simulate
+from paceline.sim import Cluster, simulate
 
+from ..clusters import part_of, scaled
 from ..exhibit import Exhibit, Made, Options, beside
 from ..networks import MatrixFactorization, parameter_count, resnet_cifar, resnet_imagenet
 from ..papers import SPEC_SYNC
 from ..problems import DIGITS, SMALL_RESNET, Problem
 from ..training import Target
+from ..verdicts import Measured
 from .ratings import ITEMS, USERS, synthetic_ratings
 
 if TYPE_CHECKING:
@@ -66,20 +68,18 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         """The time of an iteration in Table I, in seconds."""
         return ITERATION.cell(self.name, "iteration time").value
 
-    def cluster(self, workers: int = 40) -> Cluster:
-        """Return the first machines of the paper's Cluster 1, with this workload's compute time and message size."""
-        machines = Cluster.preset("spec-sync-1")
-        rate_bps = machines.bandwidth_bps
-        time_s = self.iteration_s
-        return Cluster(
-            compute_s=[Uniform(low=0.9 * time_s, high=1.1 * time_s)] * workers,
-            # In MXNet, each machine is also a server, so the one server has the bandwidth of all machines.
-            bandwidth_bps=rate_bps * workers,
-            links={worker: Link(bandwidth_bps=rate_bps) for worker in range(workers)},
-            latency_s=machines.latency_s,
-            size_bytes=int(TABLE_1.cell(self.name, "parameters").value * 4e6),
-            name=f"{workers} machines of {machines.name}",
-        )
+    def cluster(self, workers: int = 40, number: int = 1) -> Cluster:
+        """Return machines of a cluster of the paper, with this workload's compute time and message size.
+
+        Args:
+            workers: number of machines.
+            number: number of the cluster.
+        """
+        machines = Cluster.preset(f"spec-sync-{number}")
+        factor = self.iteration_s / ITERATION.cell("CIFAR-10", "iteration time").value
+        size_bytes = int(TABLE_1.cell(self.name, "parameters").value * 4e6)
+        whole = scaled(machines, factor, size_bytes)
+        return whole if workers == whole.workers else part_of(whole, workers, serving=True)
 
 
 CONVERGED = "A run has converged when the loss is below the target in 5 consecutive evaluations."
@@ -176,6 +176,7 @@ def table_1(options: Options, tell: TellShare) -> Made:
         tables=[beside(f"{PAPER}, Table I: workloads", rows, columns)],
         figure=draw,
         data=counts,
+        measured={f"table1: {name}, parameters": Measured.exactly(count) for name, count in counts.items()},
         notes=[
             "Our parameters are those of the networks in reproductions/networks, as their authors published them. "
             "The paper does not explain why its networks with 110 and 18 layers have other numbers of parameters.",

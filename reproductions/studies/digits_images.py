@@ -20,8 +20,8 @@ import paceline
 sys.path.insert(0, str(Path(__file__).parents[2]))  # `reproductions` is not installed
 
 from paceline.train.session import current
+from reproductions.ensembles.problems import Orders
 from reproductions.evidence.images import BATCH, DigitImages
-from reproductions.same_accuracy.problems import Orders
 
 EPOCHS = 20
 """More epochs than any run makes before the time of the study is over."""

@@ -19,9 +19,9 @@ import paceline
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # `reproductions` is not installed
 
+from reproductions.ensembles.problems import epochs_of
 from reproductions.same_accuracy.alone import train_alone
 from reproductions.same_accuracy.digits import DigitsMLP
-from reproductions.same_accuracy.problems import epochs_of
 
 EVERY = 3
 """Number of the main worker's steps between two evaluations: about 40 evaluations in a run, as on the page."""

@@ -30,7 +30,7 @@ def test_exhibits_are_listed(
 ) -> None:
     assert run(monkeypatch, *arguments) == 0
     printed = capsys.readouterr().out
-    for name in ("fluentps-table4", "claim-pssp", "claim-lazy"):
+    for name in ("fluentps-table4", "specsync-table2", "elasticbsp-fig14"):
         assert name in printed
 
 

@@ -184,25 +184,6 @@ def test_a_kept_result_is_complete_and_its_quoted_numbers_are_those_of_the_file(
     assert path.with_suffix(".png").exists()
 
 
-def markdown_tables(text: str) -> Iterator[list[list[str]]]:
-    """Yield the tables of a page, each as rows of cells, the headings first and without the rule."""
-    for block in re.findall(r"(?:^\|.*\|\n)+", text, flags=re.MULTILINE):
-        head, _, *rows = (
-            [cell.strip() for cell in line[1:-1].split("|")] for line in block.rstrip("\n").split("\n")
-        )
-        yield [head, *rows]
-
-
-def test_the_quoted_numbers_in_the_tables_of_the_page_are_those_of_the_file() -> None:
-    quoted = [
-        cell
-        for head, *rows in markdown_tables((ROOT / "docs" / "papers-claims.md").read_text())
-        for cell in paper_cells(head, rows)
-    ]
-    assert quoted
-    assert set(quoted) <= WRITTEN
-
-
 E, S, F = ELASTIC_BSP.numbers, SPEC_SYNC.numbers, FLUENT_PS.numbers
 HOURS = SPEC_SYNC.tables["table2"]
 SENTENCES: list[tuple[str, str]] = [
@@ -219,22 +200,6 @@ SENTENCES: list[tuple[str, str]] = [
     ("docs/performance.md", f"FluentPS reports a saving of {F['overlap-saves']}, but"),
     ("docs/performance.md", f"| 2.6 % | {F['overlap-saves']} |"),
     ("docs/performance.md", f"| 74.1 % | {F['overlap-and-eps-save']} |"),
-    (
-        "docs/papers-claims.md",
-        f"the paper reports a factor of {E['faster-than-bsp']} for VGG-16 on ImageNet.",
-    ),
-    ("docs/papers-claims.md", f"delays {F['fewer-delayed-pulls-soft']} fewer pulls than SSP(12), and takes"),
-    (
-        "docs/papers-claims.md",
-        f"delays {F['lazy-fewer-delayed-pulls']} fewer pulls than the soft barrier under SSP",
-    ),
-    ("docs/papers-claims.md", f"trains {F['lazy-faster']} times as fast ({F['lazy-faster'].where})."),
-    ("docs/papers-claims.md", f"{F['less-time']} less time ({F['less-time'].where})."),
-    (
-        "docs/papers-claims.md",
-        f"{S['faster-mf']} for matrix factorization, {S['faster-cifar10']} for CIFAR-10",
-    ),
-    ("docs/papers-claims.md", f"{F['overlap-and-eps-save']} and {F['faster-than-ps-lite']} times."),
     (
         "src/paceline/sim/presets/fluent-ps-32.toml",
         f"{FLUENT_PS.tables['table4-time'].cell('ResNet-56 on CIFAR-10', 'soft P=0')} s per 100 iterations",

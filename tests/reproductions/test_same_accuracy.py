@@ -15,17 +15,17 @@ from paceline.errors import ConfigurationError
 from paceline.shard import foreign
 from paceline.sim import Cluster, simulate
 from paceline.sync.translation import Standing
+from reproductions.ensembles.problems import Data, Orders, Weights, epochs_of
+from reproductions.ensembles.schedules import Batch, Epochs, record
+from reproductions.ensembles.training import Setting, train
 from reproductions.same_accuracy.alone import train_alone
 from reproductions.same_accuracy.commands import make_table
 from reproductions.same_accuracy.digits import DigitsCNN, DigitsMLP
-from reproductions.same_accuracy.ensemble import Setting, train
 from reproductions.same_accuracy.families import FAMILIES
 from reproductions.same_accuracy.guarding import Guards
 from reproductions.same_accuracy.plan import FACTORS, PROBLEMS, Scope
-from reproductions.same_accuracy.problems import Data, Orders, Weights, epochs_of
 from reproductions.same_accuracy.quadratics import Quadratic
 from reproductions.same_accuracy.reasons import joint_steps
-from reproductions.same_accuracy.schedules import Batch, Epochs, record
 from reproductions.same_accuracy.summary import cells_of, findings, tables
 from reproductions.same_accuracy.table import Result, Runs
 from reproductions.same_accuracy.text import TextGPT
@@ -56,7 +56,7 @@ def test_a_run_of_an_ensemble_learns_what_a_real_run_learns(
             seen[:] = [value[3].clone() for value in weights.values()]  # setting 1, seed 1
             return super().quality(weights)
 
-    train(Kept(), schedule, settings, [1, run_seed], 1)
+    list(train(Kept(), schedule, settings, [1, run_seed], ()))
     for found, expected in zip(seen, real.state_dict.values(), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=2e-5)
 
@@ -87,7 +87,7 @@ def test_all_other_optimizers_train(monkeypatch: pytest.MonkeyPatch) -> None:
     for build in FAMILIES.values():
         problem = build()
         settings = [Setting(rate, "translated") for rate in problem.rates[3:6]]
-        *_, last = train(problem, schedule, settings, [0], 1)
+        *_, last = train(problem, schedule, settings, [0], ())
         assert last.quality.max() > 0.5, problem.name
 
 
@@ -124,8 +124,8 @@ def test_the_gpt_sees_no_later_character() -> None:
 def test_a_run_that_diverges_disturbs_no_other() -> None:
     problem = DigitsMLP()
     schedule = record(CLUSTER, "asp", Epochs(320, 32, 1), SEED)
-    [alone] = train(problem, schedule, [Setting(0.01, "raw")], [0, 1], 1)
-    [beside] = train(problem, schedule, [Setting(1e30, "raw"), Setting(0.01, "raw")], [0, 1], 1)
+    [alone] = train(problem, schedule, [Setting(0.01, "raw")], [0, 1], ())
+    [beside] = train(problem, schedule, [Setting(1e30, "raw"), Setting(0.01, "raw")], [0, 1], ())
     assert (beside.quality[0] < 0.2).all()
     assert beside.quality[1].tolist() == pytest.approx(alone.quality[0].tolist())
 
@@ -144,7 +144,7 @@ def test_an_observer_sees_every_gradient_and_tempers_the_updates_of_each_run() -
             return msgspec.structs.replace(standing, temper=0.0 if run == 1 else 1.0)
 
     schedule = record(CLUSTER, "ssp:staleness=1", Epochs(320, 32, 1), SEED)
-    [found] = train(Quadratic(8), schedule, [Setting(0.01, "translated")], [0, 1], 1, Observed())
+    [found] = train(Quadratic(8), schedule, [Setting(0.01, "translated")], [0, 1], (), Observed())
     assert len(Observed.pushes) == 10
     assert found.quality[0, 0] < 0.99
     assert found.quality[0, 1] == pytest.approx(1.0)  # tempered down to nothing
@@ -156,7 +156,7 @@ def test_the_guard_of_each_run_speaks() -> None:
     schedule = record(CLUSTER, "asp", epochs_of(problem, 4)._replace(epochs=3), SEED)
     settings = [Setting(0.05, "translated"), Setting(20.0, "translated"), Setting(1e30, "raw")]
     guards = Guards(schedule, settings, 2)
-    train(problem, schedule, settings, [0, 1], 1, guards)
+    list(train(problem, schedule, settings, [0, 1], (), guards))
     assert guards.told == [False, False, True, True, True, True]
 
 
@@ -189,7 +189,7 @@ def test_epochs_are_as_many_joint_steps_as_is_said() -> None:
     lockstep = record(cluster, "bsp", epochs_of(problem, workers), SEED)
     assert [len(own) for own in lockstep.batches.values()] == [usual] * workers
     schedule = record(cluster, "asp", epochs_of(problem, workers), SEED)
-    train(problem, schedule, [Setting(0.01, "translated")], [0], 1, Kept())
+    list(train(problem, schedule, [Setting(0.01, "translated")], [0], (), Kept()))
     assert sum(Kept.shares) == pytest.approx(fewer, abs=0.5)
 
 

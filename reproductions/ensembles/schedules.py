@@ -7,7 +7,9 @@ all networks, rates, seeds and hyper-parameters.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from paceline.sim import Cluster, simulate
 from paceline.sync.events import RecordedEvent
-from paceline.trace.measures import missing_updates
+from paceline.trace.measures import Measures
 from paceline.train.data import distribute
 from paceline.train.optimizer import DistributedOptimizer
 from paceline.train.session import current
@@ -30,12 +32,13 @@ class Epochs(NamedTuple):
     Attributes:
         samples: number of samples in an epoch.
         batch: number of samples in a worker's batch.
-        epochs: number of epochs.
+        epochs: number of epochs. If workers train for a number of iterations instead, the progress of the run is
+            counted in units of this many epochs.
     """
 
     samples: int
     batch: int
-    epochs: int
+    epochs: int = 1
 
 
 class Batch(NamedTuple):
@@ -64,7 +67,8 @@ class Schedule(NamedTuple):
         times_s: virtual time of each event, in seconds.
         batches: for each worker, the batch of each of its iterations.
         end_s: virtual time at which the last worker finished, in seconds.
-        missing: what the user is told at the end about updates that are missing; "" if nothing.
+        measures: what the run has measured.
+        bytes_by_kind: kind of message -> number of bytes sent.
     """
 
     sync: str
@@ -75,18 +79,38 @@ class Schedule(NamedTuple):
     times_s: Sequence[float]
     batches: dict[int, list[Batch]]
     end_s: float
-    missing: str
+    measures: Measures
+    bytes_by_kind: dict[str, int]
 
 
-def record(cluster: Cluster, sync: str, epochs: Epochs, seed: int) -> Schedule:
-    """Return the schedule of a run with one shard."""
+def record(
+    cluster: Cluster,
+    sync: str,
+    epochs: Epochs,
+    seed: int,
+    *,
+    iterations: int | None = None,
+    until_s: float = math.inf,
+) -> Schedule:
+    """Return the schedule of a run with one shard.
+
+    Args:
+        cluster: the cluster.
+        sync: the sync model.
+        epochs: the data.
+        seed: random seed for the run.
+        iterations: number of iterations of each worker, over as many epochs as they take; None to train for the
+            epochs of the data.
+        until_s: virtual seconds after which the run ends.
+    """
     batches: dict[int, list[Batch]] = {}
     result = simulate(
         cluster,
         sync,
         seed=seed,
+        until_s=until_s,
         train_fn=_train,
-        args=(epochs, batches),
+        args=(epochs, iterations, batches),
         shards=1,
         record=True,
         hyperparameters="raw",
@@ -101,15 +125,18 @@ def record(cluster: Cluster, sync: str, epochs: Epochs, seed: int) -> Schedule:
         [trace.header.time_s(entry) for entry in trace.entries],
         batches,
         result.time_s,
-        missing_updates(result.measures),
+        result.measures,
+        result.bytes_by_kind,
     )
 
 
-def _train(epochs: Epochs, batches: dict[int, list[Batch]]) -> None:
+def _train(epochs: Epochs, iterations: int | None, batches: dict[int, list[Batch]]) -> None:
     """Train a network with one parameter as one worker of a run, and add its batches to `batches`."""
     network = nn.Linear(1, 1, bias=False)
     optimizer = DistributedOptimizer(torch.optim.SGD(network.parameters(), lr=0.0), model=network)
-    loader = DataLoader(TensorDataset(torch.arange(epochs.samples)), epochs.batch)
+    loader = DataLoader(
+        TensorDataset(torch.arange(epochs.samples)), epochs.batch, drop_last=iterations is not None
+    )
     part = distribute(loader)
     session = current()
     assert session is not None
@@ -119,7 +146,11 @@ def _train(epochs: Epochs, batches: dict[int, list[Batch]]) -> None:
     def closure() -> None:
         network(nothing).backward()
 
-    for epoch in range(epochs.epochs):
-        for (positions,) in part:
-            own.append(Batch(epoch, int(positions[0]), len(positions)))
-            optimizer.step(closure)
+    def positions_of_epochs() -> Iterator[Batch]:
+        for epoch in itertools.count() if iterations is not None else range(epochs.epochs):
+            for (positions,) in part:
+                yield Batch(epoch, int(positions[0]), len(positions))
+
+    for batch in itertools.islice(positions_of_epochs(), iterations):
+        own.append(batch)
+        optimizer.step(closure)

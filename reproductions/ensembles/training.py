@@ -12,8 +12,9 @@ then, which makes large tensors out of small ones.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -29,10 +30,10 @@ from paceline.sync.events import PushReceived
 from paceline.sync.schedule import read_schedule
 from paceline.sync.translation import Standing
 
-from .problems import Data, Problem, Weights
+from .problems import Data, Trainable, Weights
 from .schedules import Batch, Schedule
 
-__all__ = ["Evaluation", "Observer", "Setting", "train"]
+__all__ = ["Evaluation", "Observer", "Setting", "evenly", "train"]
 
 TOGETHER_BYTES = 64 * 1024 * 1024
 """Maximum size of the weights for which gradients are computed together."""
@@ -96,25 +97,37 @@ class _Computed(NamedTuple):
     gradients: Tensor
 
 
+def evenly(end_s: float, evaluations: int) -> list[float]:
+    """Return the ends of equal intervals of time, as many as there are evaluations.
+
+    >>> evenly(6.0, 3)
+    [2.0, 4.0, 6.0]
+    """
+    return [*(end_s * (k + 1) / evaluations for k in range(evaluations - 1)), end_s]
+
+
 def train(
-    problem: Problem,
+    problem: Trainable,
     schedule: Schedule,
     settings: Sequence[Setting],
     seeds: Sequence[int],
-    evaluations: int,
+    times_s: Iterable[float],
     observer: Observer | None = None,
-) -> list[Evaluation]:
-    """Train one run for each setting and seed. Return their qualities at equal intervals of virtual time.
+) -> Iterator[Evaluation]:
+    """Train one run for each setting and seed, and yield their qualities whenever an evaluation is due.
+
+    The runs are trained as far as the evaluations are asked for: to stop earlier, stop to iterate.
 
     Args:
         problem: the problem.
         schedule: the schedule, which is the same for all runs.
         settings: the hyper-parameters.
         seeds: seeds of the initial weights and of the order of the data.
-        evaluations: number of evaluations. The last one is at the end of the run.
+        times_s: virtual times of the evaluations, ascending. Times from the end of the run on are left out, because
+            the last evaluation is always at the end.
         observer: sees all gradients.
     """
-    return list(_Ensemble(problem, schedule, settings, seeds, observer).run(evaluations))
+    return _Ensemble(problem, schedule, settings, seeds, observer).run(times_s)
 
 
 class _Ensemble:
@@ -122,7 +135,7 @@ class _Ensemble:
 
     def __init__(
         self,
-        problem: Problem,
+        problem: Trainable,
         schedule: Schedule,
         settings: Sequence[Setting],
         seeds: Sequence[int],
@@ -156,10 +169,10 @@ class _Ensemble:
         self._iteration = dict.fromkeys(schedule.batches, 0)
         self._together = max(1, TOGETHER_BYTES // self._weights.nbytes)
 
-    def run(self, evaluations: int) -> Iterator[Evaluation]:
-        """Pass all events to the shard, and yield the qualities at equal intervals of virtual time."""
+    def run(self, times_s: Iterable[float]) -> Iterator[Evaluation]:
+        """Pass all events to the shard, and yield the qualities at these times of virtual time and at the end."""
         end_s = self._schedule.end_s
-        due = iter([end_s * (k + 1) / evaluations for k in range(evaluations - 1)] + [math.inf])
+        due = itertools.chain(itertools.takewhile(lambda time_s: time_s < end_s, times_s), (math.inf,))
         next_s = next(due)
         for event, time_s in zip(self._schedule.events, self._schedule.times_s, strict=True):
             while time_s > next_s:

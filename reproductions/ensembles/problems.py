@@ -13,7 +13,7 @@ from paceline.shard.optimizers import read_groups
 
 from .schedules import Batch, Epochs
 
-__all__ = ["Data", "Orders", "Problem", "Weights", "adamw", "epochs_of", "sgd"]
+__all__ = ["Data", "Orders", "Problem", "Trainable", "Weights", "adamw", "epochs_of", "sgd"]
 
 Weights = dict[str, Tensor]
 """Parameters by name. Each tensor has one more dimension, the first one: the runs."""
@@ -22,31 +22,14 @@ Data = tuple[Tensor, ...]
 """The tensors of a batch."""
 
 
-class Problem(Protocol):
-    """A function that is minimized.
+class Trainable(Protocol):
+    """What the runs of an ensemble minimize, as functions of stacked parameters.
 
     Attributes:
-        name: name of the problem.
         optimizer: name of the optimizer in `torch.optim`.
-        higher_is_better: True if the quality is an accuracy, False if it is a loss.
-        chance: the quality without learning: a run that ends near it, or on its far side, has learned nothing.
-        samples: number of samples in an epoch.
-        joint_batch: number of samples in the batches of all workers together.
-        epochs: number of epochs.
     """
 
-    name: str
     optimizer: str
-    higher_is_better: bool
-    chance: float
-    samples: int
-    joint_batch: int
-    epochs: int
-
-    @property
-    def rates(self) -> Sequence[float]:
-        """Learning rates among which the one for bsp is chosen, ascending."""
-        ...
 
     def settings(self, rate: float, progress: float) -> HyperParameters:
         """Return the hyper-parameters of the script at a rate. `progress` is the part of the run that is over."""
@@ -66,6 +49,31 @@ class Problem(Protocol):
 
     def quality(self, weights: Weights) -> Tensor:
         """Return the accuracy on the test data, from 0 to 1, or the loss, of each run. Shape: (runs,)."""
+        ...
+
+
+class Problem(Trainable, Protocol):
+    """A function that is minimized, and how a run on it is described.
+
+    Attributes:
+        name: name of the problem.
+        higher_is_better: True if the quality is an accuracy, False if it is a loss.
+        chance: the quality without learning: a run that ends near it, or on its far side, has learned nothing.
+        samples: number of samples in an epoch.
+        joint_batch: number of samples in the batches of all workers together.
+        epochs: number of epochs.
+    """
+
+    name: str
+    higher_is_better: bool
+    chance: float
+    samples: int
+    joint_batch: int
+    epochs: int
+
+    @property
+    def rates(self) -> Sequence[float]:
+        """Learning rates among which the one for bsp is chosen, ascending."""
         ...
 
 

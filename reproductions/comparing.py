@@ -1,0 +1,283 @@
+"""Comparisons of sync models by the time to a target: at one learning rate, as the papers do, and at all rates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from statistics import quantiles
+from typing import TYPE_CHECKING
+
+import msgspec
+from rich.table import Table
+
+from paceline.studies.statistics import Difference, Ratio, difference
+
+from .exhibit import beside, seconds
+from .papers import Quote
+from .training import WIDENED, Swept, TrainingOutcome, TrainingRun, medians, speed_up, sweep
+from .verdicts import Measured
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["Comparison", "compare", "draw_curves"]
+
+AXIS = {"accuracy": "accuracy on the test images", "loss": "loss over the first {} training samples"}
+WORST_LOSS = 2.6  # upper end of the loss axis; a network that guesses digits at random has a loss of 2.3
+
+AT_COMMON, AT_BEST = "all models at the same rate", "each model at its own best rate"
+"""How the models are compared: as in the papers, and as a user who tunes each model would."""
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """The runs of several models, which are the labels of the runs.
+
+    Attributes:
+        rate: the common learning rate.
+        swept: the runs at all learning rates, the common one included, and at each model's best one.
+    """
+
+    rate: float
+    swept: Swept
+
+    @property
+    def labels(self) -> list[str]:
+        """The labels, in the order of the runs."""
+        return list(self.swept.by_rate)
+
+    @property
+    def common(self) -> list[TrainingOutcome]:
+        """The outcomes at the common rate."""
+        return [outcome for found in self.swept.by_rate.values() for outcome in found[self.rate]]
+
+    @property
+    def panels(self) -> dict[str, list[TrainingOutcome]]:
+        """How the models are compared -> the outcomes. The first way is that of the papers."""
+        return {AT_COMMON: self.common, AT_BEST: self.swept.at_best}
+
+    def speed_ups(self, label: str, reference: str) -> dict[str, Ratio]:
+        """Return how many times as fast as a reference a model reaches the target, for each way of comparison."""
+        return {how: speed_up(outcomes, label, reference) for how, outcomes in self.panels.items()}
+
+    def gains(self, label: str, reference: str) -> dict[str, Difference]:
+        """Return by how much the final values of a model are above those of a reference, for each way."""
+        found = {}
+        for how, outcomes in self.panels.items():
+            ours, others = (
+                [o.values[-1] for o in outcomes if o.run.label == name] for name in (label, reference)
+            )
+            found[how] = difference(ours, others)
+        return found
+
+    def measured(self, label: str, reference: str) -> list[Measured]:
+        """Return the speed-up as measurements of a number of a paper."""
+        return [Measured.of(ratio, how) for how, ratio in self.speed_ups(label, reference).items()]
+
+    def table(
+        self,
+        title: str,
+        reference: str,
+        papers: Mapping[str, Quote] | None = None,
+        others: Mapping[str, Callable[[str], tuple[Quote | None, str]]] | None = None,
+    ) -> Table:
+        """Return a table of the times to the target, with a row for each model.
+
+        Args:
+            title: title of the table.
+            reference: the model with which the others are compared.
+            papers: model -> the paper's number for its speed-up.
+            others: heading of a further column -> function that returns a model's pair of numbers, the paper's first.
+        """
+        others = others or {}
+        reached = [medians(outcomes, lambda o: o.reached_s) for outcomes in self.panels.values()]
+        rows = {}
+        for label in self.labels:
+            common, best = self.speed_ups(label, reference).values()
+            itself = label == reference
+            rows[label] = [
+                (None, seconds(reached[0][label])),
+                ((papers or {}).get(label), "-" if itself else str(common)),
+                (None, f"{self.swept.best[label]:g}" + "*" * (label in self.swept.at_an_end)),
+                (None, seconds(reached[1][label])),
+                (None, "-" if itself else str(best)),
+                *(cell(label) for cell in others.values()),
+            ]
+        columns = [
+            f"s, rate\n{self.rate:g}",
+            f"speed-up\nover {reference}",
+            "own\nrate",
+            "s",
+            "speed-up",
+            *others,
+        ]
+        return beside(title, rows, columns)
+
+    def notes(self) -> list[str]:
+        """Return what the tables and the plot need as an explanation."""
+        seeds = len(self.common) // len(self.labels)
+        rates = [rate for found in self.swept.by_rate.values() for rate in found]
+        notes = [
+            f'Times are medians over {seeds} seeds, speed-ups have 95 % intervals, and "never" means that half of the '
+            f"runs or more missed the target. Rates from {min(rates):g} to {max(rates):g} were tried; the runs at a "
+            "model's own rate have other seeds than those by which it was chosen."
+        ]
+        if self.swept.at_an_end:
+            notes.append(
+                f"* The best rate is at the end of those that were tried: {', '.join(self.swept.at_an_end)}."
+            )
+        return notes
+
+    def plain(self) -> dict[str, object]:
+        """Return the numbers that are plotted."""
+        return {
+            "rate": self.rate,
+            "seconds_by_rate": {
+                label: {
+                    f"{rate:g}": [_none(o.reached_s) for o in outcomes] for rate, outcomes in found.items()
+                }
+                for label, found in self.swept.by_rate.items()
+            },
+            "curves": {
+                how: [
+                    {
+                        "label": o.run.label,
+                        "rate": o.run.learning_rate,
+                        "seed": o.run.seed,
+                        "times_s": [float(f"{time_s:.6g}") for time_s in o.times_s],
+                        "values": [_none(value) for value in o.values],
+                    }
+                    for o in outcomes
+                ]
+                for how, outcomes in self.panels.items()
+            },
+        }
+
+    def picture(self, title: str, *, by_iterations: bool = False) -> Figure:
+        """Draw the curves at the common rate, and the time to the target over the learning rate.
+
+        Args:
+            title: title of the curves.
+            by_iterations: True to draw the curves over the number of iterations of all workers, too.
+        """
+        from paceline.look.timelines import new_figure
+
+        figure = new_figure(17.0 if by_iterations else 12.0, 4.4)
+        first, *others, last = figure.subplots(1, 3 if by_iterations else 2)
+        self.draw(title, first, last)
+        for axes in others:
+            draw_curves(
+                axes,
+                self.common,
+                "",
+                along=lambda outcome: [outcome.pushed_until(time_s) for time_s in outcome.times_s],
+                along_name="iterations of all workers",
+            )
+        return figure
+
+    def draw(self, title: str, left: Axes, right: Axes) -> None:
+        """Draw the curves at the common rate on the left, and the time to the target over the rate on the right."""
+        draw_curves(left, self.common, f"{title}, rate {self.rate:g}")
+        self._draw_rates(right)
+
+    def _draw_rates(self, axes: Axes) -> None:
+        """Draw the median time over the learning rate, with the quartiles. Times that are not reached are left out."""
+        from paceline.look.timelines import COLOURS
+
+        for number, (label, found) in enumerate(self.swept.by_rate.items()):
+            quartiles = {
+                rate: _quartiles([o.reached_s for o in outcomes]) for rate, outcomes in found.items()
+            }
+            shown = {rate: each for rate, each in quartiles.items() if math.isfinite(each[1])}
+            colour = COLOURS[number % len(COLOURS)]
+            axes.plot(
+                list(shown), [each[1] for each in shown.values()], marker="o", color=colour, label=label
+            )
+            worst = max((o.time_s for outcomes in found.values() for o in outcomes), default=0.0)
+            low, _, high = zip(*shown.values(), strict=True) if shown else ((), (), ())
+            axes.fill_between(
+                list(shown), low, [min(each, worst) for each in high], color=colour, alpha=0.15, linewidth=0
+            )
+        axes.axvline(self.rate, color="black", linewidth=0.8, linestyle=":")
+        axes.set_xscale("log")
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("learning rate")
+        axes.set_ylabel("virtual seconds to the target")
+        axes.set_title("medians and quartiles; where a line ends, the target is missed", fontsize=10)
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=True, fontsize=7.5)
+
+
+def compare(
+    runs: Sequence[TrainingRun],
+    rates: Sequence[float],
+    tell: Callable[[str, float], None],
+    widened: int = WIDENED,
+) -> Comparison:
+    """Execute runs at their common learning rate, at other rates, and at the best rate of each label.
+
+    Args:
+        runs: the runs, with the common learning rate: for each label, one run per seed.
+        rates: other learning rates to try. Further ones are added if the best one is at an end: see `sweep`.
+        tell: progress callback.
+        widened: number of rates that may be added for each label.
+    """
+    rate = runs[0].learning_rate
+    return Comparison(rate, sweep(runs, sorted({rate, *rates}), tell, widened))
+
+
+def draw_curves(
+    axes: Axes,
+    outcomes: Sequence[TrainingOutcome],
+    title: str,
+    *,
+    along: Callable[[TrainingOutcome], Sequence[float]] = lambda outcome: outcome.times_s,
+    along_name: str = "virtual seconds",
+) -> None:
+    """Draw one line per run. A run's label determines its color and line style; the first seed is drawn on top.
+
+    Args:
+        axes: axes on which the lines are drawn.
+        outcomes: outcomes of runs with the same target.
+        title: title of the axes.
+        along: function that returns the position of each evaluation on the x axis.
+        along_name: label of the x axis.
+    """
+    from paceline.look.timelines import COLOURS, DASHES
+
+    labels = list(dict.fromkeys(outcome.run.label for outcome in outcomes))
+    target = outcomes[0].run.target
+    drawn: set[str] = set()
+    for outcome in outcomes:
+        label = outcome.run.label
+        number, first = labels.index(label), label not in drawn
+        drawn.add(label)
+        axes.plot(
+            along(outcome),
+            # If a run diverges, its line leaves the plot at the top.
+            [min(value, 2 * WORST_LOSS) for value in outcome.values],
+            color=COLOURS[number % len(COLOURS)],
+            linestyle=DASHES[number // len(COLOURS)],
+            alpha=1.0 if first else 0.25,
+            linewidth=1.6 if first else 0.8,
+            zorder=2 if first else 1,
+            label=label if first else None,
+        )
+    axes.axhline(target.value, color="black", linewidth=0.8, linestyle=":")
+    axes.set_ylim(0, WORST_LOSS if target.measure == "loss" else 1)
+    axes.set_xlabel(along_name)
+    axes.set_ylabel(AXIS[target.measure].format(outcomes[0].run.problem.loss_count))
+    axes.set_title(title, fontsize=10)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=True, fontsize=7.5)
+
+
+def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    if len(values) < 2:
+        return (values[0],) * 3
+    low, middle, high = quantiles([min(value, 1e9) for value in values], n=4, method="inclusive")
+    return tuple(math.inf if value > 1e8 else value for value in (low, middle, high))  # type: ignore[return-value]
+
+
+def _none(value: float) -> float | None:
+    return float(f"{value:.6g}") if math.isfinite(value) else None

@@ -1,0 +1,196 @@
+"""Verdicts: what the kept results say about each number that a paper prints.
+
+An exhibit measures a number as a `Measured` value with its interval. The verdict follows from the two by the rules of
+`verdict`, so it changes with the results, and nobody writes it by hand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from paceline.studies.statistics import Difference, Ratio
+
+from .papers import PAPERS, Quote
+
+__all__ = ["Judged", "Measured", "Verdict", "judged", "verdict"]
+
+SEEDS, MACHINES = "more seeds", "the paper's machines and data"
+"""What would tell."""
+
+RESULTS = Path(__file__).parent / "results"
+
+Word = Literal["agrees", "agrees in direction", "contradicts", "cannot tell", "not reproduced"]
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """What an exhibit measured for a number of a paper, in the unit of that number.
+
+    Attributes:
+        value: the measured value; None if it is unknown, for example because no run reached the target.
+        low: lower end of its interval; None if it has none, because the interval is open below.
+        high: upper end of its interval; None if the interval is open above.
+        how: under which conditions, where an exhibit measures the same number in several ways: "at its own best rate".
+            The first measurement follows the paper.
+    """
+
+    value: float | None
+    low: float | None
+    high: float | None
+    how: str = ""
+
+    @classmethod
+    def exactly(cls, value: float, how: str = "") -> Measured:
+        """Return a value that does not depend on chance."""
+        return cls(value=value, low=value, high=value, how=how)
+
+    @classmethod
+    def of(cls, found: Ratio | Difference, how: str = "", factor: float = 1.0) -> Measured:
+        """Return an estimate, multiplied by a factor that brings it to the unit of the number."""
+        value, low, high = (found.ratio if isinstance(found, Ratio) else found.value), found.low, found.high
+        return cls(
+            value=_finite(value * factor), low=_finite(low * factor), high=_finite(high * factor), how=how
+        )
+
+    @classmethod
+    def saved(cls, ratio: Ratio, how: str = "") -> Measured:
+        """Return by how many percent something is less, given the ratio of what is left."""
+        value, low, high = (_finite(100 * (1 - end)) for end in (ratio.ratio, ratio.high, ratio.low))
+        return cls(value=value, low=low, high=high, how=how)
+
+    def __str__(self) -> str:
+        """Return the value with its interval: "1.25 [1.1, 1.4]"."""
+        if self.value is None and self.low is None and self.high is None:
+            return "unknown"
+        value = "?" if self.value is None else _text(self.value)
+        if self.value == self.low == self.high:
+            return value
+        low, high = ("..." if end is None else _text(end) for end in (self.low, self.high))
+        return f"{value} [{low}, {high}]"
+
+
+class Verdict(NamedTuple):
+    """What a measurement says about a number of a paper.
+
+    Attributes:
+        word: the verdict.
+        needed: what would tell, if the verdict is that this measurement cannot tell; else "".
+    """
+
+    word: Word
+    needed: str = ""
+
+    def __str__(self) -> str:
+        """Return the verdict, with what would tell."""
+        return f"{self.word}: {self.needed}" if self.needed else self.word
+
+
+def verdict(quote: Quote, ours: Measured | None) -> Verdict:
+    """Compare a measurement with the number that a paper prints.
+
+    - It *agrees* if its interval holds the paper's number, as precisely as the paper prints it. With "up to" and
+      "over", a larger effect agrees, too.
+    - It *agrees in direction* if the whole interval shows an effect of the same sign, but of another size.
+    - It *contradicts* the paper if the whole interval shows no effect, or one of the other sign. A number that is not
+      an effect, such as a count, is contradicted by any other number.
+    - It *cannot tell* if the interval holds both an effect and none, or if the number depends on the paper's machines
+      and data, for which others stand in.
+
+    Args:
+        quote: the number of the paper.
+        ours: the measurement; None if there is none.
+
+    >>> quote = Quote(where="Fig. 1", value=1.75, means="speed", unit="x")
+    >>> def word(low: float, high: float) -> str:
+    ...     return verdict(quote, Measured(value=low, low=low, high=high)).word
+    >>> word(1.5, 1.8), word(1.2, 1.4), word(0.8, 0.9), word(0.9, 1.2)
+    ('agrees', 'agrees in direction', 'contradicts', 'cannot tell')
+    """
+    if ours is None:
+        return Verdict("not reproduced")
+    low = -math.inf if ours.low is None else ours.low
+    high = math.inf if ours.high is None else ours.high
+    least, most = quote.range
+    holds = low <= most and high >= least
+    none = quote.no_effect
+    if none is None:
+        if holds:
+            return Verdict("agrees")
+        return Verdict("cannot tell", MACHINES) if quote.absolute else Verdict("contradicts")
+    if least < none < most:  # the paper reports that there is no effect
+        within = least <= low and high <= most
+        return (
+            Verdict("agrees")
+            if within
+            else Verdict("cannot tell", SEEDS)
+            if holds
+            else Verdict("contradicts")
+        )
+    positive = quote.value > none or quote.bound in ("above", "over")
+    if low > none if positive else high < none:
+        return Verdict("agrees" if holds else "agrees in direction")
+    if high <= none if positive else low >= none:
+        return Verdict("contradicts")
+    return Verdict("cannot tell", SEEDS)
+
+
+class Judged(NamedTuple):
+    """A number of a paper with a verdict.
+
+    Attributes:
+        key: key of the number: see `Paper.claims`.
+        quote: the number.
+        exhibit: name of the exhibit that has measured it; "" if none has.
+        ours: the measurement that follows the paper, if there is one.
+        verdict: the verdict on it.
+        others: other measurements of the same number, for example with each model at its own best learning rate.
+    """
+
+    key: str
+    quote: Quote
+    exhibit: str = ""
+    ours: Measured | None = None
+    verdict: Verdict = Verdict("not reproduced")
+    others: Sequence[Measured] = ()
+
+
+class _Kept(msgspec.Struct):
+    exhibit: str
+    measured: dict[str, list[Measured]] = {}
+
+
+def judged(prefix: str, folder: Path = RESULTS) -> list[Judged]:
+    """Return all numbers that a paper claims, with the verdicts that follow from the kept results.
+
+    Args:
+        prefix: the name of the paper in `PAPERS`.
+        folder: folder of the kept results.
+    """
+    found: dict[str, tuple[str, list[Measured]]] = {}
+    for file in sorted(folder.glob("*.json")):
+        kept = msgspec.json.decode(file.read_bytes(), type=_Kept)
+        for key, measured in kept.measured.items():
+            exhibit, others = found.get(key, (kept.exhibit, []))
+            found[key] = exhibit, [*others, *measured]
+    rows = []
+    for key, quote in PAPERS[prefix].claims().items():
+        exhibit, measured = found.get(f"{prefix}/{key}", ("", []))
+        ours = measured[0] if measured else None
+        rows.append(Judged(key, quote, exhibit, ours, verdict(quote, ours), measured[1:]))
+    return rows
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _text(value: float) -> str:
+    """
+    >>> _text(12345.0), _text(1.234), _text(98.765)
+    ('12,345', '1.23', '98.8')
+    """
+    return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.3g}"
