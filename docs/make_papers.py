@@ -1,57 +1,138 @@
-"""Write `docs/papers.md`, what the papers report and what is reproduced: `python docs/make_papers.py`.
+"""Write `docs/papers.md`, what the papers report and what our results say about it: `python docs/make_papers.py`.
 
-The numbers come from `reproductions/papers.toml`, and the states from the exhibits in `reproductions`. With --check,
-nothing is written, and the exit code is 0 if the page is up to date, 1 otherwise.
+The numbers come from `reproductions/papers.toml`, the results from `reproductions/results`, and the verdicts follow
+from both. With --check, nothing is written, and the exit code is 0 if the page is up to date, 1 otherwise.
 """
 
 from __future__ import annotations
 
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # `reproductions` is not installed
 
 from reproductions.catalogue import coverage  # noqa: E402
 from reproductions.papers import PAPERS, Paper, Quote  # noqa: E402
+from reproductions.verdicts import Judged, judged  # noqa: E402
 
 TARGET = ROOT / "docs" / "papers.md"
 
 HEAD = """\
-# What the papers report
+# What the papers claim
 
-Paceline implements the systems of three papers. This page lists the numbers that our exhibits and our documentation
-quote from them, and all of their tables and figures. It does not contain results of ours:
-[the page on the papers' claims](papers-claims.md) compares some of them with the papers' claims, and the command
+Paceline implements the systems of three papers. This page says for each result that the papers print whether ours
+agree with it. A verdict follows from the paper's number and from the interval of ours, by the rules of
+`reproductions/verdicts.py`:
 
-    python -m reproductions NAME...
+- *agrees*: the interval of ours holds the paper's number, as precisely as the paper prints it. With "up to" and
+  "over", a larger effect agrees, too.
+- *agrees in direction*: the whole interval shows an effect of the same sign, but of another size.
+- *contradicts*: the whole interval shows no effect, or one of the other sign.
+- *cannot tell*: the interval holds both an effect and none, which more seeds would tell; or the number depends on the
+  paper's machines and data, for which others stand in.
+- *not reproduced*: no exhibit measures it.
 
-reproduces tables and figures, and shows the papers' numbers beside ours. *On a stand-in* means that another network,
-other data or a simulated cluster takes the place of the paper's. Names with a link have a kept result: a text with
-the command, the time that it took and the machine, and next to it the numbers and a picture.
+Where training is involved, a small network on small images in virtual time stands in for the paper's network, data and
+machines, and the same number is given in two ways: with all models at the same learning rate, as in the papers, and
+with each model at its own best one, as somebody who tunes them would see it. Brackets hold 95 % intervals over seeds;
+"..." is an open end, because runs did not reach the target. A number without brackets does not depend on chance.
+
+    python -m reproductions --list       # every number with its verdict
+    python -m reproductions NAME...      # make an exhibit: its text, numbers and picture
 """
+
+
+class Headline(NamedTuple):
+    """A result for which a paper is cited.
+
+    Attributes:
+        prefix: the paper.
+        key: the number.
+        why: verdict -> the reason for it, as far as it is known. A verdict without a reason fails the generation of
+            the page, so that no reason outlives its verdict.
+    """
+
+    prefix: str
+    key: str
+    why: dict[str, str]
+
+
+HEADLINES: tuple[Headline, ...] = ()
 
 
 def text() -> str:
     """Return the page."""
-    return "\n".join([HEAD, *(line for paper in PAPERS.values() for line in section(paper))])
+    return "\n".join([HEAD, *headlines(), *(line for prefix in PAPERS for line in section(prefix))])
 
 
-def section(paper: Paper) -> Iterator[str]:
+def headlines() -> Iterator[str]:
+    """Yield the lines of the table of headlines."""
+    rows = {(prefix, row.key): row for prefix in PAPERS for row in judged(prefix)}
+    yield "## The headlines"
+    yield ""
+    yield from table(
+        ("paper", "claim", "paper", "ours, one rate", "ours, own rates", "verdict", "why"),
+        (_headline(each, rows[each.prefix, each.key]) for each in HEADLINES),
+    )
+
+
+def _headline(each: Headline, row: Judged) -> Sequence[str]:
+    word = row.verdict.word
+    if word not in each.why:
+        raise SystemExit(
+            f"{each.key}: the verdict is now {word!r}, for which no reason is given in docs/make_papers.py."
+        )
+    others = "; ".join(map(str, row.others[:1])) or "-"
+    ours = "-" if row.ours is None else f"{row.ours}"
+    return (
+        str(PAPERS[each.prefix]),
+        row.quote.means,
+        f"{row.quote} {unit(row.quote)}".strip(),
+        ours,
+        others,
+        f"{word} ({linked(row.exhibit)})" if row.exhibit else word,
+        each.why[word],
+    )
+
+
+def section(prefix: str) -> Iterator[str]:
     """Yield the lines of the section on a paper."""
+    paper = PAPERS[prefix]
+    rows = judged(prefix)
+    numbers = [row for row in rows if row.key in paper.numbers]
     yield f"## {paper}"
     yield ""
     yield textwrap.fill(f"{', '.join(paper.authors)}: *{paper.title}*. {paper.published}.", 118)
     yield ""
-    yield from table(
-        ("reported", "unit", "what it measures", "where"),
-        ((str(quote), unit(quote), quote.means, quote.where) for quote in paper.numbers.values()),
-    )
-    tables = dict.fromkeys(each.where for each in paper.tables.values())
-    yield f"Numbers are also quoted from {', '.join(tables)}."
+    counts = Counter(row.verdict.word for row in rows)
+    yield f"{len(rows)} results: {', '.join(f'{count} {word}' for word, count in counts.most_common())}."
     yield ""
+    yield from table(
+        ("reported", "unit", "what it measures", "where", "ours", "verdict", "exhibit"),
+        (
+            (
+                str(row.quote),
+                unit(row.quote),
+                row.quote.means,
+                row.quote.where,
+                measured(row),
+                str(row.verdict),
+                linked(row.exhibit) if row.exhibit else "",
+            )
+            for row in numbers
+        ),
+    )
+    yield from tables(paper, rows)
+    if settings := [quote for quote in paper.numbers.values() if quote.setting]:
+        yield (
+            "Settings that the paper states: " + "; ".join(f"{each.means}, {each}" for each in settings) + "."
+        )
+        yield ""
     yield from table(
         ("table or figure", "shows", "state", "name"),
         (
@@ -65,6 +146,30 @@ def section(paper: Paper) -> Iterator[str]:
             if row.item.startswith(f"{paper.name}, ")
         ),
     )
+
+
+def measured(row: Judged) -> str:
+    """Return our measurements of a number: that which the verdict is about, and the others with their conditions."""
+    if row.ours is None:
+        return "-"
+    others = (f"{each.how}: {each}" for each in row.others)
+    return "; ".join([str(row.ours), *others])
+
+
+def tables(paper: Paper, rows: Sequence[Judged]) -> Iterator[str]:
+    """Yield how many numbers of each table of the paper have which verdict."""
+    lines = []
+    for name, each in paper.tables.items():
+        own = [row for row in rows if row.key.startswith(f"{name}: ")]
+        if not own:
+            continue
+        counts = Counter(row.verdict.word for row in own)
+        exhibits = dict.fromkeys(linked(row.exhibit) for row in own if row.exhibit)
+        relative = f", relative to {each.relative_to}" if each.relative_to else ""
+        verdicts = ", ".join(f"{count} {word}" for word, count in counts.most_common())
+        lines.append((each.where, each.means + relative, str(len(own)), verdicts, ", ".join(exhibits)))
+    if lines:
+        yield from table(("table", "numbers", "count", "verdicts", "exhibit"), lines)
 
 
 def linked(name: str) -> str:

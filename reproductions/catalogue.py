@@ -20,9 +20,10 @@ from paceline.look.timelines import save
 from . import barriers, elastic_bsp, fluent_ps, spec_sync, zipline
 from .exhibit import Exhibit, Made, Options
 from .papers import PAPERS, Listed
+from .problems import problem, size
 from .verdicts import Measured, judged
 
-__all__ = ["EXHIBITS", "Row", "chosen", "coverage", "list_tables", "make", "require_trained_on_data"]
+__all__ = ["EXHIBITS", "Row", "chosen", "coverage", "list_tables", "make", "require_data"]
 
 TEXT_WIDTH = 118  # columns of the text files
 
@@ -64,17 +65,24 @@ def chosen(names: Sequence[str]) -> list[Exhibit]:
     return [EXHIBITS[name] for name in names]
 
 
-def require_trained_on_data(exhibits: Sequence[Exhibit]) -> None:
-    """Check that the option `--data` has an effect.
+def require_data(exhibits: Sequence[Exhibit], data: Path) -> None:
+    """Check that the option `--data` has an effect, and that the data can be read, before anything is trained.
 
     Raises:
-        ConfigurationError: an exhibit trains on no published data.
+        ConfigurationError: an exhibit trains on no published data, or a data set is missing or incomplete.
     """
     for exhibit in exhibits:
-        if not exhibit.with_data:
-            able = ", ".join(name for name, each in EXHIBITS.items() if each.with_data)
+        if not exhibit.trains_on:
+            able = ", ".join(name for name, each in EXHIBITS.items() if each.trains_on)
             raise ConfigurationError(
                 f"{exhibit.name} trains on no published data. Leave out --data, or choose among: {able}."
+            )
+    for workload in dict.fromkeys(name for exhibit in exhibits for name in exhibit.trains_on):
+        learned = problem(workload, data)
+        if (found := size(learned.images().train)) != learned.train_size:
+            raise ConfigurationError(
+                f"{workload}: {data} contains {found:,} training samples, expected {learned.train_size:,}. Unpack the "
+                "whole data set."
             )
 
 
@@ -106,11 +114,10 @@ def list_tables() -> list[Table]:
         papers.add_row(row.item, row.shows, row.state, names, times)
     numbers = _list("number", "paper", "ours, with its interval", "verdict", "name")
     for prefix, paper in PAPERS.items():
-        for row in judged(prefix):
-            ours = "-" if row.ours is None else str(row.ours)
-            numbers.add_row(
-                f"{paper.name}: {row.quote.means}", str(row.quote), ours, str(row.verdict), row.exhibit
-            )
+        for each in judged(prefix):
+            means = f"{paper.name}: {each.quote.means}"
+            ours = "-" if each.ours is None else str(each.ours)
+            numbers.add_row(means, str(each.quote), ours, str(each.verdict), each.exhibit)
     return [papers, numbers]
 
 

@@ -94,7 +94,7 @@ def exhibits(
 
     python -m reproductions fluentps-fig9 specsync-fig3
     """
-    from .catalogue import chosen, list_tables, make, require_trained_on_data
+    from .catalogue import chosen, list_tables, make, require_data
     from .exhibit import Options
 
     if every or not names:
@@ -103,7 +103,7 @@ def exhibits(
         return
     wanted = chosen(names)
     if data is not None:
-        require_trained_on_data(wanted)
+        require_data(wanted, data)
     if not can_draw():
         raise ConfigurationError(NO_MATPLOTLIB)
     folder = new_folder(out, "reproductions")

@@ -236,8 +236,7 @@ def _common_rate(figure: AccuracyFigure, options: Options) -> float:
 def make(figure: AccuracyFigure, options: Options, tell: TellShare) -> Made:
     """Compare the models' accuracy over time at a common rate and, on the digits, at the best rate for each model."""
     runs = runs_of(figure, options)
-    sweeps = options.data is None and not options.quick
-    found = compare(runs, figure.rates if sweeps else (), tell, widened=WIDENED if sweeps else 0)
+    found = compare(runs, figure.rates if options.sweeps else (), tell, widened=WIDENED * options.sweeps)
     ends = medians(found.common, lambda o: o.time_s)
     finals = [medians(outcomes, lambda o: o.values[-1]) for outcomes in found.panels.values()]
     planning_ms = {
@@ -351,6 +350,7 @@ def _exhibit(figure: AccuracyFigure) -> Exhibit:
         make=partial(make, figure),
         covers=(f"ElasticBSP, Fig. {figure.number}",),
         with_data=f"The machines are simulated. {SIMULATED}",
+        trains_on=(figure.workload,),
     )
 
 

@@ -35,6 +35,11 @@ class Options(msgspec.Struct, frozen=True):
     seeds: int = 8
     data: Path | None = None
 
+    @property
+    def sweeps(self) -> bool:
+        """True to try many learning rates, which takes too long on the published data."""
+        return not self.quick and self.data is None
+
 
 class Made(msgspec.Struct, frozen=True):
     """The results of reproducing a table or figure.
@@ -77,6 +82,7 @@ class Exhibit(msgspec.Struct, frozen=True, kw_only=True):
         covers: the tables and figures that it reproduces, as listed in `papers.toml`: "ElasticBSP, Fig. 4".
         stand_in: True if other networks, data or machines stand in for those of the paper.
         with_data: how the reproduction differs if the published data are given; "" if it trains on none.
+        trains_on: names of the workloads that it trains if the data are given, in `reproductions.problems.WORKLOADS`.
     """
 
     name: str
@@ -88,6 +94,7 @@ class Exhibit(msgspec.Struct, frozen=True, kw_only=True):
     covers: tuple[str, ...] = ()
     stand_in: bool = True
     with_data: str = ""
+    trains_on: tuple[str, ...] = ()
 
     @property
     def paper(self) -> str:

@@ -19,11 +19,24 @@ from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from paceline.errors import unknown_name
 from paceline.lab.demo import DigitsNet, load
+from paceline.shard.lars import LARS
 
-from .datasets import Images, read_cifar_10, read_cifar_100, read_imagenet
-from .networks import alexnet_cifar, c3f2_net, resnet_cifar, resnet_imagenet, vgg_16
+from .datasets import Images, read_cifar_10, read_cifar_100, read_imagenet, read_movielens_100k
+from .datasets.synthetic_ratings import ITEMS, USERS, synthetic_ratings
+from .networks import MatrixFactorization, alexnet_cifar, c3f2_net, resnet_cifar, resnet_imagenet, vgg_16
 
-__all__ = ["DIGITS", "WORKLOADS", "Problem", "Workload", "accuracy", "mean_loss", "problem", "size"]
+__all__ = [
+    "DIGITS",
+    "OPTIMIZERS",
+    "WORKLOADS",
+    "Problem",
+    "Protocol",
+    "Workload",
+    "accuracy",
+    "mean_loss",
+    "problem",
+    "size",
+]
 
 CHUNK = 512  # images that are evaluated at once
 
@@ -34,8 +47,8 @@ class Problem(msgspec.Struct, frozen=True):
     Attributes:
         name: name of both; problems with the same name are the same.
         network: importable function without arguments that returns the network with its initial weights.
-        images: importable function without arguments that reads the images.
-        train_size: number of training images.
+        images: importable function without arguments that reads the images, or other samples.
+        train_size: number of training samples.
         loss: function of the outputs and the labels that is minimized.
         loss_count: number of training images for evaluating the loss; using all of them would take too long.
         stacked: True if runs may be trained together (see `reproductions.ensembles`): the images are tensors that are
@@ -66,9 +79,41 @@ def on_digits(network: str, build: Callable[[], nn.Module]) -> Problem:
 
 
 DIGITS = on_digits("DigitsNet", DigitsNet)
+RATINGS = Problem(
+    "matrix factorization of synthetic ratings",
+    partial(MatrixFactorization, USERS, ITEMS, 8, sparse=True),
+    synthetic_ratings,
+    train_size=90_000,
+    loss=nn.functional.mse_loss,
+    loss_count=4096,
+)
 SMALL_C3F2 = on_digits("C3F2-Net with half the channels", partial(c3f2_net, 10, 1, 8, 16))
 SMALL_RESNET = on_digits("ResNet-8 with half the channels", partial(resnet_cifar, 8, 10, 1, 8))
 DEEPER_RESNET = on_digits("ResNet-14 with half the channels", partial(resnet_cifar, 14, 10, 1, 8))
+
+
+class Protocol(msgspec.Struct, frozen=True, kw_only=True):
+    """How a paper trains a network on its data.
+
+    Attributes:
+        batch_size: samples per worker and iteration.
+        rate: learning rate.
+        epochs: epochs of training.
+        optimizer: name of the optimizer in `OPTIMIZERS`.
+        milestones: epochs after which the learning rate is multiplied by `decay`.
+        decay: factor of the learning rate at each milestone.
+    """
+
+    batch_size: int
+    rate: float
+    epochs: float
+    optimizer: str = "SGD"
+    milestones: tuple[int, ...] = ()
+    decay: float = 1.0
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"SGD": torch.optim.SGD, "LARS": LARS}
+"""The optimizers of the papers by name."""
 
 
 class Workload(msgspec.Struct, frozen=True):
@@ -77,8 +122,8 @@ class Workload(msgspec.Struct, frozen=True):
     Attributes:
         network: function that returns the paper's network.
         read: function that reads the data set from the folder given with `--data`.
-        train_size: number of training images.
-        stand_in: problem that is used without the data set.
+        train_size: number of training samples.
+        stand_in: problem that is used without the data set. Its loss is that of the paper's problem, too.
     """
 
     network: Callable[[], nn.Module]
@@ -111,6 +156,9 @@ WORKLOADS = {
     "ResNet-56 on CIFAR-100": Workload(
         partial(resnet_cifar, 56, 100), read_cifar_100, CIFAR_SIZE, SMALL_RESNET
     ),
+    "matrix factorization on MovieLens 100k": Workload(
+        partial(MatrixFactorization, mean=3.5, sparse=True), read_movielens_100k, 90_000, RATINGS
+    ),
 }
 """The papers' networks with their data sets, by name."""
 
@@ -133,7 +181,14 @@ def problem(workload: str, data: Path | None) -> Problem:
     found = WORKLOADS[workload]
     if data is None:
         return found.stand_in
-    return Problem(workload, found.network, partial(found.read, data), found.train_size)
+    return Problem(
+        workload,
+        found.network,
+        partial(found.read, data),
+        found.train_size,
+        found.stand_in.loss,
+        loss_count=4096,
+    )
 
 
 def accuracy(network: nn.Module, images: Dataset[Any]) -> float:

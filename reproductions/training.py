@@ -14,6 +14,7 @@ import bisect
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
@@ -37,7 +38,7 @@ from .ensembles.networks import Descent, StackedNetwork
 from .ensembles.schedules import Epochs, Schedule, record
 from .ensembles.training import Setting, train
 from .networks import parameter_count
-from .problems import DIGITS, Problem, accuracy, mean_loss, size
+from .problems import DIGITS, OPTIMIZERS, Problem, Protocol, accuracy, mean_loss, problem, size
 
 __all__ = [
     "SHARING",
@@ -47,6 +48,7 @@ __all__ = [
     "TrainingOutcome",
     "TrainingRun",
     "medians",
+    "on_data",
     "run_all",
     "speed_up",
     "sweep",
@@ -117,6 +119,7 @@ class TrainingRun(msgspec.Struct, frozen=True, kw_only=True):
         weight_decay: weight decay of SGD.
         milestones: epochs after which the learning rate is multiplied by `decay`.
         decay: factor of the learning rate at each milestone.
+        optimizer: name of the optimizer in `OPTIMIZERS`. Only runs with SGD are trained together.
     """
 
     label: str
@@ -135,6 +138,12 @@ class TrainingRun(msgspec.Struct, frozen=True, kw_only=True):
     weight_decay: float = 0.0
     milestones: tuple[int, ...] = ()
     decay: float = 1.0
+    optimizer: str = "SGD"
+
+    @property
+    def together(self) -> bool:
+        """True if runs that differ in rates and seeds are trained together."""
+        return self.problem.stacked and self.optimizer == "SGD"
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -222,6 +231,29 @@ def run_all(
         for found in on_all_cores(_execute, tasks, lambda task: names[id(task)], tell, _prepare, (images,)):
             by_key |= found
     return [msgspec.structs.replace(by_key[key], run=run) for key, run in zip(keys, runs, strict=True)]
+
+
+def on_data(run: TrainingRun, workload: str, protocol: Protocol, data: Path) -> TrainingRun:
+    """Return the run on the paper's own data, as the paper trains.
+
+    Args:
+        run: the run on a stand-in.
+        workload: name of the network and the data in `reproductions.problems.WORKLOADS`.
+        protocol: how the paper trains.
+        data: folder of the data sets.
+    """
+    learned = problem(workload, data)
+    samples = protocol.batch_size * run.cluster.workers
+    return msgspec.structs.replace(
+        run,
+        problem=learned,
+        learning_rate=protocol.rate,
+        batch_size=protocol.batch_size,
+        iterations=max(1, round(protocol.epochs * learned.train_size / samples)),
+        milestones=protocol.milestones,
+        decay=protocol.decay,
+        optimizer=protocol.optimizer,
+    )
 
 
 def with_rate(run: TrainingRun, rate: float) -> TrainingRun:
@@ -357,7 +389,7 @@ def _tasks(runs: Mapping[Key, TrainingRun]) -> list[Task]:
     """Divide runs into tasks: together if they are of one kind and their weights fit into memory."""
     together: dict[object, Task] = {}
     for key, run in runs.items():
-        if run.problem.stacked:
+        if run.together:
             with torch.device("meta"):
                 size_bytes = 4 * parameter_count(run.problem.network())
             fitting = max(1, MEMORY_BYTES // (size_bytes * (run.cluster.workers + 2)) // SHARING)
@@ -377,7 +409,7 @@ def _execute(task: Task) -> dict[Key, TrainingOutcome]:
             f"{first.problem.name}: {size(images.train)} training images are fewer than a batch of "
             f"{first.batch_size}. Unpack the whole data set."
         )
-    if first.problem.stacked:
+    if first.together:
         return _train_together(task, images)
     return {key: _train_alone(run, images) for key, run in task.items()}
 
@@ -520,7 +552,7 @@ def _train(images: Images, run: TrainingRun) -> None:
     torch.manual_seed(run.seed)
     network = run.problem.network()
     optimizer = DistributedOptimizer(
-        torch.optim.SGD(
+        OPTIMIZERS[run.optimizer](
             network.parameters(), lr=run.learning_rate, momentum=run.momentum, weight_decay=run.weight_decay
         ),
         model=network,

@@ -8,12 +8,11 @@ from their archives: `cifar-10-batches-bin`, `cifar-100-binary`, `ml-100k`, and 
 from .cifar import read_cifar_10, read_cifar_100
 from .image_folder import read_imagenet
 from .images import Images, Pixels
-from .movielens import Ratings, read_movielens_100k
+from .movielens import read_movielens_100k
 
 __all__ = [
     "Images",
     "Pixels",
-    "Ratings",
     "read_cifar_10",
     "read_cifar_100",
     "read_imagenet",

@@ -19,7 +19,7 @@ PADDING = 4  # pixels of zeros at each side before a random crop (He et al., 201
 
 
 class Images(msgspec.Struct, frozen=True):
-    """Labeled images, split into a training set and a test set.
+    """Labeled images or other samples, split into a training set and a test set.
 
     Attributes:
         train: data set of pairs (float32 tensor of shape (channels, height, width), integer label).

@@ -8,42 +8,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
 import torch
+from torch.utils.data import TensorDataset
 
 from paceline.errors import ConfigurationError
 
-from .images import expect
+from .images import Images, expect
 
-__all__ = ["Ratings", "read_movielens_100k"]
+__all__ = ["read_movielens_100k"]
 
 USERS, ITEMS = 943, 1682
 TEST_SHARE = 0.1
 SITE = "https://grouplens.org/datasets/movielens/100k"
 
 
-class Ratings(msgspec.Struct, frozen=True):
-    """Ratings of items by users, split into a training set and a test set.
+def read_movielens_100k(folder: Path, seed: int = 0) -> Images:
+    """Read pairs (user, item) with their ratings from the folder that contains `ml-100k`.
 
-    Attributes:
-        train_pairs: int64 tensor of shape (n, 2): indices of the user and of the item, both from 0.
-        train_ratings: float32 tensor of shape (n,).
-        test_pairs: pairs of the test set, in the same format.
-        test_ratings: ratings of the test set, in the same format.
-        users: number of users.
-        items: number of items.
-    """
-
-    train_pairs: torch.Tensor
-    train_ratings: torch.Tensor
-    test_pairs: torch.Tensor
-    test_ratings: torch.Tensor
-    users: int
-    items: int
-
-
-def read_movielens_100k(folder: Path, seed: int = 0) -> Ratings:
-    """Read the ratings from the folder that contains `ml-100k`. A tenth of them, drawn at random, is the test set.
+    A tenth of the ratings, drawn at random, is the test set. Users and items are numbered from 0.
 
     Args:
         folder: the folder.
@@ -60,7 +42,9 @@ def read_movielens_100k(folder: Path, seed: int = 0) -> Ratings:
     table = table[torch.randperm(len(table), generator=torch.Generator().manual_seed(seed))]
     pairs, ratings = table[:, :2] - 1, table[:, 2].to(torch.float32)
     tests = round(TEST_SHARE * len(table))
-    return Ratings(pairs[tests:], ratings[tests:], pairs[:tests], ratings[:tests], USERS, ITEMS)
+    return Images(
+        TensorDataset(pairs[tests:], ratings[tests:]), TensorDataset(pairs[:tests], ratings[:tests])
+    )
 
 
 def _row(file: Path, number: int, line: str) -> list[int]:

@@ -12,8 +12,9 @@ from ..clusters import part_of
 from ..comparing import draw_curves
 from ..exhibit import Exhibit, Made, Options, beside
 from ..papers import FLUENT_PS, Quote
-from ..training import Target, TrainingOutcome, TrainingRun, medians, run_all
+from ..training import Target, TrainingOutcome, TrainingRun, medians, on_data, run_all
 from ..verdicts import Measured
+from .accuracy import WITH_DATA, protocol_of
 from .machines import MACHINES
 
 if TYPE_CHECKING:
@@ -52,6 +53,11 @@ def outcomes_of(
         for cluster in [part_of(whole, workers)]
         for seed in range(1 if options.quick else options.seeds)
     ]
+    if options.data is not None:
+        network = "AlexNet on CIFAR-10"
+        runs = [
+            on_data(run, network, protocol_of(network, run.cluster.workers), options.data) for run in runs
+        ]
     return run_all(runs, lambda done, of, what: tell(f"{what}, {scale}", done / max(1, of)))
 
 
@@ -175,6 +181,8 @@ EXHIBITS = (
         minutes=2,
         make=figure_1,
         covers=("FluentPS, Fig. 1",),
+        with_data=WITH_DATA,
+        trains_on=("AlexNet on CIFAR-10",),
     ),
     Exhibit(
         name="fluentps-fig7",
@@ -184,5 +192,7 @@ EXHIBITS = (
         minutes=10,
         make=figure_7,
         covers=("FluentPS, Fig. 7",),
+        with_data=WITH_DATA,
+        trains_on=("AlexNet on CIFAR-10",),
     ),
 )

@@ -12,7 +12,7 @@ from paceline.sim import Cluster
 from ..comparing import Comparison
 from ..exhibit import Exhibit, Made, Options
 from .convergence import compared
-from .workloads import CIFAR_10, PAPER
+from .workloads import CIFAR_10, PAPER, WITH_DATA
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -103,6 +103,8 @@ EXHIBITS = (
         minutes=3,
         make=figure_10,
         covers=("SpecSync, Fig. 10",),
+        with_data=WITH_DATA,
+        trains_on=(CIFAR_10.published,),
     ),
     Exhibit(
         name="specsync-fig11",
@@ -112,5 +114,7 @@ EXHIBITS = (
         minutes=2,
         make=figure_11,
         covers=("SpecSync, Fig. 11",),
+        with_data=WITH_DATA,
+        trains_on=(CIFAR_10.published,),
     ),
 )

@@ -14,9 +14,9 @@ from paceline.sim import Cluster
 from ..comparing import Comparison, compare
 from ..exhibit import Exhibit, Made, Options, beside
 from ..papers import SPEC_SYNC, Quote
-from ..training import SHARING, WIDENED, TrainingOutcome, TrainingRun, medians, run_all, speed_up
+from ..training import SHARING, WIDENED, TrainingOutcome, TrainingRun, medians, on_data, run_all, speed_up
 from ..verdicts import Measured
-from .workloads import CIFAR_10, IMAGENET, MF, PAPER, WORKLOADS, Workload
+from .workloads import CIFAR_10, IMAGENET, MF, PAPER, WITH_DATA, WORKLOADS, Workload
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,19 +30,23 @@ def runs_of(
     """Return the training runs for each sync model, by default on Cluster 1, all with the same learning rate."""
     if cluster is None or options.quick:
         cluster = workload.cluster(8 if options.quick else 40)
+    common = TrainingRun(
+        label="",
+        cluster=cluster,
+        sync="",
+        target=workload.target,
+        learning_rate=workload.common_rate,
+        batch_size=workload.batch_size,
+        iterations=workload.iterations,
+        every_s=workload.iteration_s / 2,
+        problem=workload.problem,
+    )
+    if options.data is not None:
+        common = on_data(common, workload.published, workload.protocol, options.data)
+    if options.quick:
+        common = msgspec.structs.replace(common, iterations=6)
     return [
-        TrainingRun(
-            label=label,
-            cluster=cluster,
-            sync=sync,
-            target=workload.target,
-            learning_rate=workload.common_rate,
-            batch_size=workload.batch_size,
-            iterations=6 if options.quick else workload.iterations,
-            seed=seed,
-            every_s=workload.iteration_s / 2,
-            problem=workload.problem,
-        )
+        msgspec.structs.replace(common, label=label, sync=sync, seed=seed)
         for label, sync in schemes.items()
         for seed in range(1 if options.quick else options.seeds)
     ]
@@ -56,10 +60,8 @@ def compared(
     cluster: Cluster | None = None,
 ) -> Comparison:
     """Compare sync models at the workload's common learning rate and at other ones."""
-    rates = () if options.quick else workload.rates
-    return compare(
-        runs_of(workload, schemes, options, cluster), rates, tell, widened=0 if options.quick else WIDENED
-    )
+    runs = runs_of(workload, schemes, options, cluster)
+    return compare(runs, workload.rates if options.sweeps else (), tell, widened=WIDENED * options.sweeps)
 
 
 def figure_5(
@@ -218,6 +220,10 @@ def _exhibit(
         minutes=minutes,
         make=make,
         covers=tuple(f"SpecSync, {each}" for each in covers or (number,)),
+        with_data=WITH_DATA,
+        trains_on=tuple(w.published for w in WORKLOADS.values())
+        if name == "table2"
+        else (workload.published,),
     )
 
 

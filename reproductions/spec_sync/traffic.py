@@ -12,7 +12,7 @@ from ..papers import SPEC_SYNC
 from ..training import TrainingOutcome, run_all
 from ..verdicts import Measured
 from .convergence import runs_of
-from .workloads import PAPER, WORKLOADS
+from .workloads import PAPER, WITH_DATA, WORKLOADS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -129,5 +129,7 @@ EXHIBITS = (
         minutes=3,
         make=figures_12_and_13,
         covers=tuple(f"SpecSync, Fig. {n}, {part}" for n in (12, 13) for part in ("CIFAR-10", "others")),
+        with_data=WITH_DATA,
+        trains_on=tuple(workload.published for workload in WORKLOADS.values()),
     ),
 )

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.utils.data import TensorDataset
 
 from paceline.errors import ConfigurationError
 from reproductions.datasets import read_cifar_10, read_cifar_100, read_imagenet, read_movielens_100k
@@ -95,10 +96,9 @@ def write_ratings(folder: Path, *lines: str) -> None:
 def test_ratings_are_read_and_split(tmp_path: Path) -> None:
     write_ratings(tmp_path, *(f"{user}\t{1683 - user}\t{1 + user % 5}\t881250949" for user in range(1, 21)))
     ratings = read_movielens_100k(tmp_path)
-    assert (ratings.users, ratings.items) == (943, 1682)
-    assert (len(ratings.train_pairs), len(ratings.test_pairs)) == (18, 2)
-    pairs = torch.cat([ratings.train_pairs, ratings.test_pairs]).tolist()
-    values = torch.cat([ratings.train_ratings, ratings.test_ratings]).tolist()
+    parts = [part.tensors for part in (ratings.train, ratings.test) if isinstance(part, TensorDataset)]
+    assert [len(pairs) for pairs, _ in parts] == [18, 2]
+    pairs, values = (torch.cat(tensors).tolist() for tensors in zip(*parts, strict=True))
     assert sorted(zip(map(tuple, pairs), values, strict=True)) == [
         ((user - 1, 1682 - user), 1.0 + user % 5) for user in range(1, 21)
     ]

@@ -16,12 +16,12 @@ from paceline.errors import ConfigurationError
 from paceline.sim import Cluster, simulate
 from reproductions.catalogue import EXHIBITS, chosen, make
 from reproductions.commands import main
+from reproductions.datasets.synthetic_ratings import synthetic_ratings
 from reproductions.exhibit import Options
 from reproductions.fluent_ps.slicing import resnet_56
 from reproductions.problems import SMALL_RESNET
 from reproductions.spec_sync.examples import CLUSTER, MODELS, computations
 from reproductions.spec_sync.pushes import pushes_after_pulls
-from reproductions.spec_sync.ratings import synthetic_ratings
 from reproductions.training import EVALUATION, Target, TrainingRun, run_all, sweep
 
 from .test_papers import WRITTEN, paper_cells

@@ -11,23 +11,28 @@ from torch.utils.data import TensorDataset
 
 from paceline.errors import ConfigurationError
 from paceline.sim import Cluster
-from reproductions.catalogue import EXHIBITS, require_trained_on_data
+from reproductions.catalogue import EXHIBITS
 from reproductions.commands import main
 from reproductions.elastic_bsp import FIGURES, runs_of
 from reproductions.exhibit import Options
-from reproductions.problems import WORKLOADS, accuracy, mean_loss, problem
-from reproductions.training import Target, TrainingRun, run_all
+from reproductions.fluent_ps.accuracy import protocol_of
+from reproductions.problems import WORKLOADS, Protocol, accuracy, mean_loss, problem
+from reproductions.spec_sync.convergence import runs_of as convergence_runs
+from reproductions.spec_sync.workloads import WORKLOADS as SPEC_SYNC
+from reproductions.spec_sync.workloads import Workload
+from reproductions.training import Target, TrainingRun, on_data, run_all
 
 from .test_datasets import write_cifar_10
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)
-def test_every_network_has_a_stand_in_that_takes_the_digits(workload: str) -> None:
+def test_every_network_has_a_stand_in_that_takes_its_samples(workload: str) -> None:
     stand_in = problem(workload, None)
     images = stand_in.images()
     assert len(images.train) == stand_in.train_size  # type: ignore[arg-type]
-    x, _ = images.test[0]
-    assert stand_in.network().eval()(x.unsqueeze(0)).shape == (1, 10)
+    x, y = images.test[0]
+    outputs = (1, 10) if y.dtype == torch.int64 else (1,)
+    assert stand_in.network().eval()(x.unsqueeze(0)).shape == outputs
 
 
 def test_an_unknown_workload_is_refused() -> None:
@@ -136,4 +141,63 @@ def test_data_is_refused_for_exhibits_that_train_on_none(
         main()
     assert ended.value.code == 2
     assert "zipline-fig6 trains on no published data" in capsys.readouterr().err
-    require_trained_on_data([exhibit for exhibit in EXHIBITS.values() if exhibit.with_data])
+    assert all(bool(exhibit.trains_on) == bool(exhibit.with_data) for exhibit in EXHIBITS.values())
+
+
+def refused(
+    name: str, data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> str:
+    """Return the error of an exhibit with a folder of data, from which nothing may have been trained."""
+    monkeypatch.setattr("sys.argv", ["reproductions", name, "--data", str(data), "--out", str(data / "out")])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert not (data / "out").exists()
+    return capsys.readouterr().err.replace("\n", " ")
+
+
+def test_data_that_are_missing_or_incomplete_are_refused_before_anything_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = refused("specsync-fig8", tmp_path, monkeypatch, capsys)
+    assert "cifar-10-batches-bin does not exist" in missing
+    write_cifar_10(tmp_path)  # a few images
+    assert "20 training samples, expected 50,000" in refused("fluentps-fig10", tmp_path, monkeypatch, capsys)
+    file = tmp_path / "cifar-10-batches-bin" / "data_batch_1.bin"
+    file.write_bytes(file.read_bytes()[:-1])  # as of a download that was broken off
+    assert "The file is incomplete" in refused("fluentps-fig7", tmp_path, monkeypatch, capsys)
+
+
+@pytest.mark.parametrize("workload", list(SPEC_SYNC.values()), ids=list(SPEC_SYNC))
+def test_with_data_spec_sync_trains_as_the_paper_does(workload: Workload, tmp_path: Path) -> None:
+    options = Options(seeds=1, data=tmp_path)
+    [run] = convergence_runs(workload, {"Original": "asp"}, options)
+    protocol = workload.protocol
+    assert (run.problem.name, run.batch_size) == (workload.published, protocol.batch_size)
+    assert (run.learning_rate, run.milestones) == (protocol.rate, protocol.milestones)
+    assert run.iterations == round(protocol.epochs * run.problem.train_size / protocol.batch_size / 40)
+
+
+def test_with_data_fluent_ps_trains_with_lars_on_the_joint_batch() -> None:
+    for workload, workers, batch, iterations in (
+        ("AlexNet on CIFAR-10", 64, 100, 4000),
+        ("ResNet-56 on CIFAR-10", 32, 128, 64_000),
+    ):
+        protocol = protocol_of(workload, workers)
+        assert (protocol.batch_size, protocol.optimizer) == (batch, "LARS")
+        assert protocol.epochs * WORKLOADS[workload].train_size / batch / workers == pytest.approx(iterations)
+
+
+def test_lars_is_trained(tmp_path: Path) -> None:
+    write_cifar_10(tmp_path)
+    run = TrainingRun(
+        label="bsp",
+        cluster=Cluster(compute_s=[1.0, 1.0]),
+        sync="bsp",
+        target=Target("accuracy", 1.0, 1),
+        until_target=False,
+    )
+    protocol = Protocol(batch_size=2, rate=3.2, epochs=8 / 50_000, optimizer="LARS")
+    [outcome] = run_all([on_data(run, "AlexNet on CIFAR-10", protocol, tmp_path)])
+    assert outcome.gradients == 4
+    assert 0 <= outcome.values[-1] <= 1

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch.utils.data import TensorDataset
 
-from ..datasets import Images
+from .images import Images
 
 __all__ = ["ITEMS", "USERS", "synthetic_ratings"]
 
