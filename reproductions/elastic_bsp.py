@@ -153,7 +153,7 @@ FIGURES = (
         minutes=5,
         momentum=0.9,
         claims="In the paper, ASP and SSP complete the epochs faster than the other models, but fail to learn.",
-        stand_in_epochs=19,
+        stand_in_epochs=5,
         rates=(0.0025, 0.005, 0.01, 0.02, 0.05, 0.1),
     ),
     AccuracyFigure(

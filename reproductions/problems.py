@@ -1,8 +1,8 @@
 """What the training runs of the exhibits learn: a network, and images with their labels.
 
 The papers' data sets are not part of this repository. Without the option `--data`, a small network of the same family
-on scikit-learn's digits, 1,797 images of 8 x 8 pixels, stands in for a paper's network and data. With the option, the
-exhibits train the paper's network on the published data.
+stands in for a paper's network, and small images for its data: scikit-learn's digits, 1,797 images of 8 x 8 pixels, or
+5,000 MNIST digits of 28 x 28 pixels. With the option, the exhibits train the paper's network on the published data.
 """
 
 from __future__ import annotations
@@ -21,9 +21,18 @@ from paceline.errors import unknown_name
 from paceline.lab.demo import DigitsNet, load
 from paceline.shard.lars import LARS
 
-from .datasets import Images, read_cifar_10, read_cifar_100, read_imagenet, read_movielens_100k
+from .datasets import Images, mnist_digits, read_cifar_10, read_cifar_100, read_imagenet, read_movielens_100k
 from .datasets.synthetic_ratings import ITEMS, USERS, synthetic_ratings
-from .networks import MatrixFactorization, alexnet_cifar, c3f2_net, resnet_cifar, resnet_imagenet, vgg_16
+from .networks import (
+    MatrixFactorization,
+    alexnet_cifar,
+    c3f2_net,
+    resnet_cifar,
+    resnet_imagenet,
+    small_resnet,
+    small_vgg,
+    vgg_16,
+)
 
 __all__ = [
     "DIGITS",
@@ -79,6 +88,16 @@ def on_digits(network: str, build: Callable[[], nn.Module]) -> Problem:
 
 
 DIGITS = on_digits("DigitsNet", DigitsNet)
+SMALL_VGG = Problem(
+    "a small VGG on 16,000 MNIST digits", small_vgg, mnist_digits, train_size=16_000, stacked=True
+)
+MNIST_RESNET = Problem(
+    "ResNet-8 with half the channels on 16,000 MNIST digits",
+    small_resnet,
+    mnist_digits,
+    train_size=16_000,
+    stacked=True,
+)
 RATINGS = Problem(
     "matrix factorization of synthetic ratings",
     partial(MatrixFactorization, USERS, ITEMS, 8, sparse=True),
@@ -142,9 +161,9 @@ WORKLOADS = {
     "ResNet-110 on CIFAR-100": Workload(
         partial(resnet_cifar, 110, 100), partial(read_cifar_100, crop=28), CIFAR_SIZE, DEEPER_RESNET
     ),
-    "VGG-16 on ImageNet 1K": Workload(vgg_16, read_imagenet, IMAGENET_SIZE, DIGITS),
+    "VGG-16 on ImageNet 1K": Workload(vgg_16, read_imagenet, IMAGENET_SIZE, SMALL_VGG),
     "ResNet-50 on ImageNet 1K": Workload(
-        partial(resnet_imagenet, 50), read_imagenet, IMAGENET_SIZE, SMALL_RESNET
+        partial(resnet_imagenet, 50), read_imagenet, IMAGENET_SIZE, MNIST_RESNET
     ),
     "ResNet-110 on CIFAR-10": Workload(partial(resnet_cifar, 110), read_cifar_10, CIFAR_SIZE, DEEPER_RESNET),
     "ResNet-18 on ImageNet 1K": Workload(

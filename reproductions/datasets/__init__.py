@@ -1,4 +1,4 @@
-"""Readers for the published data sets that the papers use, one file per format.
+"""Readers for the published data sets that the papers use, and stand-ins for them, one file per format.
 
 The option `--data DIR` of `python -m reproductions` names a folder that contains the data sets as they are unpacked
 from their archives: `cifar-10-batches-bin`, `cifar-100-binary`, `ml-100k`, and for ImageNet a folder `imagenet` with
@@ -8,11 +8,13 @@ from their archives: `cifar-10-batches-bin`, `cifar-100-binary`, `ml-100k`, and 
 from .cifar import read_cifar_10, read_cifar_100
 from .image_folder import read_imagenet
 from .images import Images, Pixels
+from .mnist import mnist_digits
 from .movielens import read_movielens_100k
 
 __all__ = [
     "Images",
     "Pixels",
+    "mnist_digits",
     "read_cifar_10",
     "read_cifar_100",
     "read_imagenet",

@@ -14,9 +14,9 @@ from torch import nn
 
 from .alexnet import alexnet_cifar, c3f2_net
 from .matrix_factorization import MatrixFactorization
-from .resnet_cifar import resnet_cifar
+from .resnet_cifar import resnet_cifar, small_resnet
 from .resnet_imagenet import resnet_imagenet
-from .vgg import vgg_16
+from .vgg import small_vgg, vgg_16
 
 __all__ = [
     "MatrixFactorization",
@@ -25,6 +25,8 @@ __all__ = [
     "parameter_count",
     "resnet_cifar",
     "resnet_imagenet",
+    "small_resnet",
+    "small_vgg",
     "vgg_16",
 ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-__all__ = ["vgg_16"]
+__all__ = ["small_vgg", "vgg_16"]
 
 CONVOLUTIONS = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
 """Output channels of the convolutions of 3 x 3 pixels; each group ends with a pooling layer."""
@@ -36,4 +36,28 @@ def vgg_16(classes: int = 1000) -> nn.Sequential:
         nn.ReLU(),
         nn.Dropout(),
         nn.Linear(4096, classes),
+    )
+
+
+def small_vgg(classes: int = 10) -> nn.Sequential:
+    """Return a small relative of VGG-16 for images of 28 x 28 pixels with one channel.
+
+    As in VGG-16, nearly all parameters are those of three fully connected layers: 1,333,770 of 1,335,146. There is no
+    dropout, so that runs differ only in their data and their initial weights.
+
+    Args:
+        classes: number of classes.
+    """
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 5, stride=2, padding=2),
+        nn.ReLU(),
+        nn.Conv2d(8, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(16 * 7 * 7, 1024),
+        nn.ReLU(),
+        nn.Linear(1024, 512),
+        nn.ReLU(),
+        nn.Linear(512, classes),
     )

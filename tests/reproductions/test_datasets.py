@@ -11,7 +11,13 @@ from PIL import Image
 from torch.utils.data import TensorDataset
 
 from paceline.errors import ConfigurationError
-from reproductions.datasets import read_cifar_10, read_cifar_100, read_imagenet, read_movielens_100k
+from reproductions.datasets import (
+    mnist_digits,
+    read_cifar_10,
+    read_cifar_100,
+    read_imagenet,
+    read_movielens_100k,
+)
 from reproductions.datasets.cifar import read_records
 
 
@@ -144,3 +150,25 @@ def test_a_file_that_is_no_image_is_named(tmp_path: Path) -> None:
     broken.write_bytes(b"no image")
     with pytest.raises(ConfigurationError, match=r"n01440764_1\.JPEG cannot be decoded"):
         read_imagenet(tmp_path).test[0]
+
+
+def test_the_mnist_digits_are_divided_and_enlarged_in_the_same_way_each_time() -> None:
+    images = mnist_digits()
+    train, test = (part.tensors for part in (images.train, images.test) if isinstance(part, TensorDataset))
+    assert train[0].shape == (16_000, 1, 28, 28)
+    assert test[0].shape == (1_000, 1, 28, 28)
+    assert test[1].bincount().tolist() == [100] * 10
+    assert torch.equal(train[1][:4_000], train[1][12_000:])  # copies keep their labels
+    originals, copies = train[0][:4_000], train[0][4_000:8_000]
+    apart = (originals - copies).square().mean(dim=(1, 2, 3))
+    assert apart.min() > 0.0  # each copy is moved
+    assert apart.mean() < (originals - copies.roll(1, 0)).square().mean()  # and still like its original
+    again = mnist_digits.__wrapped__().train
+    assert isinstance(again, TensorDataset)
+    assert torch.equal(again.tensors[0], train[0])
+    assert (
+        not (originals[:, None, 0, 14] == test[0][None, :, 0, 14])
+        .all(dim=2)
+        .logical_and((originals[:, None, 0, 10] == test[0][None, :, 0, 10]).all(dim=2))
+        .any()
+    )  # no test image is among the training images

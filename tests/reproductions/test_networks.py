@@ -16,6 +16,8 @@ from reproductions.networks import (
     parameter_count,
     resnet_cifar,
     resnet_imagenet,
+    small_resnet,
+    small_vgg,
     vgg_16,
 )
 
@@ -35,6 +37,9 @@ COUNTS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "ResNet-18": (lambda: resnet_imagenet(18), 11_689_512),
     "ResNet-50": (lambda: resnet_imagenet(50), 25_557_032),
     "VGG-16": (vgg_16, 138_357_544),
+    # by hand, layer by layer
+    "small VGG": (small_vgg, 208 + 1168 + 785 * 1024 + 1025 * 512 + 5130),
+    "small ResNet": (small_resnet, 19_074),
 }
 
 
