@@ -96,6 +96,7 @@ def exhibits(
     """
     from .catalogue import chosen, list_tables, make, require_data
     from .exhibit import Options
+    from .kept_runs import UNFINISHED, kept_until_complete
 
     if every or not names:
         for table in list_tables():
@@ -109,12 +110,11 @@ def exhibits(
     folder = new_folder(out, "reproductions")
     errors = Console(stderr=True)
     errors.print(f"about {max(1.0, sum(exhibit.minutes for exhibit in wanted)):.0f} min on two cores")
-    for exhibit in wanted:
-        with (
-            interruptible("the tables and figures that were already complete have been kept"),
-            shown_progress(errors) as tell,
-        ):
-            make(exhibit, Options(quick=quick, seeds=seeds, data=data), folder, Console(), tell)
+    kept = f"training runs that had ended have been kept in {UNFINISHED}, and the same command goes on from there"
+    with kept_until_complete():
+        for exhibit in wanted:
+            with interruptible(kept), shown_progress(errors) as tell:
+                make(exhibit, Options(quick=quick, seeds=seeds, data=data), folder, Console(), tell)
     print(f"plots and numbers: {folder}")
 
 

@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline.errors import ConfigurationError
-from paceline.lab.pool import TellCount, on_all_cores
+from paceline.lab.pool import ProcessPool, TellCount
 from paceline.shard.store import WeightsSnapshot
 from paceline.sim import Cluster, simulate
 from paceline.studies.statistics import Ratio, Time, ratio_of_times
@@ -37,6 +37,7 @@ from .datasets import Images
 from .ensembles.networks import Descent, StackedNetwork
 from .ensembles.schedules import Epochs, Schedule, record
 from .ensembles.training import Setting, train
+from .kept_runs import KeptRuns, kept_runs
 from .networks import parameter_count
 from .problems import DIGITS, OPTIMIZERS, Problem, Protocol, accuracy, mean_loss, problem, size
 
@@ -146,12 +147,15 @@ class TrainingRun(msgspec.Struct, frozen=True, kw_only=True):
         return self.problem.stacked and self.optimizer == "SGD"
 
     @property
-    def kind(self) -> tuple[object, ...]:
-        """All parameters but the label, the learning rate and the seed, as a key."""
-        values = msgspec.structs.asdict(self) | {"cluster": id(self.cluster), "problem": self.problem.name}
-        return tuple(
-            value for name, value in values.items() if name not in ("label", "learning_rate", "seed")
-        )
+    def parameters(self) -> dict[str, object]:
+        """What the outcome depends on: everything but the label."""
+        values = msgspec.structs.asdict(self) | {"problem": self.problem.name}
+        return {name: value for name, value in values.items() if name != "label"}
+
+    @property
+    def kind(self) -> str:
+        """All parameters but the learning rate and the seed. Runs of one kind may be trained together."""
+        return repr({**self.parameters, "learning_rate": None, "seed": None})
 
 
 class TrainingOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -215,22 +219,30 @@ def run_all(
     runs: Sequence[TrainingRun], tell: TellCount = lambda done, of, what: None
 ) -> list[TrainingOutcome]:
     """Execute runs on all cores, but identical runs only once. Return the outcomes in the order of `runs`."""
-    keys = [(run.kind, run.learning_rate, run.seed) for run in runs]
-    tasks = _tasks(dict(zip(keys, runs, strict=True)))
-    images = {
-        problem.name: problem.images() for problem in {run.problem.name: run.problem for run in runs}.values()
-    }
-    by_key: dict[Key, TrainingOutcome] = {}
-    if len(runs) <= FEW:
+    kept = kept_runs.get(None) or KeptRuns()
+    by_key = {(run.kind, run.learning_rate, run.seed): run for run in runs}
+    tasks = _tasks({key: run for key, run in by_key.items() if kept.get(run.parameters) is None})
+    for done, (task, outcomes) in enumerate(_executed(tasks), start=1):
+        for run, outcome in zip(task, outcomes, strict=True):
+            kept.keep(run.parameters, outcome)
+        tell(done, len(tasks), task[0].label)
+    return [TrainingOutcome(run=run, **(kept.get(run.parameters) or {})) for run in runs]
+
+
+def _executed(tasks: Sequence[Task]) -> Iterator[tuple[Task, list[Fields]]]:
+    """Execute tasks, and yield each with its outcomes when it has ended."""
+    problems = {task[0].problem.name: task[0].problem for task in tasks}
+    images = {name: problem.images() for name, problem in problems.items()}
+    if sum(map(len, tasks)) <= FEW:
         _prepare(images)
-        for done, task in enumerate(tasks, start=1):
-            by_key |= _execute(task)
-            tell(done, len(tasks), runs[0].label)
-    else:
-        names = {id(task): next(iter(task.values())).label for task in tasks}
-        for found in on_all_cores(_execute, tasks, lambda task: names[id(task)], tell, _prepare, (images,)):
-            by_key |= found
-    return [msgspec.structs.replace(by_key[key], run=run) for key, run in zip(keys, runs, strict=True)]
+        yield from ((task, _execute(task)) for task in tasks)
+        return
+    with ProcessPool(None, _prepare, (images,)) as pool:
+        for ended in pool.ended(_execute, tasks):
+            if ended.error is not None:
+                raise ended.error
+            assert ended.result is not None
+            yield tasks[ended.number], ended.result
 
 
 def on_data(run: TrainingRun, workload: str, protocol: Protocol, data: Path) -> TrainingRun:
@@ -369,11 +381,11 @@ def medians(
 
 # -- execution ---------------------------------------------------------------------------------------------------------
 
-Key = tuple[tuple[object, ...], float, int]
-"""Kind, learning rate and seed. Runs with equal keys have equal results."""
-
-Task = dict[Key, TrainingRun]
+Task = list[TrainingRun]
 """One run, or runs that are trained together: all combinations of some rates and seeds."""
+
+Fields = dict[str, Any]
+"""The fields of a `TrainingOutcome`, without its run."""
 
 _images: Mapping[
     str, Images
@@ -385,41 +397,40 @@ def _prepare(images: Mapping[str, Images]) -> None:
     _images = images
 
 
-def _tasks(runs: Mapping[Key, TrainingRun]) -> list[Task]:
+def _tasks(runs: Mapping[tuple[str, float, int], TrainingRun]) -> list[Task]:
     """Divide runs into tasks: together if they are of one kind and their weights fit into memory."""
+    rates: dict[str, set[float]] = {}
+    for kind, rate, _ in runs:
+        rates.setdefault(kind, set()).add(rate)
     together: dict[object, Task] = {}
     for key, run in runs.items():
         if run.together:
             with torch.device("meta"):
                 size_bytes = 4 * parameter_count(run.problem.network())
             fitting = max(1, MEMORY_BYTES // (size_bytes * (run.cluster.workers + 2)) // SHARING)
-            rates = sorted({other.learning_rate for other in runs.values() if other.kind == run.kind})
-            part = rates.index(run.learning_rate) // fitting
-            together.setdefault((run.kind, run.seed // SHARING, part), {})[key] = run
+            part = sorted(rates[run.kind]).index(run.learning_rate) // fitting
+            together.setdefault((run.kind, run.seed // SHARING, part), []).append(run)
         else:
-            together[key] = {key: run}
+            together[key] = [run]
     return list(together.values())
 
 
-def _execute(task: Task) -> dict[Key, TrainingOutcome]:
-    first = next(iter(task.values()))
+def _execute(task: Task) -> list[Fields]:
+    """Return the outcomes of the runs of a task."""
+    first = task[0]
     images = _images[first.problem.name]
     if size(images.train) < first.batch_size:
         raise ConfigurationError(
             f"{first.problem.name}: {size(images.train)} training images are fewer than a batch of "
             f"{first.batch_size}. Unpack the whole data set."
         )
-    if first.together:
-        return _train_together(task, images)
-    return {key: _train_alone(run, images) for key, run in task.items()}
+    return _train_together(task, images) if first.together else [_train_alone(run, images) for run in task]
 
 
-def _train_together(task: Task, images: Images) -> dict[Key, TrainingOutcome]:
+def _train_together(task: Task, images: Images) -> list[Fields]:
     """Train all rates with all seeds along one schedule."""
-    first = next(iter(task.values()))
-    rates, seeds = (
-        sorted({getattr(run, name) for run in task.values()}) for name in ("learning_rate", "seed")
-    )
+    first = task[0]
+    rates, seeds = (sorted({getattr(run, name) for run in task}) for name in ("learning_rate", "seed"))
     schedule = record(
         one_server(first.cluster),
         first.sync,
@@ -439,12 +450,12 @@ def _train_together(task: Task, images: Images) -> dict[Key, TrainingOutcome]:
         if first.until_target and _all_reached(values, first.target):
             break
     of_runs = torch.stack(values, dim=2)
-    return {
-        key: _outcome(
+    return [
+        _outcome(
             run, schedule, times_s, of_runs[rates.index(run.learning_rate), seeds.index(run.seed)].tolist()
         )
-        for key, run in task.items()
-    }
+        for run in task
+    ]
 
 
 def _all_reached(values: Sequence[torch.Tensor], target: Target) -> bool:
@@ -478,9 +489,7 @@ def _share_right(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return (outputs.argmax(dim=1) == labels).float().mean()
 
 
-def _outcome(
-    run: TrainingRun, schedule: Schedule, times_s: list[float], values: list[float]
-) -> TrainingOutcome:
+def _outcome(run: TrainingRun, schedule: Schedule, times_s: list[float], values: list[float]) -> Fields:
     """Return the outcome of one of the runs that follow a schedule, up to the target if the run ends there."""
     values = [value if math.isfinite(value) else math.inf for value in values]
     reached = run.target.reached_at(values) if run.until_target else None
@@ -494,21 +503,20 @@ def _outcome(
     until = bisect.bisect_right(pushes_s, time_s)
     share = until / max(1, len(pushes_s))
     measures = schedule.measures
-    return TrainingOutcome(
-        run=run,
-        times_s=times_s[:count],
-        values=values[:count],
-        time_s=time_s,
-        gradients=until,
-        updates=round(share * measures.updates),
-        restarts=round(share * measures.restarts),
-        mean_staleness=measures.mean_staleness,
-        bytes_by_kind={kind: round(share * number) for kind, number in schedule.bytes_by_kind.items()},
-        pushes_s=pushes_s[:until],
-    )
+    return {
+        "times_s": times_s[:count],
+        "values": values[:count],
+        "time_s": time_s,
+        "gradients": until,
+        "updates": round(share * measures.updates),
+        "restarts": round(share * measures.restarts),
+        "mean_staleness": measures.mean_staleness,
+        "bytes_by_kind": {kind: round(share * number) for kind, number in schedule.bytes_by_kind.items()},
+        "pushes_s": pushes_s[:until],
+    }
 
 
-def _train_alone(run: TrainingRun, images: Images) -> TrainingOutcome:
+def _train_alone(run: TrainingRun, images: Images) -> Fields:
     """Train one run in a simulation of its own."""
     network = run.problem.network()  # evaluated with the weights of each snapshot
     times_s: list[float] = []
@@ -533,18 +541,17 @@ def _train_alone(run: TrainingRun, images: Images) -> TrainingOutcome:
         on_snapshot=evaluate,
     )
     measures = result.measures
-    return TrainingOutcome(
-        run=run,
-        times_s=times_s,
-        values=values,
-        time_s=result.time_s,
-        gradients=sum(measures.iterations.values()),
-        updates=measures.updates,
-        restarts=measures.restarts,
-        mean_staleness=measures.mean_staleness,
-        bytes_by_kind=result.bytes_by_kind,
-        pushes_s=[loss.time_s for loss in result.losses or []],
-    )
+    return {
+        "times_s": times_s,
+        "values": values,
+        "time_s": result.time_s,
+        "gradients": sum(measures.iterations.values()),
+        "updates": measures.updates,
+        "restarts": measures.restarts,
+        "mean_staleness": measures.mean_staleness,
+        "bytes_by_kind": result.bytes_by_kind,
+        "pushes_s": [loss.time_s for loss in result.losses or []],
+    }
 
 
 def _train(images: Images, run: TrainingRun) -> None:

@@ -143,18 +143,10 @@ def figure_7(options: Options, tell: TellShare) -> Made:
         figure=draw,
         data=finals,
         measured={
-            **{
-                f"fig7-gain-{count}": Measured.of(gain, "", 100.0)
-                for count, gain in gains.items()
-                if f"fig7-gain-{count}" in quoted
-            },
-            **{
-                f"fig7-{system}-64-{end}": Measured.exactly(
-                    100 * pick(each.value for each in means[scale].values())
-                )
-                for system, scale in (("fluentps", "averaged"), ("pmls", "added"))
-                for end, pick in (("low", min), ("high", max))
-            },
+            f"fig7-fluentps-64-{end}": Measured.exactly(
+                100 * pick(each.value for each in means["averaged"].values())
+            )
+            for end, pick in (("low", min), ("high", max))
         },
         notes=[
             "The paper's differences are those between FluentPS and PMLS-Caffe. With more than 8 workers, the "

@@ -14,11 +14,13 @@ from rich.console import Console
 
 from paceline.errors import ConfigurationError
 from paceline.sim import Cluster, simulate
+from reproductions import training
 from reproductions.catalogue import EXHIBITS, chosen, make
 from reproductions.commands import main
 from reproductions.datasets.synthetic_ratings import synthetic_ratings
 from reproductions.exhibit import Options
 from reproductions.fluent_ps.slicing import resnet_56
+from reproductions.kept_runs import kept_until_complete
 from reproductions.problems import SMALL_RESNET
 from reproductions.spec_sync.examples import CLUSTER, MODELS, computations
 from reproductions.spec_sync.pushes import pushes_after_pulls
@@ -217,3 +219,24 @@ def test_the_command_lists_and_makes(
     written = {path.suffix: path for path in (tmp_path / "out").glob("zipline-fig6.*")}
     assert written.keys() == {".json", ".png", ".txt"}
     assert "python -m reproductions zipline-fig6 --quick\n" in written[".txt"].read_text()
+
+
+def test_a_command_that_was_stopped_goes_on_from_the_runs_that_had_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "kept.jsonl"
+    run, other = (slow_pair(iterations=4, learning_rate=rate) for rate in (0.1, 1e6))
+    first = []
+
+    def stopped() -> None:
+        with kept_until_complete(path):
+            first.extend(run_all([run, other]))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stopped()
+    with kept_until_complete(path):
+        monkeypatch.setattr(training, "_execute", None)  # nothing may be trained again
+        assert run_all([run, other]) == first
+        assert first[1].values[-1] == math.inf
+    assert not path.exists()

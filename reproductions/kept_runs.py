@@ -1,0 +1,80 @@
+"""Outcomes of training runs, kept while exhibits are made, so that a command that was stopped goes on.
+
+Exhibits with equal runs share their outcomes. A run is known by all its parameters, its cluster included, but not by
+the code that trains it: remove the file after a change of the code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+from collections.abc import Iterator
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from .result_file import append_results, read_results
+
+__all__ = ["UNFINISHED", "KeptRuns", "kept_runs", "kept_until_complete"]
+
+UNFINISHED = Path("runs") / "reproductions-unfinished.jsonl"
+"""The file in which outcomes are kept."""
+
+
+class KeptRun(msgspec.Struct, frozen=True):
+    """An outcome.
+
+    Attributes:
+        key: what identifies the run.
+        outcome: the fields of its `TrainingOutcome`, without the run itself.
+    """
+
+    key: str
+    outcome: dict[str, Any]
+
+
+class KeptRuns:
+    """Outcomes by their run.
+
+    Args:
+        path: file of the outcomes; None to keep them in memory only.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = path
+        self._found: dict[str, dict[str, Any]] = {}
+        for each in [] if path is None else read_results(path, KeptRun):
+            values = [math.inf if value is None else value for value in each.outcome["values"]]  # not in JSON
+            self._found[each.key] = each.outcome | {"values": values}
+
+    def get(self, parameters: object) -> dict[str, Any] | None:
+        """Return the fields of the outcome of a run with these parameters; None if it is not known."""
+        return self._found.get(_key(parameters))
+
+    def keep(self, parameters: object, outcome: dict[str, Any]) -> None:
+        """Keep the outcome of a run."""
+        self._found[_key(parameters)] = outcome
+        if self._path is not None:
+            append_results(self._path, KeptRun(_key(parameters), outcome))
+
+
+kept_runs: ContextVar[KeptRuns] = ContextVar("kept_runs")
+"""The outcomes of the command that is carried out."""
+
+
+@contextlib.contextmanager
+def kept_until_complete(path: Path = UNFINISHED) -> Iterator[None]:
+    """Keep the outcomes of all runs in a file, and remove the file when the block has ended without an exception."""
+    token = kept_runs.set(KeptRuns(path))
+    try:
+        yield
+    finally:
+        kept_runs.reset(token)
+    path.unlink(missing_ok=True)
+
+
+def _key(parameters: object) -> str:
+    return hashlib.sha256(repr(parameters).encode()).hexdigest()
