@@ -80,34 +80,28 @@ Element = tuple[float, int, int]  # end time, worker, column
 
 def zipline_opt(times: Floats) -> Solution:
     """Run ZipLineOpt on an (n, R) matrix."""
-
-    def position(z: list[Element], p: int, i: int) -> int:
-        return next(k for k, (_, worker, _) in enumerate(z) if worker == p)
-
-    return _scan(times, position)
+    return _scan(times, lambda z, workers, p, i: workers.index(p))
 
 
 def zipline_opt_bs(times: Floats) -> Solution:
     """Run ZipLineOptBS on an (n, R) matrix."""
     rows = times.tolist()
-
-    def position(z: list[Element], p: int, i: int) -> int:
-        return bisect_left(z, (rows[p][i], p, i))
-
-    return _scan(times, position)
+    return _scan(times, lambda z, workers, p, i: bisect_left(z, (rows[p][i], p, i)))
 
 
-def _scan(times: Floats, position: Callable[[list[Element], int, int], int]) -> Solution:
-    """Run the scan. `position(z, p, i)` must return the index in z of the end time of worker p in column i."""
+def _scan(times: Floats, position: Callable[[list[Element], list[int], int, int], int]) -> Solution:
+    """Run the scan. `position(z, workers, p, i)` must return the index in z of the end time of worker p in column i."""
     z: list[Element] = []
+    workers: list[int] = []  # of the elements of z: `list.index` searches it without running Python code
     wait = barrier = inf
     candidates = 0
     for t, p, i in timeline(times):
         replaced = 0
         if i > 0:
-            replaced = position(z, p, i - 1)
-            del z[replaced]
+            replaced = position(z, workers, p, i - 1)
+            del z[replaced], workers[replaced]
         z.append((t, p, i))
+        workers.append(p)
         # A worker's first end time replaces no other one. Z is complete when it contains an end time of every worker.
         if replaced == 0 and len(z) == len(times):
             candidates += 1
