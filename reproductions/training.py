@@ -424,7 +424,14 @@ def _execute(task: Task) -> list[Fields]:
             f"{first.problem.name}: {size(images.train)} training images are fewer than a batch of "
             f"{first.batch_size}. Unpack the whole data set."
         )
-    return _train_together(task, images) if first.together else [_train_alone(run, images) for run in task]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # each core has a task of its own, and sums do not depend on the number of cores
+    try:
+        return (
+            _train_together(task, images) if first.together else [_train_alone(run, images) for run in task]
+        )
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _train_together(task: Task, images: Images) -> list[Fields]:
