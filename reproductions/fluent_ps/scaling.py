@@ -25,7 +25,7 @@ __all__ = ["EXHIBITS"]
 PAPER = str(FLUENT_PS)
 TARGET = Target("accuracy", 0.9, in_a_row=2)
 RATE = 0.2
-ITERATIONS = 100
+ITERATIONS = 200
 BATCH = 128  # images in one iteration of all workers, as the paper shares a batch of 6,400
 SCALES = {"averaged": "1/n", "added": "1"}
 """How the servers scale the gradients of n workers: FluentPS averages them; PMLS-Caffe adds each worker's update."""
