@@ -97,10 +97,10 @@ class Comparison(msgspec.Struct, frozen=True):
             itself = label == reference
             rows[label] = [
                 (None, seconds(reached[0][label])),
-                ((papers or {}).get(label), "-" if itself else str(common)),
+                ((papers or {}).get(label), "-" if itself else str(Measured.of(common))),
                 (None, f"{self.swept.best[label]:g}" + "*" * (label in self.swept.at_an_end)),
                 (None, seconds(reached[1][label])),
-                (None, "-" if itself else str(best)),
+                (None, "-" if itself else str(Measured.of(best))),
                 *(cell(label) for cell in others.values()),
             ]
         columns = [

@@ -19,7 +19,7 @@ from .papers import PAPERS, Quote
 
 __all__ = ["Judged", "Measured", "Verdict", "judged", "verdict"]
 
-SEEDS, MACHINES = "more seeds", "the paper's machines and data"
+SEEDS, RUNS, MACHINES = "more seeds", "runs that reach the target", "the paper's machines and data"
 """What would tell."""
 
 RESULTS = Path(__file__).parent / "results"
@@ -114,6 +114,7 @@ def verdict(quote: Quote, ours: Measured | None) -> Verdict:
         return Verdict("not reproduced")
     low = -math.inf if ours.low is None else ours.low
     high = math.inf if ours.high is None else ours.high
+    seeds = RUNS if (ours.low, ours.high) == (None, None) else SEEDS
     least, most = quote.range
     holds = low <= most and high >= least
     none = quote.no_effect
@@ -126,7 +127,7 @@ def verdict(quote: Quote, ours: Measured | None) -> Verdict:
         return (
             Verdict("agrees")
             if within
-            else Verdict("cannot tell", SEEDS)
+            else Verdict("cannot tell", seeds)
             if holds
             else Verdict("contradicts")
         )
@@ -135,7 +136,7 @@ def verdict(quote: Quote, ours: Measured | None) -> Verdict:
         return Verdict("agrees" if holds else "agrees in direction")
     if high <= none if positive else low >= none:
         return Verdict("contradicts")
-    return Verdict("cannot tell", SEEDS)
+    return Verdict("cannot tell", seeds)
 
 
 class Judged(NamedTuple):

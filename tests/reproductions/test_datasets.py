@@ -163,5 +163,5 @@ def test_the_mnist_digits_are_divided_and_the_training_images_enlarged() -> None
     apart = (originals - copies).square().mean(dim=(1, 2, 3))
     assert apart.min() > 0.0  # each copy is moved
     assert apart.mean() < (originals - copies.roll(1, 0)).square().mean()  # and still like its original
-    images = {image.numpy().tobytes() for image in originals}
-    assert not any(image.numpy().tobytes() in images for image in test[0])
+    trained = {image.numpy().tobytes() for image in originals}
+    assert not any(image.numpy().tobytes() in trained for image in test[0])
