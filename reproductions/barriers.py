@@ -564,33 +564,27 @@ OWN_EXAMPLE = "The example is ours; the paper draws a sketch, and does not state
 EXHIBITS = (
     Exhibit(
         name="elasticbsp-table1",
-        source=f"{PAPER}, Table 1",
         title="growth of each method's computation time with n and R",
         differs="The paper derives bounds; we fit exponents to computation times that are measured on this machine.",
         minutes=1,
         make=table_1,
-        covers=("ElasticBSP, Table 1",),
         stand_in=False,
     ),
     Exhibit(
         name="elasticbsp-table2",
-        source=f"{PAPER}, Table 2",
         title="shapes of the synthetic data sets",
         differs="The push times are drawn with the paper's generator (section 6.1), but not from the paper's seed.",
         minutes=0.1,
         make=table_2,
-        covers=("ElasticBSP, Table 2",),
         stand_in=False,
     ),
     *(
         Exhibit(
             name=f"elasticbsp-fig{number}",
-            source=f"{PAPER}, Fig. {number}",
             title=title,
             differs=OWN_EXAMPLE,
             minutes=0.1,
             make=make,
-            covers=(f"ElasticBSP, Fig. {number}",),
             stand_in=False,
         )
         for number, title, make in (

@@ -382,7 +382,6 @@ def _exhibit(figure: AccuracyFigure) -> Exhibit:
     rate = "" if figure.stand_in_rate is None else " at a larger rate"
     return Exhibit(
         name=f"elasticbsp-fig{figure.number}",
-        source=f"{PAPER}, Fig. {figure.number}",
         title=f"accuracy over time under every model, {figure.workload}, on 4 machines",
         differs=(
             f"{stand_in} replaces {figure.workload}{rate}, for {figure.stand_in_epochs} epochs; the messages are as "
@@ -390,7 +389,6 @@ def _exhibit(figure: AccuracyFigure) -> Exhibit:
         ),
         minutes=figure.minutes,
         make=partial(make, figure),
-        covers=(f"ElasticBSP, Fig. {figure.number}",),
         with_data=f"The machines are simulated. {SIMULATED}",
         trains_on=(figure.workload,),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from rich.table import Table
 
 from paceline.cli.console import TellShare
 
-from .papers import Quote
+from .papers import PAPERS, Quote
 from .verdicts import Measured
 
 if TYPE_CHECKING:
@@ -74,27 +75,38 @@ class Exhibit(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         name: name on the command line.
-        source: the paper and the number of the table or figure.
         title: what the exhibit shows, in one line.
         differs: how the reproduction differs from the paper, mainly in the network and the data.
         minutes: approximate time in minutes for making the exhibit.
         make: function that makes the exhibit, given the options and a progress callback.
-        covers: the tables and figures that it reproduces, as listed in `papers.toml`: "ElasticBSP, Fig. 4".
+        numbers: the tables and figures that it reproduces, as listed in `papers.toml`; by default, the one in its name.
         stand_in: True if other networks, data or machines stand in for those of the paper.
         with_data: how the reproduction differs if the published data are given; "" if it trains on none.
         trains_on: names of the workloads that it trains if the data are given, in `reproductions.problems.WORKLOADS`.
     """
 
     name: str
-    source: str
     title: str
     differs: str
     minutes: float
     make: Callable[[Options, TellShare], Made]
-    covers: tuple[str, ...] = ()
+    numbers: tuple[str, ...] = ()
     stand_in: bool = True
     with_data: str = ""
     trains_on: tuple[str, ...] = ()
+
+    @property
+    def covers(self) -> tuple[str, ...]:
+        """The tables and figures that it reproduces: "ElasticBSP, Fig. 4"."""
+        kind, number = re.findall(r"(fig|table)(\w+)$", self.name)[0] if not self.numbers else ("", "")
+        numbers = self.numbers or (f"{'Fig.' if kind == 'fig' else 'Table'} {number}",)
+        return tuple(f"{PAPERS[self.paper].name}, {each}" for each in numbers)
+
+    @property
+    def source(self) -> str:
+        """The paper and its tables and figures: "SpecSync (2018), Fig. 12 and Fig. 13"."""
+        numbers = dict.fromkeys(each.split(", ")[1] for each in self.covers)
+        return f"{PAPERS[self.paper]}, {' and '.join(numbers)}"
 
     @property
     def paper(self) -> str:

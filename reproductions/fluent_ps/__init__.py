@@ -1,9 +1,7 @@
 """Tables and figures of FluentPS (Yao, Wu and Wang, CLUSTER 2019), one file per subject."""
 
-from . import accuracy, delayed_pulls, scaling, slicing
+from . import accuracy, delayed_pulls, slicing
 
 __all__ = ["EXHIBITS"]
 
-EXHIBITS = tuple(
-    exhibit for module in (slicing, delayed_pulls, accuracy, scaling) for exhibit in module.EXHIBITS
-)
+EXHIBITS = tuple(exhibit for module in (slicing, delayed_pulls, accuracy) for exhibit in module.EXHIBITS)

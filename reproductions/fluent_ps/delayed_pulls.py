@@ -307,20 +307,17 @@ def _soft_over_lazy(found: Mapping[tuple[str, str, str], tuple[float, float]]) -
 EXHIBITS = (
     Exhibit(
         name="fluentps-fig9",
-        source=f"{PAPER}, Fig. 9",
         title="delayed pulls under PSSP(3, c) and under SSP with the same regret bound",
         differs=f"Only the timing is simulated, without training. {MACHINES}",
         minutes=0.5,
         make=figure_9,
-        covers=("FluentPS, Fig. 9",),
     ),
     Exhibit(
         name="fluentps-table4",
-        source=f"{PAPER}, Table IV",
         title="time and delayed pulls for each P, with the soft barrier and with lazy execution",
         differs=f"Only the timing is simulated, without training. {MACHINES}",
         minutes=2,
         make=table_4,
-        covers=tuple(f"FluentPS, Table IV, {row}" for rows in TABLE_4.values() for row in rows),
+        numbers=tuple(f"Table IV, {row}" for rows in TABLE_4.values() for row in rows),
     ),
 )

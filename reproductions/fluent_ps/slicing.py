@@ -175,12 +175,10 @@ def _faster(before: Times, after: Times) -> float:
 EXHIBITS = (
     Exhibit(
         name="fluentps-fig6",
-        source=f"{PAPER}, Fig. 6",
         title="communication time under BSP: as in PS-Lite, with overlap only, and with overlap and EPS",
         differs="Simulated: messages of the size of ResNet-56 over network interfaces of 780 Mbit/s. "
         "No gradients are computed.",
         minutes=0.5,
         make=figure_6,
-        covers=("FluentPS, Fig. 6",),
     ),
 )

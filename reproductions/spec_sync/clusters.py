@@ -97,23 +97,19 @@ def figure_11(options: Options, tell: TellShare) -> Made:
 EXHIBITS = (
     Exhibit(
         name="specsync-fig10",
-        source=f"{PAPER}, Fig. 10",
         title="loss over time under BSP, SSP, ASP and SpecSync, on both clusters",
         differs=CIFAR_10.stand_in,
         minutes=3,
         make=figure_10,
-        covers=("SpecSync, Fig. 10",),
         with_data=WITH_DATA,
         trains_on=(CIFAR_10.published,),
     ),
     Exhibit(
         name="specsync-fig11",
-        source=f"{PAPER}, Fig. 11",
         title="speed-up and loss on 20, 30 and 40 machines",
         differs=CIFAR_10.stand_in,
         minutes=2,
         make=figure_11,
-        covers=("SpecSync, Fig. 11",),
         with_data=WITH_DATA,
         trains_on=(CIFAR_10.published,),
     ),

@@ -113,11 +113,9 @@ def _box(values: Sequence[int]) -> tuple[float, float, float, float, float]:
 EXHIBITS = (
     Exhibit(
         name="specsync-fig3",
-        source=f"{PAPER}, Fig. 3",
         title="pushes of other workers in each second after a pull",
         differs=TIMES,
         minutes=0.2,
         make=figure_3,
-        covers=("SpecSync, Fig. 3",),
     ),
 )

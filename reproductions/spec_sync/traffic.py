@@ -123,12 +123,11 @@ def _draw(found: dict[str, dict[str, TrainingOutcome]]) -> Figure:
 EXHIBITS = (
     Exhibit(
         name="specsync-fig12",
-        source=f"{PAPER}, Figs. 12 and 13",
         title="bytes sent until convergence, over time and by kind of message",
         differs=" ".join(workload.stand_in for workload in WORKLOADS.values()),
         minutes=3,
         make=figures_12_and_13,
-        covers=tuple(f"SpecSync, Fig. {n}, {part}" for n in (12, 13) for part in ("CIFAR-10", "others")),
+        numbers=tuple(f"Fig. {n}, {part}" for n in (12, 13) for part in ("CIFAR-10", "others")),
         with_data=WITH_DATA,
         trains_on=tuple(workload.published for workload in WORKLOADS.values()),
     ),

@@ -187,11 +187,10 @@ def table_1(options: Options, tell: TellShare) -> Made:
 EXHIBITS = (
     Exhibit(
         name="specsync-table1",
-        source=f"{PAPER}, Table I",
         title="models and data sets",
         differs="The paper's networks are counted, and stand-ins are trained. The cluster is simulated.",
         minutes=0.2,
         make=table_1,
-        covers=("SpecSync, Table I",),
+        numbers=("Table I",),
     ),
 )

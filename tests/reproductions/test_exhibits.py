@@ -39,7 +39,7 @@ PROMISED = {
     *(f"elasticbsp-fig{number}" for number in (3, 5, 8, 9, 11, 12, 13, 14, 15)),
     *(f"specsync-fig{number}" for number in ("3", "5", "5b", "8", "8a", "8c", "10", "11", "12")),
     *(f"specsync-{name}" for name in ("table1", "table2", "examples")),
-    *(f"fluentps-fig{number}" for number in (1, 6, 7, 8, 9, 10, 11)),
+    *(f"fluentps-fig{number}" for number in (6, 7, 8, 9, 10, 11)),
     "fluentps-table4",
 }
 
