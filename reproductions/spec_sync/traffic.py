@@ -45,10 +45,7 @@ def figures_12_and_13(options: Options, tell: TellShare) -> Made:
             totals[name, label] = Measured(value=sent.value, low=sent.low, high=sent.high)
             converged = sum(o.time.reached for o in outcomes)
             rows[f"{name}, {label}"] = [
-                *(
-                    (None, f"{sum(one.bytes_by_kind[kind] for kind in kinds) / _total(one):.2%}")
-                    for kinds in KINDS.values()
-                ),
+                *((None, f"{_share(one, kinds):.2%}") for kinds in list(KINDS.values())[1:]),
                 ((SPEC_SYNC.numbers["fig12-rate"], str(rates[name])) if label == "Adaptive" else (None, "1")),
                 (
                     SPEC_SYNC.numbers[f"bytes-{label.lower()}"] if name == "CIFAR-10" else None,
@@ -56,7 +53,7 @@ def figures_12_and_13(options: Options, tell: TellShare) -> Made:
                 ),
                 (None, f"{converged} of {len(outcomes)}"),
             ]
-    columns = [*KINDS, "bytes per s,\nOriginal = 1", "TB until\nconvergence", "converged"]
+    columns = [*list(KINDS)[1:], "bytes per s,\nOriginal = 1", "TB until\nconvergence", "converged"]
     return Made(
         tables=[beside(f"{PAPER}, Figs. 12 and 13: bytes sent until convergence", rows, columns)],
         figure=lambda: _draw(
@@ -77,6 +74,11 @@ def figures_12_and_13(options: Options, tell: TellShare) -> Made:
             **{f"bytes-{label.lower()}": totals["CIFAR-10", label] for label in ("Original", "Adaptive")},
         },
     )
+
+
+def _share(outcome: TrainingOutcome, kinds: tuple[str, ...]) -> float:
+    """Return the share of some kinds of messages in all bytes."""
+    return sum(outcome.bytes_by_kind[kind] for kind in kinds) / _total(outcome)
 
 
 def _total(outcome: TrainingOutcome) -> int:
