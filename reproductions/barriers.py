@@ -467,7 +467,6 @@ def figure_8(options: Options, tell: TellShare) -> Made:
         ],
         figure=draw,
         data={"staleness": stale, "iterations": {str(at): count for at, count in counts.items()}},
-        measured={keys[at]: Measured.exactly(max(count) - min(count)) for at, count in counts.items()},
         notes=[
             f"In 8b, d_Z = {waits.min():.0f} s at both barriers. The solvers choose the earlier one, at which the "
             "difference between the numbers of iterations, d_iter, is smaller (Theorem 1). The example is ours: the "

@@ -22,6 +22,9 @@ __all__ = ["Judged", "Measured", "Verdict", "judged", "verdict"]
 SEEDS, RUNS, MACHINES = "more seeds", "runs that reach the target", "the paper's machines and data"
 """What would tell."""
 
+NEGLIGIBLE = 0.1
+"""Share of the paper's effect up to which an effect of the same sign counts as none."""
+
 RESULTS = Path(__file__).parent / "results"
 
 Word = Literal["agrees", "agrees in direction", "contradicts", "cannot tell", "not reproduced"]
@@ -95,8 +98,8 @@ def verdict(quote: Quote, ours: Measured | None) -> Verdict:
     - It *agrees* if its interval holds the paper's number, as precisely as the paper prints it. With "up to" and
       "over", a larger effect agrees, too.
     - It *agrees in direction* if the whole interval shows an effect of the same sign, but of another size.
-    - It *contradicts* the paper if the whole interval shows no effect, or one of the other sign. A number that is not
-      an effect, such as a count, is contradicted by any other number.
+    - It *contradicts* the paper if the whole interval shows no effect, less than a tenth of the paper's, or one of the
+      other sign. A number that is not an effect, such as a count, is contradicted by any other number.
     - It *cannot tell* if the interval holds both an effect and none, or if the number depends on the paper's machines
       and data, for which others stand in.
 
@@ -116,7 +119,7 @@ def verdict(quote: Quote, ours: Measured | None) -> Verdict:
     high = math.inf if ours.high is None else ours.high
     seeds = RUNS if (ours.low, ours.high) == (None, None) else SEEDS
     least, most = quote.range
-    holds = low <= most and high >= least
+    holds = low <= most and (high > least if quote.bound in ("over", "above") else high >= least)
     none = quote.no_effect
     if none is None:
         if holds:
@@ -131,11 +134,14 @@ def verdict(quote: Quote, ours: Measured | None) -> Verdict:
             if holds
             else Verdict("contradicts")
         )
-    positive = quote.value > none or quote.bound in ("above", "over")
-    if low > none if positive else high < none:
-        return Verdict("agrees" if holds else "agrees in direction")
-    if high <= none if positive else low >= none:
+    sign = 1 if quote.value > none or quote.bound in ("above", "over") else -1
+    weakest, strongest = sorted(
+        (sign * (low - none), sign * (high - none))
+    )  # effect, above 0 as in the paper
+    if strongest <= NEGLIGIBLE * abs(quote.value - none):
         return Verdict("contradicts")
+    if weakest > 0:
+        return Verdict("agrees" if holds else "agrees in direction")
     return Verdict("cannot tell", seeds)
 
 

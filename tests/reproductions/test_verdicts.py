@@ -32,6 +32,8 @@ def between(low: float | None, high: float | None) -> Measured:
         (quote(1.77), 1.01, 1.50, "agrees in direction"),
         (quote(1.77), 0.90, 2.50, "cannot tell"),  # holds the paper's number, but no effect as well
         (quote(1.77), 0.90, 1.00, "contradicts"),
+        (quote(1.77), 1.01, 1.05, "contradicts"),  # less than a tenth of the effect
+        (quote(86, "%", neutral=0), 0.5, 3.0, "contradicts"),
         (quote(1.77), 1.20, None, "agrees"),  # the others never reach the target
         (quote(1.77), None, 0.50, "contradicts"),
         (quote(1.77), None, None, "cannot tell"),
@@ -54,6 +56,7 @@ def between(low: float | None, high: float | None) -> Measured:
         (quote(13795, ""), 13795, 13795, "agrees"),
         (quote(13795, ""), 13794, 13794, "contradicts"),
         (quote(6, "", bound="over"), 6.5, 7.0, "agrees"),
+        (quote(6, "", bound="over"), 6.0, 6.0, "contradicts"),
         (quote(2, "", bound="at most"), 1.2, 1.2, "agrees"),
         (quote(2, "", bound="at most"), 2.3, 2.3, "contradicts"),
         (quote(75.9, "%", absolute=True), 90.0, 91.0, "cannot tell"),
