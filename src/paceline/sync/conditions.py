@@ -250,7 +250,8 @@ class ConditionMachine(ShardMachine):
         self._average = average
         self._execution = execution
         self._scale = None if scale is PUSH_SCALES["1"] else scale
-        # Count[V_train]: the number of live workers with c_p > V_train that are not in `_coming`
+        # Count[V_train]: the number of live workers with c_p > V_train that are not in `_coming`, and of those for
+        # which `_late` has True
         self._pushed = 0
         # Workers that have joined a run in progress and have not pulled their first weights yet.
         self._entering: set[int] = set()
@@ -295,7 +296,7 @@ class ConditionMachine(ShardMachine):
                 ahead = self.counts.left(event.worker) > self.v_train
                 self._pushed -= self._coming.pop(event.worker, None) is None and ahead
                 self._entering.discard(event.worker)
-                self._late.pop(event.worker, None)
+                self._pushed -= self._late.pop(event.worker, False)
                 self._significance.pop(event.worker, None)
                 self._forget_pull(event.worker)
                 return self._close_rounds()
@@ -315,7 +316,7 @@ class ConditionMachine(ShardMachine):
         else:
             significance = self._significance.get(worker)
             joining = len(self._coming)
-            state = PullState(self.counts, self.v_train, self._count, pull, significance, joining)
+            state = PullState(self.counts, self.v_train, self._pushed, pull, significance, joining)
             if self._pull_condition(state):
                 return [self._answer(worker, pull.iteration)]
             rnd = self._execution(state.progress, self.v_train)
@@ -374,7 +375,7 @@ class ConditionMachine(ShardMachine):
     def waits(self) -> dict[int, str]:
         live = self.counts.live_count
         return {
-            worker: f"round {rnd} ({self._count} of {live} workers have pushed round {self.v_train})"
+            worker: f"round {rnd} ({self._pushed} of {live} workers have pushed round {self.v_train})"
             for worker, rnd in self._filed_under.items()
         }
 
@@ -397,6 +398,7 @@ class ConditionMachine(ShardMachine):
         if not self._entering <= counts.keys():
             raise InternalError(f"workers {self._entering} have joined, but {set(counts)} are live")
         pushed = sum(count > self.v_train for count in counts.values()) - len(self._coming)
+        pushed += sum(self._late.values())
         if pushed != self._pushed:
             raise InternalError(f"Count[{self.v_train}] is {pushed}, but the stored count is {self._pushed}")
         if any(counts.get(worker, math.inf) > self.v_train for worker in self._late):
@@ -408,11 +410,6 @@ class ConditionMachine(ShardMachine):
     def _takes_late(self) -> bool:
         """True if a round may close without some workers, whose later pushes then count for later rounds."""
         return self._average and not self.alone and self._push_condition is not everybody
-
-    @property
-    def _count(self) -> int:
-        """Count[V_train], with the late workers."""
-        return self._pushed + sum(self._late.values())
 
     def _join(self, event: WorkerJoined) -> list[AnyAction]:
         worker = event.worker
@@ -433,13 +430,11 @@ class ConditionMachine(ShardMachine):
         self._pushed += before <= self.v_train <= progress
         if push.significance is not None:
             self._significance[push.worker] = push.significance
-        late = self._average and progress < self.v_train
-        # True if the mean of this round has a push of the worker; None if the worker's weights may be outdated.
-        averaged = self._late.get(push.worker) if late else self._late.pop(push.worker, False)
-        if push.empty or averaged is not False:
+        missed = self._average and progress < self.v_train
+        if self._late and push.worker in self._late:
+            missed = self._fill(push, missed)
+        if push.empty or missed:
             return DropPush(push.worker, push.iteration)
-        if late:
-            self._late[push.worker] = True
         if self._average:
             self._held.append((push.worker, push.iteration))
             return HoldPush(push.worker, push.iteration)
@@ -450,13 +445,26 @@ class ConditionMachine(ShardMachine):
             return ApplyPush(push.worker, push.iteration, factor)
         return ApplyPush(push.worker, push.iteration)
 
+    def _fill(self, push: PushReceived, late: bool) -> bool:
+        """Count a push on the weights of this round. Return True if the mean has a push of the worker already."""
+        averaged = self._late[push.worker]
+        if not late:
+            self._pushed -= averaged  # c_p has reached this round, so the worker would be counted twice
+            del self._late[push.worker]
+        elif not (averaged or push.empty):
+            self._pushed += 1
+            self._late[push.worker] = True
+        return averaged
+
     def _close_rounds(self) -> list[AnyAction]:
         actions: list[AnyAction] = []
         while self._is_complete():
             actions += self._apply_mean()
             closing = self._delayed.pop(self.v_train, {})
             self.v_train += 1
-            self._late.clear()
+            if self._late:
+                self._pushed -= sum(self._late.values())
+                self._late.clear()
             self._pushed -= self.counts.at(self.v_train)
             for worker in [worker for worker, rnd in self._coming.items() if rnd == self.v_train]:
                 del self._coming[worker]
@@ -476,8 +484,8 @@ class ConditionMachine(ShardMachine):
         """
         if self.frozen:
             return False
-        if self._count:
-            state = PushState(self.counts, self.v_train, self._count, len(self._coming))
+        if self._pushed:
+            state = PushState(self.counts, self.v_train, self._pushed, len(self._coming))
             return self._push_condition(state)
         return bool(self._coming) and len(self._coming) == self.counts.live_count
 
