@@ -65,8 +65,8 @@ class Headline(NamedTuple):
 
 NOT_YET = "There is no kept result with an interval yet."
 CHAOS = (
-    "At the rate that all models share, the runs are at the edge of what converges with 40 workers: whether a run "
-    "reaches the target depends on its seed. At smaller rates, the models differ by less than the interval."
+    "Where runs with 40 workers converge, the models differ by less than the interval. From twice this rate, it "
+    "depends on the seed whether a run converges at all, so that one run of each model may show any ratio."
 )
 LARGE = "One rate for all models decides it. At its own best rate, each model is about as fast as the other."
 

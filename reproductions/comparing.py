@@ -129,7 +129,8 @@ class Comparison(msgspec.Struct, frozen=True):
         return notes
 
     def plain(self) -> dict[str, object]:
-        """Return the numbers that are plotted."""
+        """Return the times of all runs, and the curves that are drawn on top, those of the first seed."""
+        first = min(outcome.run.seed for outcome in self.common)
         return {
             "rate": self.rate,
             "seconds_by_rate": {
@@ -138,18 +139,17 @@ class Comparison(msgspec.Struct, frozen=True):
                 }
                 for label, found in self.swept.by_rate.items()
             },
+            "seconds_at_best": {
+                label: [_none(o.reached_s) for o in self.swept.at_best if o.run.label == label]
+                for label in self.labels
+            },
             "curves": {
-                how: [
-                    {
-                        "label": o.run.label,
-                        "rate": o.run.learning_rate,
-                        "seed": o.run.seed,
-                        "times_s": [float(f"{time_s:.6g}") for time_s in o.times_s],
-                        "values": [_none(value) for value in o.values],
-                    }
-                    for o in outcomes
-                ]
-                for how, outcomes in self.panels.items()
+                o.run.label: {
+                    "times_s": [float(f"{time_s:.6g}") for time_s in o.times_s],
+                    "values": [_none(value) for value in o.values],
+                }
+                for o in self.common
+                if o.run.seed == first
             },
         }
 

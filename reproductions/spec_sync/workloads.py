@@ -110,7 +110,7 @@ CIFAR_10 = Workload(
     problem=DIGITS,
     target=Target("loss", 0.35, in_a_row=IN_A_ROW),
     rates=(0.005, 0.01, 0.02, 0.04, 0.08),
-    common_rate=0.02,  # the paper uses 0.05, which is too large for our network with 40 workers
+    common_rate=0.01,  # the paper uses 0.05; from 0.02, runs with our network and 40 workers converge by chance
     stand_in=(
         "DigitsNet (9,802 parameters) on scikit-learn's digits replaces ResNet-110 on CIFAR-10; its transfers are "
         f"simulated with the size of ResNet-110. {CONVERGED}"
