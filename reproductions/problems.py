@@ -186,7 +186,7 @@ def problem(workload: str, data: Path | None) -> Problem:
     """Return a paper's own problem or, if there is no folder with the data, what stands in for it.
 
     >>> problem("VGG-16 on ImageNet 1K", None).name
-    "DigitsNet on scikit-learn's digits"
+    'a small VGG on 16,000 MNIST digits'
 
     Args:
         workload: a name in `WORKLOADS`.
