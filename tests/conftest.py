@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import settings
+from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from paceline.core.loader_ledger import PositionCounts
 from paceline.core.metrics import MetricHistory
@@ -37,6 +38,7 @@ from paceline.trace.activity_cells import TimeUse, time_use
 from paceline.trace.measures import meter_of
 from paceline.trace.recording import Trace, read_run
 from paceline.train import session as sessions
+from paceline.train.generator_states import generators_lock
 from tests.support.copies import copied_pools
 from tests.support.garbage import spare_what_exists
 from tests.support.live import mark, require_whole_times
@@ -202,12 +204,21 @@ def on_one_core() -> Iterator[None]:
 
 
 @pytest.fixture
-def run_on_threads(tmp_path: Path) -> RunOnThreads:
+def run_on_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunOnThreads:
     """run_on_threads(function, workers=..., servers=..., sync=..., ...): the same hosts as a live run's, each on
     a thread of this process instead of a process of its own. `function()` trains; the session is its thread's.
     Raises what a worker raised, unless `keep_errors=True`. With `late`, the worker with the highest index joins the
     run when another one has set this event."""
     count = 0
+    begin = _SingleProcessDataLoaderIter.__init__
+
+    def begin_alone(self: Any, *args: Any, **options: Any) -> None:
+        # A loader of worker 0 draws a seed from torch's default generator, which the threads share. Another worker may
+        # be drawing its order from the same generator.
+        with generators_lock:
+            begin(self, *args, **options)
+
+    monkeypatch.setattr(_SingleProcessDataLoaderIter, "__init__", begin_alone)
 
     @on_one_core()
     def run(
