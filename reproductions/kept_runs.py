@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import msgspec
 
 from .result_file import append_results, read_results
 
-__all__ = ["UNFINISHED", "KeptRuns", "kept_runs", "kept_until_complete"]
+__all__ = ["UNFINISHED", "KeptRuns", "kept_runs", "kept_until_complete", "key_of"]
 
 UNFINISHED = Path("runs") / "reproductions-unfinished.jsonl"
 """The file in which outcomes are kept."""
@@ -52,13 +52,16 @@ class KeptRuns:
 
     def get(self, parameters: object) -> dict[str, Any] | None:
         """Return the fields of the outcome of a run with these parameters; None if it is not known."""
-        return self._found.get(_key(parameters))
+        return self._found.get(key_of(parameters))
 
-    def keep(self, parameters: object, outcome: dict[str, Any]) -> None:
-        """Keep the outcome of a run."""
-        self._found[_key(parameters)] = outcome
+    def keep(self, outcomes: Mapping[str, dict[str, Any]]) -> None:
+        """Keep outcomes by the key of their run: see `key_of`.
+
+        Those of one task are kept at once, because the file is read each time to see where its last line ends.
+        """
+        self._found |= outcomes
         if self._path is not None:
-            append_results(self._path, KeptRun(_key(parameters), outcome))
+            append_results(self._path, *(KeptRun(key, outcome) for key, outcome in outcomes.items()))
 
 
 kept_runs: ContextVar[KeptRuns] = ContextVar("kept_runs")
@@ -76,5 +79,6 @@ def kept_until_complete(path: Path = UNFINISHED) -> Iterator[None]:
     path.unlink(missing_ok=True)
 
 
-def _key(parameters: object) -> str:
+def key_of(parameters: object) -> str:
+    """Return what identifies a run with these parameters."""
     return hashlib.sha256(repr(parameters).encode()).hexdigest()

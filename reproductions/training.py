@@ -37,7 +37,7 @@ from .datasets import Images
 from .ensembles.networks import Descent, StackedNetwork
 from .ensembles.schedules import Epochs, Schedule, record
 from .ensembles.training import Setting, train
-from .kept_runs import KeptRuns, kept_runs
+from .kept_runs import KeptRuns, kept_runs, key_of
 from .networks import parameter_count
 from .problems import DIGITS, OPTIMIZERS, Problem, Protocol, accuracy, mean_loss, problem, size
 
@@ -223,8 +223,7 @@ def run_all(
     by_key = {(run.kind, run.learning_rate, run.seed): run for run in runs}
     tasks = _tasks({key: run for key, run in by_key.items() if kept.get(run.parameters) is None})
     for done, (task, outcomes) in enumerate(_executed(tasks), start=1):
-        for run, outcome in zip(task, outcomes, strict=True):
-            kept.keep(run.parameters, outcome)
+        kept.keep({key_of(run.parameters): outcome for run, outcome in zip(task, outcomes, strict=True)})
         tell(done, len(tasks), task[0].label)
     return [TrainingOutcome(run=run, **(kept.get(run.parameters) or {})) for run in runs]
 
