@@ -41,7 +41,8 @@ agree with it. A verdict follows from the paper's number and from the interval o
 Where training is involved, a small network on small images in virtual time stands in for the paper's network, data and
 machines, and the same number is given in two ways: with all models at the same learning rate, as in the papers, and
 with each model at its own best one, as somebody who tunes them would see it. Brackets hold 95 % intervals over seeds;
-"..." is an open end, because runs did not reach the target. A number without brackets does not depend on chance.
+"..." is an open end, because runs did not reach the target. A number without brackets has no interval: it is a count,
+one simulation without training, or a time on the machine that is named in the result.
 
     python -m reproductions --list       # every number with its verdict
     python -m reproductions NAME...      # make an exhibit: its text, numbers and picture

@@ -48,7 +48,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def exactly(cls, value: float, how: str = "") -> Measured:
-        """Return a value that does not depend on chance."""
+        """Return a value without an interval: a count, one simulation without training, or a measured time."""
         return cls(value=value, low=value, high=value, how=how)
 
     @classmethod
