@@ -99,8 +99,10 @@ class Cluster:
             raise ConfigurationError(
                 f"compute_s is {self.compute_s!r}, expected a time for each worker, for example [1.0, 1.0, 3.0]."
             )
-        object.__setattr__(self, "compute_s", tuple(times_of(times) for times in self.compute_s))
-        object.__setattr__(self, "latency_s", times_of(self.latency_s))
+        compute = (_times(f"compute_s[{worker}]", times) for worker, times in enumerate(self.compute_s))
+        object.__setattr__(self, "compute_s", tuple(compute))
+        for name in ("latency_s", "apply_s", "update_s"):
+            object.__setattr__(self, name, _times(name, getattr(self, name)))
         object.__setattr__(self, "fixed_share", self._shares())
         require_whole("servers", self.servers, 1)
         _require_bandwidth(self.bandwidth_bps)
@@ -117,8 +119,6 @@ class Cluster:
                         f"{name} has {value!r} for worker {worker}, expected a paceline.sim.{kind.__name__}(...)."
                     )
                 _require_index(name, worker, self.workers)
-        object.__setattr__(self, "apply_s", times_of(self.apply_s))
-        object.__setattr__(self, "update_s", times_of(self.update_s))
         object.__setattr__(self, "pauses", tuple(self.pauses))
         object.__setattr__(self, "uplinks", tuple(self.uplinks))
         for each in (*self.pauses, *self.uplinks):
@@ -337,6 +337,14 @@ def _require_index(name: str, worker: object, count: int) -> None:
         raise ConfigurationError(
             f"{name} has an entry for worker {worker!r}, expected a number from 0 to {count - 1}."
         )
+
+
+def _times(name: str, times: Times) -> Distribution:
+    """Return the distribution of times that a user has given. Errors name the argument."""
+    try:
+        return times_of(times)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{name}: {error}") from error
 
 
 def _require_bandwidth(bandwidth_bps: object) -> None:
