@@ -54,8 +54,8 @@ BY_HAND = {"testing/promises.py", "testing/scripts.py"}
 
 @cache
 def used_by(file: Path) -> tuple[list[tuple[str, str, str]], set[str]]:
-    """Return what a file imports, as (module, name, its name in the file), and what it calls, takes as a default or
-    for `partial`."""
+    """Return what a file imports, as (module, name, its name in the file), and what it calls, takes as a default, or
+    for `partial` or `maker`."""
     tree = ast.parse(file.read_text())
     package = ["paceline", *file.relative_to(ROOT).parent.parts]
     imports = []
@@ -68,8 +68,8 @@ def used_by(file: Path) -> tuple[list[tuple[str, str, str]], set[str]]:
                 imports += [(source, alias.name, alias.asname or alias.name) for alias in node.names]
             case ast.Call(func=called):
                 used.add(ast.unparse(called).removesuffix(".of"))  # see `Event.of`
-                if ast.unparse(called) == "partial":
-                    used.add(ast.unparse(node.args[0]))
+                if ast.unparse(called) in ("partial", "maker"):
+                    used |= {ast.unparse(argument) for argument in node.args[:1]}
             case ast.arguments():
                 used |= {ast.unparse(default) for default in (*node.defaults, *node.kw_defaults) if default}
     return imports, used

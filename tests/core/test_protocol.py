@@ -362,7 +362,7 @@ def uses(file: Path, roles: Sequence[str], names: str = "") -> Iterator[Use]:
                 targets=[ast.Subscript(value=ast.Attribute(attr="handlers" | "targets"), slice=kind)]
             ):
                 found, sends = [kind], False
-            case ast.Call(func=kind):
+            case ast.Call(func=ast.Name("maker"), args=[kind, *_]) | ast.Call(func=kind):
                 found, sends = [kind], True
             case _:
                 continue

@@ -545,7 +545,10 @@ PAIR = Cluster(compute_s=[1.0, 1.0])
             "quorum is 3, expected at most 2, the number of workers",
         ),
         (lambda: Cluster(compute_s=[]), "expected a time for each worker"),
-        (lambda: Cluster(compute_s=[-1.0]), r"compute_s\[0\]: seconds is -1, expected a number of seconds >= 0"),
+        (
+            lambda: Cluster(compute_s=[-1.0]),
+            r"compute_s\[0\]: seconds is -1, expected a number of seconds >= 0",
+        ),
         (lambda: Cluster(compute_s=[math.inf]), "seconds is inf"),
         (lambda: Cluster(compute_s=["fast"]), "a time is 'fast'"),  # type: ignore[list-item]
         (lambda: Cluster(compute_s=[[1.0, -2.0]]), "a recorded time is -2"),

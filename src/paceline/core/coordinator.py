@@ -41,6 +41,7 @@ from ..sync.events import (
     WorkerFinished,
     WorkerJoined,
     WorkerLost,
+    maker,
 )
 from ..sync.model import Samples
 from ..sync.notation import notation, parse_shards, require_shards
@@ -130,6 +131,9 @@ from .requests import (
 
 LOST_TOO_EARLY = "it was lost before it had sent the initial weights"
 """Why a run fails that loses the worker with the initial weights."""
+
+_iteration_finished = maker(IterationFinished, messages.IterationFinished)
+_iteration_started = maker(IterationStarted, messages.IterationStarted)
 
 MOST_WARNINGS = 100
 
@@ -528,9 +532,9 @@ class Coordinator:
                 self.board[worker] = message
                 self._note_time(worker, message.spent, now_ticks)
             case messages.IterationFinished():
-                return self.take(IterationFinished.of(message, now_ticks, worker))
+                return self.take(_iteration_finished(message, now_ticks, worker))
             case messages.IterationStarted():
-                return self.take(IterationStarted.of(message, now_ticks, worker))
+                return self.take(_iteration_started(message, now_ticks, worker))
             case messages.SyncRequested():
                 return self._request_sync(worker, message, now_ticks)
             case Register() if self.expects_model(sender) and self.model is not None:

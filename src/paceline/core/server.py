@@ -34,6 +34,7 @@ from ..sync.events import (
     WorkerFinished,
     WorkerJoined,
     WorkerLost,
+    maker,
 )
 from ..sync.notation import parse_shards
 from ..sync.ticks import TICKS_PER_S
@@ -70,6 +71,8 @@ from .shard import Shard
 
 RecorderOf = Callable[[int], EntryRecorder | None]
 """A function that returns the recorder for the shard with a given index; None to record nothing."""
+
+_push_received = maker(PushReceived, Commit)
 
 
 @stateful(
@@ -393,7 +396,7 @@ class Server:
             raise ProtocolError(
                 f"its push clips the joint gradient, whose norm is not known under {shard.sync.sync}"
             )
-        push = PushReceived.of(commit, now_ticks, worker)
+        push = _push_received(commit, now_ticks, worker)
         requests = shard.handle(push, commit.drawn)
         if self._paces is not None and commit.shard == 0 and (report := self._paces.report()) is not None:
             requests.append(Send(COORDINATOR, report))

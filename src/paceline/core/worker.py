@@ -26,7 +26,7 @@ from msgspec import structs
 
 from ..errors import ConfigurationError, ProtocolError, TakenOutError
 from ..state import stateful
-from ..sync.events import Change, Edit, PushFlags, Stop
+from ..sync.events import Change, Edit, PushFlags, Stop, maker
 from ..sync.model import SyncModel, agree_on_means
 from ..sync.notation import notation, parse_shards, require_shards
 from ..sync.schedule import Schedule
@@ -88,6 +88,8 @@ ADDED = "DistributedOptimizer() or add_param_group() with parameters that are no
 NO_RESTART = (-1, -1)
 
 EMPTY = PushFlags(empty=True)
+
+_commit = maker(Commit, PushFlags, ("shard", "iteration", "content", "pulls", "drawn"))
 
 
 @stateful(
@@ -352,9 +354,8 @@ class Worker:
             self._calls_since_step = 0
         warm_up = data.warm_up and not idle
         ahead = data.push(None if flags.empty else busy_s) if data.used and not idle else []
-        commit = Commit(0, iteration, None, self._overlap, data.pushed, **structs.asdict(flags))
-        commit = structs.replace(
-            commit,
+        flags = structs.replace(
+            flags,
             stop=stop,
             change=self._flagged,
             progress=progress,
@@ -365,8 +366,8 @@ class Worker:
         # Every worker sends to the shards in descending order, because the last layers' gradients are ready first.
         for shard, server in self._last_first:
             content = contents[shard] if contents is not None else None
-            self.last_commit = commit = structs.replace(commit, shard=shard, content=content)
-            requests.append(Send(server, commit))
+            self.last_commit = _commit(flags, shard, iteration, content, self._overlap, data.pushed)
+            requests.append(Send(server, self.last_commit))
         if self._notifies or self._flagged is not None:
             finished = IterationFinished(
                 iteration=iteration,

@@ -339,7 +339,7 @@ def _require_index(name: str, worker: object, count: int) -> None:
         )
 
 
-def _times(name: str, times: Times) -> Distribution:
+def _times(name: str, times: Times | Sequence[float]) -> Distribution:
     """Return the distribution of times that a user has given. Errors name the argument."""
     try:
         return times_of(times)

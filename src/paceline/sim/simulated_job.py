@@ -199,7 +199,6 @@ class VirtualJob:
             )
             for _ in range(cluster.servers)
         ]
-        self._server_hosts = [_ServerHost(self, index) for index in range(cluster.servers)]
         self._worker_hosts = [_WorkerHost(self, worker) for worker in range(cluster.workers)]
         self._coordinator_host = _CoordinatorHost(self)
         interfaces = [NetworkInterface(self.kernel, cluster.bandwidth_bps) for _ in range(cluster.servers)]
@@ -215,10 +214,12 @@ class VirtualJob:
             _ServerQueue({purpose: times.sampler(seed, server, purpose) for purpose, times in work.items()})
             for server in range(cluster.servers)
         ]
-        self._updates_take_time = work[UPDATING] != Constant(seconds=0.0)
+        updates_take_time = work[UPDATING] != Constant(seconds=0.0)
+        server_host = _UpdatingServerHost if updates_take_time else _ServerHost
+        self._server_hosts = [server_host(self, index) for index in range(cluster.servers)]
         # Called with each message that arrives at a server.
         self._at_server = self._served if work[APPLYING] == Constant(seconds=0.0) else self._queued
-        if self._updates_take_time:
+        if updates_take_time:
             self._at_server = self._in_turn
         self.workers = []
         for worker in range(cluster.workers):
@@ -376,7 +377,7 @@ class VirtualJob:
         state.loss, state.loss_follows = logged.loss, logged.follows
         state.lap = state.stopwatch.push(self.kernel.now_ticks)
         busy_s = (self.kernel.now_ticks - state.started_ticks) / self.kernel.ticks_per_s
-        if self._marks_outside:
+        if self._marks_outside and state.lap.outside:
             flags = msgspec.structs.replace(flags, outside_ticks=state.lap.outside)
         requests = state.core.push(flags, busy_s=busy_s)
         if observed is not None:
@@ -874,7 +875,6 @@ class _ServerQueue:
     Attributes:
         waiting: if updates take time, the messages that have arrived and are not handled yet, as (worker, life,
             message, push).
-        updated_ticks: when the last update that takes time ends; -1 before the first one.
     """
 
     def __init__(self, samples: Mapping[int, Sample]) -> None:
@@ -882,7 +882,6 @@ class _ServerQueue:
         self._drawn = dict.fromkeys(samples, 0)
         self._free_ticks = 0
         self.waiting: deque[tuple[int, int, Message, object]] = deque()
-        self.updated_ticks = -1
 
     def done_ticks(self, kernel: Kernel, purpose: int, share: float) -> int:
         """Return when work that is to be done now, after what was to be done before, will be done.
@@ -958,6 +957,7 @@ class _ServerHost(Host):
     def __init__(self, job: VirtualJob, server: int) -> None:
         self._job = job
         self._server = server
+        self._updated_ticks = -1  # time at which the last update that takes time ends
 
     def send(self, to: Peer, message: Message) -> None:
         if to is COORDINATOR:
@@ -979,20 +979,11 @@ class _ServerHost(Host):
         job = self._job
         state = job.workers[worker]
         job.bytes_sent[kind] += HEADER_BYTES + size_bytes
-        send = state.from_server[self._server].send
-        sent = size_bytes, job._at_worker, worker, state.life, message
-        updated_ticks = job._server_queues[self._server].updated_ticks
-        if updated_ticks < job.kernel.now_ticks:
-            send(*sent)
+        send, life = state.from_server[self._server].send, state.life
+        if self._updated_ticks < job.kernel.now_ticks:
+            send(size_bytes, job._at_worker, worker, life, message)
         else:  # also if the update ends now: what was to leave then may not have left yet
-            job.kernel.at(updated_ticks, send, *sent)
-
-    def apply(self, update: Apply) -> None:
-        super().apply(update)
-        job = self._job
-        if job._updates_take_time:
-            queue = job._server_queues[self._server]
-            queue.updated_ticks = queue.done_ticks(job.kernel, UPDATING, job._share(update.shard))
+            job.kernel.at(self._updated_ticks, send, size_bytes, job._at_worker, worker, life, message)
 
     def take_cut(self, request: TakeCut) -> None:
         self._job._driver.take_cut(request.shard, request.number)
@@ -1002,6 +993,16 @@ class _ServerHost(Host):
 
     def _fire(self, timer: Timer) -> None:
         self.carry_out(self._job._servers[self._server].fire(timer, self._job.kernel.now_ticks))
+
+
+class _UpdatingServerHost(_ServerHost):
+    """Carries out the requests of a simulated server whose updates take time."""
+
+    def apply(self, update: Apply) -> None:
+        super().apply(update)
+        job = self._job
+        queue = job._server_queues[self._server]
+        self._updated_ticks = queue.done_ticks(job.kernel, UPDATING, job._share(update.shard))
 
 
 class _CoordinatorHost(Host):

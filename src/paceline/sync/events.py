@@ -81,6 +81,10 @@ class Edit(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     sole: bool
 
 
+HEARD = ("now_ticks", "worker")
+"""The fields of an event that its message does not have: when the message arrived, and from whom."""
+
+
 @dataclass_transform(frozen_default=True, field_specifiers=(msgspec.field,))
 class Event(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Base class of the events. Its subclasses are frozen and tagged, too.
@@ -98,24 +102,22 @@ class Event(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
             heard: the values of `HEARD`: the time of the event and, if a worker has caused it, the worker.
             own: further fields of the event.
         """
-        event: Self = _maker(cls, type(message), HEARD[: len(heard)])(message, *heard)
+        event: Self = maker(cls, type(message), HEARD[: len(heard)])(message, *heard)
         return structs.replace(event, **own) if own else event
 
 
-HEARD = ("now_ticks", "worker")
-"""The fields of an event that its message does not have: when the message arrived, and from whom."""
-
-
 @cache
-def _maker(made: type[Any], source: type[msgspec.Struct], heard: tuple[str, ...]) -> Callable[..., Any]:
+def maker(
+    made: type[Any], source: type[msgspec.Struct], heard: tuple[str, ...] = HEARD
+) -> Callable[..., Any]:
     """Return a function that makes a struct from a `source`, with the fields that both have, and from `heard` fields.
 
-    Every push becomes an event. So the function names all fields, as if it were written by hand: a loop over the fields
-    would take four times as long. Fields are positional where they can be, because CPython packs more than 15 keywords
-    into a dictionary, which takes ten times as long.
+    Every push becomes a message to each shard, and each message an event. So the function names all fields, as if it
+    were written by hand: a loop over the fields would take four times as long. Fields are positional where they can be,
+    because CPython packs more than 15 keywords into a dictionary, which takes ten times as long.
 
     Example:
-        >>> push = _maker(PushReceived, PushFlags, ("now_ticks", "worker", "iteration"))(PushFlags(samples=32), 7, 0, 1)
+        >>> push = maker(PushReceived, PushFlags, ("now_ticks", "worker", "iteration"))(PushFlags(samples=32), 7, 0, 1)
         >>> push.worker, push.samples
         (0, 32)
     """

@@ -131,10 +131,11 @@ class Pulls(msgspec.Struct):
         """Return the wait that an answer ends, given the event that has caused the answer."""
         now, worker = event.now_ticks, action.worker
         _, begin = self.asked.pop(worker, (0, now))
+        reason: Reason = "push"
+        other = NOBODY
         if type(event) is PushReceived:
-            reason: Reason = "push" if event.change is None else "change"
-            other = event.worker
-        else:
+            reason, other = "push" if event.change is None else "change", event.worker
+        elif type(event) is not PullRequested or event.worker != worker:
             reason = ENDS.get(type(event), "push")
             other = NOBODY if reason == "timer" else getattr(event, "worker", NOBODY)
         return Wait(worker, action.iteration, begin, now, reason, NOBODY if other == worker else other)
@@ -493,6 +494,9 @@ class _Waiting(msgspec.Struct):
 
     def ended(self, wait: Wait) -> None:
         """Record that a wait at one of the shards has ended."""
+        if self.shards == 1:
+            self._add(wait.worker, wait.end - wait.begin, wait.awaited)
+            return
         key = wait.worker, wait.iteration
         answered, longest = self.open.pop(key, (0, 0))
         awaited = self.awaited_by.pop(key, NOBODY) if self.awaited_by else NOBODY
