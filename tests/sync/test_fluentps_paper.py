@@ -352,3 +352,15 @@ def test_beside_a_server_that_drops_stragglers_every_round_of_bsp_has_a_push_of_
     means = [a.pushes for entry in bsp.entries for a in entry.actions if isinstance(a, ApplyMean)]
     assert means == [tuple((worker, rnd) for worker in range(4)) for rnd in range(50)]
     assert any(isinstance(a, DropPush) for entry in dropping.entries for a in entry.actions)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3])
+def test_if_all_shards_drop_stragglers_a_push_misses_at_most_one_update_and_none_of_one_shard(
+    shards: int,
+) -> None:
+    """A late worker continues from the latest round, which another shard may begin only after it has answered."""
+    most = [
+        simulate(unequal(shards), "drop-stragglers:quorum=3", 60, seed).measures.max_staleness
+        for seed in range(8)
+    ]
+    assert max(most) == min(shards - 1, 1)

@@ -25,9 +25,11 @@ Admission: A pull is answered if and only if progress < V_train. The round V_tra
 N_t, where Count[V_train] is the number of live workers that have pushed for that round, and N_t is the quorum. If
 fewer than N_t workers are live, the round is complete when all of them have pushed.
 State: The pushes of the current round, and the pulls that wait for the end of the round.
-Guarantee: Every gradient that is applied was computed on the newest weights (staleness 0). The run makes progress as
-long as N_t workers make progress or, if fewer than N_t are left, as long as all of them do. If N_t is the number of
-workers, the model is BSP.
+Guarantee: With one shard, every gradient that is applied was computed on the newest weights (staleness 0). With
+several, rounds of two shards differ by at most 1. A shard may answer a late worker just before the round begins from
+which the worker continues, so its next gradient there may have staleness 1. The run makes progress as long as N_t
+workers make progress or, if fewer than N_t are left, as long as all of them do. If N_t is the number of workers, the
+model is BSP.
 Use: When some workers are occasionally very late and training tolerates discarding their late gradients.
 Deviations: The push of a worker that has left stays in the mean (that of a lost worker, if every shard has received
 it), but does not count toward the quorum. A worker that joins begins with the round after V_train or, beside other

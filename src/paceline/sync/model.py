@@ -318,7 +318,10 @@ class SyncModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_om
 
     @property
     def fresh(self) -> bool:
-        """True if every gradient that is applied was computed on the newest weights, so that its staleness is 0."""
+        """True if gradients that are applied were computed on the newest weights, so that their staleness is 0.
+
+        With several shards, a few gradients may still have missed one update.
+        """
         return self.lockstep
 
     @property
