@@ -261,8 +261,7 @@ def _of_times(
         )
     return (
         f"The first two numbers differ {'; '.join(parts)}. The table has one schedule, so its times depend on when "
-        "this schedule slows down which worker: most of all in pauses, where a run has few of them. The accuracies "
-        "hardly depend on it."
+        "this schedule slows down which worker: most of all in pauses, where a run has few of them."
     )
 
 

@@ -72,7 +72,8 @@ METHOD = (
     "workers always take 3 times as long. *Jitter*: log-normal times with sigma 0.5. *Pauses*: each worker is 10 "
     "times slower for 5 s in every 50 s. A worker's batch is the joint batch divided by the number of workers.",
     "*Tuning.* The best of several rates for `bsp` with 4 workers, each twice as large as the one before, by the "
-    "mean quality over three seeds. The table uses this rate, half and a quarter of it, and eight other seeds.",
+    "mean quality over three seeds. Where it is the largest that was tried, a larger one may be better. The table "
+    "uses this rate, half and a quarter of it, and eight other seeds.",
     "*Runs.* In virtual time, as with `paceline.simulate`. Who pushes when does not depend on the weights, so "
     "each schedule is recorded once, and all rates and seeds are trained along it, by the stores and the "
     "translation of a real run; a test compares such a run with `simulate(train_fn=...)`. So all seeds of a cell "
@@ -81,7 +82,8 @@ METHOD = (
     "the runs without the correction for delayed gradients, too, with `--hyperparameters 'translated without delay'`.",
     "*Bounds.* At the best rate, 3 points of accuracy or 6 % of the loss; at half and a quarter of it, 1 point or"
     " 2 %. Only what is worse than `bsp` counts. A run has learned nothing (*lost*: a cell with such a run) if "
-    "its accuracy is below 0.15, or its loss is hardly better than at the start, or not finite.",
+    "its accuracy is at most 0.15, or its loss is at least 0.9 on the quadratics, 1 on `ratings` or 3.15 on "
+    "`text-gpt`, or not finite.",
     "*Time.* The quality is computed 40 times in a run. The time to `bsp`'s quality is the virtual time at which "
     "the mean over the seeds first reaches `bsp`'s final quality at the same rate, less the bound, for both "
     "models. It depends on when the only schedule slows down which worker, most of all in pauses "

@@ -103,8 +103,7 @@ Dropped data does not count.
 | equal machines | 1.7 to 2.5 % | 1.00 | 1.00 | 0 |
 | changes in mid-run | 2.8 to 10.2 % | 0.31 to 0.58 | 0.53 to 1.00 | 9 |
 
-So it stays within 15 % of the best fixed choice in all 60 clusters, and is never slower than `bsp`. What it is behind
-is mostly the first epoch, under `bsp`."""
+So it stays within 15 % of the best fixed choice in all 60 clusters, and is never slower than `bsp`."""
 
 RESERVATION = (
     "A ratio says nothing about a script whose settings were found under `bsp`. Only `bsp`, with or without balanced "
@@ -120,8 +119,8 @@ CANNOT = (
     "data, the best case for `drop-stragglers`, `rennala` and `ringmaster`.",
     "anything about ratios between 0.9 and 1.1, even if they are significant: neighboring learning rates differ by "
     "41 %, so an optimum between them can be missed by a few percent.",
-    "which settings are safe: three seeds choose them, and some of the best ones diverge with other seeds, most "
-    "often with 40 workers. Such results count as never.",
+    "which settings are safe: three seeds choose them, and some of the best ones diverge with other seeds. Such "
+    "results count as never.",
     "by how much final losses would differ on a real problem: without noise, a quadratic's loss falls exponentially.",
 )
 

@@ -77,6 +77,18 @@ ALGORITHMS: dict[str, list[Line]] = {
             "core.worker:Worker.pull_again",
         ),
         Line(
+            "worker 8-10",
+            "push the gradient, pull, and notify the scheduler",
+            "core.worker:Worker.push",
+            "The push and the pull are one message, and the notification is sent with it.",
+        ),
+        Line(
+            "scheduler 1-3",
+            "begin each epoch at all workers",
+            "sync.spec_sync:Speculator._end_epoch_if_complete",
+            "Workers begin their epochs themselves. For the tuning, an epoch ends when every live worker has pushed.",
+        ),
+        Line(
             "scheduler 4-6",
             "on a notification, note the push, and test later",
             "sync.spec_sync:Speculator.started",
@@ -147,9 +159,7 @@ What the pseudo-code does not show, or what is not its own:
 - `bsp`: Table III of FluentPS describes it with conditions, and applies N gradients one by one. Here, a shard
   applies their mean once, so that momentum and Adam see one gradient per round, as in one process.
 - `ssp`: Ho and others (2013) let a worker read from its own cache, which may be up to s iterations old. Here, each
-  pull gets the newest weights, as in FluentPS. So weights are never older than SSP permits, and usually newer.
-- `dsps`, `dssp`: the papers leave open how intervals are measured. Here, an interval lasts from the answer to a pull
-  until the next push, without waiting.
+  pull gets the newest weights, as in FluentPS. So weights are never older than SSP permits.
 - `pssp`, `dynamic-pssp`: the paper draws at each shard. Here, all shards draw the same number for an iteration, so
   the number of shards does not change the model.
 - `rennala`, `ringmaster`, `naive-waiting`: each is one rule, which its section states.
