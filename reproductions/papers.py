@@ -22,10 +22,20 @@ import msgspec
 ABOUT = 0.1
 """Relative distance up to which a number is "about" another one."""
 
-__all__ = ["ELASTIC_BSP", "FLUENT_PS", "PAPERS", "SPEC_SYNC", "Listed", "Paper", "Quote", "QuotedTable"]
+__all__ = [
+    "ELASTIC_BSP",
+    "FLUENT_PS",
+    "PAPERS",
+    "SPEC_SYNC",
+    "Listed",
+    "Paper",
+    "Quote",
+    "QuotedTable",
+    "Statement",
+]
 
 
-Bound = Literal["", "up to", "over", "above", "about", "below", "at most"]
+Bound = Literal["", "up to", "over", "above", "at least", "about", "below", "at most"]
 
 
 class Quote(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -38,8 +48,10 @@ class Quote(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         unit: "x" for a ratio, "%" for a percentage, another unit, or "" for a count or a fraction.
         bound: the paper's own restriction; "" if it states the number without one.
         neutral: the value that would mean that there is no effect, for the unit "%" if the number is an effect.
-        absolute: True if the number depends on the paper's machines and data, so that no stand-in can contradict it.
-        setting: True if it is no result, but a setting that the paper chose.
+        absolute: True if the number depends on the paper's machines and data, so that no stand-in can confirm or
+            contradict it.
+        setting: True if it is no result, but a setting or an example that the paper chose.
+        not_made: why no exhibit measures it; "" if one does or should.
     """
 
     where: str
@@ -50,6 +62,7 @@ class Quote(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     neutral: float | None = None
     absolute: bool = False
     setting: bool = False
+    not_made: str = ""
 
     @property
     def no_effect(self) -> float | None:
@@ -66,10 +79,12 @@ class Quote(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         decimals = len(f"{self.value:.10g}".partition(".")[2])
         half = ABOUT * abs(self.value) if self.bound == "about" else 0.5 * 10.0**-decimals
         least, most = round(self.value - half, 10), round(self.value + half, 10)
-        if self.bound in ("over", "above"):
+        if self.bound in ("over", "above", "at least"):
             return self.value, math.inf
-        if self.bound in ("below", "at most"):
+        if self.bound == "below":
             return -math.inf, self.value
+        if self.bound == "at most":
+            return -math.inf, most
         return least, math.inf if self.bound == "up to" else most
 
     def __str__(self) -> str:
@@ -92,6 +107,7 @@ class QuotedTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             expected elsewhere; "" to compare the numbers themselves.
         absolute: see `Quote`.
         setting: see `Quote`.
+        not_made: see `Quote`; it concerns the numbers that are not measured.
     """
 
     where: str
@@ -103,6 +119,7 @@ class QuotedTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     relative_to: str = ""
     absolute: bool = False
     setting: bool = False
+    not_made: str = ""
 
     def __post_init__(self) -> None:
         for name, values in self.rows.items():
@@ -127,6 +144,7 @@ class QuotedTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             bound=self.bound,
             absolute=self.absolute,
             setting=self.setting,
+            not_made=self.not_made,
         )
 
     def base(self, row: str, column: str) -> Quote | None:
@@ -165,6 +183,20 @@ class Listed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     only_quoted: str = ""
 
 
+class Statement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An algorithm or theorem of a paper.
+
+    Attributes:
+        says: what it says.
+        found: what the tests have found about it.
+        tests: the file with these tests.
+    """
+
+    says: str
+    found: str
+    tests: str
+
+
 class Paper(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A paper, the numbers quoted from it, and the list of its tables and figures.
 
@@ -177,6 +209,7 @@ class Paper(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         numbers: quoted numbers by name.
         tables: quoted tables by name.
         exhibits: tables and figures by the paper's own numbering.
+        statements: algorithms and theorems by the paper's own numbering.
     """
 
     name: str
@@ -187,6 +220,7 @@ class Paper(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     numbers: dict[str, Quote]
     tables: dict[str, QuotedTable]
     exhibits: dict[str, Listed]
+    statements: dict[str, Statement]
 
     def __str__(self) -> str:
         """Return the name and the year."""
@@ -213,7 +247,11 @@ def _relative(cell: Quote, base: Quote, name: str) -> Quote:
     """Return the ratio of two numbers of a table, with as many digits as they support."""
     ratio = cell.value / base.value
     return Quote(
-        where=cell.where, value=float(f"{ratio:.3g}"), means=f"{cell.means}, relative to {name}", unit="x"
+        where=cell.where,
+        value=float(f"{ratio:.3g}"),
+        means=f"{cell.means}, relative to {name}",
+        unit="x",
+        not_made=cell.not_made,
     )
 
 

@@ -2,7 +2,8 @@
 
 The papers' data sets are not part of this repository. Without the option `--data`, a small network of the same family
 stands in for a paper's network, and small images for its data: scikit-learn's digits, 1,797 images of 8 x 8 pixels, or
-5,000 MNIST digits of 28 x 28 pixels. With the option, the exhibits train the paper's network on the published data.
+16,000 MNIST digits of 28 x 28 pixels for training. With the option, the exhibits train the paper's network on the
+published data.
 """
 
 from __future__ import annotations

@@ -81,27 +81,27 @@ class Verdict(NamedTuple):
 
     Attributes:
         word: the verdict.
-        needed: what would tell, if the verdict is that this measurement cannot tell; else "".
+        reason: what would tell, if this measurement cannot; why there is no measurement, if it is known; else "".
     """
 
     word: Word
-    needed: str = ""
+    reason: str = ""
 
     def __str__(self) -> str:
-        """Return the verdict, with what would tell."""
-        return f"{self.word}: {self.needed}" if self.needed else self.word
+        """Return the verdict, with the reason."""
+        return f"{self.word}: {self.reason}" if self.reason else self.word
 
 
 def verdict(quote: Quote, ours: Measured | None) -> Verdict:
     """Compare a measurement with the number that a paper prints.
 
-    - It *agrees* if its interval holds the paper's number, as precisely as the paper prints it. With "up to" and
-      "over", a larger effect agrees, too.
+    - It *agrees* if its interval holds the paper's number, as precisely as the paper prints it. With "up to", "over",
+      "above" and "at least", a larger number agrees, too; with "below" and "at most", a smaller one.
     - It *agrees in direction* if the whole interval shows an effect of the same sign, but of another size.
     - It *contradicts* the paper if the whole interval shows no effect, less than a tenth of the paper's, or one of the
       other sign. A number that is not an effect, such as a count, is contradicted by any other number.
     - It *cannot tell* if the interval holds both an effect and none, or if the number depends on the paper's machines
-      and data, for which others stand in.
+      and data, for which others stand in. Even the same number would then be a coincidence.
 
     Args:
         quote: the number of the paper.
@@ -114,7 +114,9 @@ def verdict(quote: Quote, ours: Measured | None) -> Verdict:
     ('agrees', 'agrees in direction', 'contradicts', 'cannot tell')
     """
     if ours is None:
-        return Verdict("not reproduced")
+        return Verdict("not reproduced", quote.not_made)
+    if quote.absolute:
+        return Verdict("cannot tell", MACHINES)
     low = -math.inf if ours.low is None else ours.low
     high = math.inf if ours.high is None else ours.high
     seeds = RUNS if (ours.low, ours.high) == (None, None) else SEEDS
@@ -122,9 +124,7 @@ def verdict(quote: Quote, ours: Measured | None) -> Verdict:
     holds = low <= most and (high > least if quote.bound in ("over", "above") else high >= least)
     none = quote.no_effect
     if none is None:
-        if holds:
-            return Verdict("agrees")
-        return Verdict("cannot tell", MACHINES) if quote.absolute else Verdict("contradicts")
+        return Verdict("agrees" if holds else "contradicts")
     if least < none < most:  # the paper reports that there is no effect
         within = least <= low and high <= most
         return (
@@ -134,7 +134,7 @@ def verdict(quote: Quote, ours: Measured | None) -> Verdict:
             if holds
             else Verdict("contradicts")
         )
-    sign = 1 if quote.value > none or quote.bound in ("above", "over") else -1
+    sign = 1 if quote.value > none or quote.bound in ("above", "over", "at least") else -1
     weakest, strongest = sorted(
         (sign * (low - none), sign * (high - none))
     )  # effect, above 0 as in the paper

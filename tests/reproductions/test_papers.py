@@ -45,6 +45,25 @@ def test_every_quoted_number_is_printed_in_its_paper(name: str, file: str) -> No
         assert re.search(rf"\b{author}(?![a-z])", text[:2000])
 
 
+@pytest.mark.parametrize("name", PAPERS)
+def test_every_statement_names_a_file_with_its_tests(name: str) -> None:
+    for number, statement in PAPERS[name].statements.items():
+        text = (ROOT / statement.tests).read_text().lower().replace("_", " ")
+        for each in number.lower().replace("lemmas 1 and 2", "lemma 1, lemma 2").split(", "):
+            assert each in text, number
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_every_algorithm_and_theorem_of_the_papers_is_listed(name: str) -> None:
+    listed = {
+        "elasticbsp": "Algorithm 1, Algorithm 2, Theorem 1, Corollary 1, Theorem 2, Lemmas 1 and 2, Theorem 3, "
+        "Section 3",
+        "specsync": "Algorithm 1, Algorithm 2",
+        "fluentps": "Algorithm 1, Proposition 1, Theorem 1, Theorem 2",
+    }
+    assert ", ".join(PAPERS[name].statements) == listed[name]
+
+
 def roman(count: int) -> list[str]:
     return ["I", "II", "III", "IV"][:count]
 
@@ -98,6 +117,21 @@ def test_the_headline_of_fluent_ps_follows_from_its_table() -> None:
     delayed = FLUENT_PS.tables["table4-delayed"]
     soft, lazy = (delayed.cell("ResNet-56 on CIFAR-10", f"{kind} P=1").value for kind in ("soft", "lazy"))
     assert int(soft / lazy) == FLUENT_PS.numbers["more-delayed-pulls"].value
+
+
+def test_the_speed_of_pssp_follows_from_the_table() -> None:
+    """It is the ratio of the average times of Table IV, so ours is that of the mean times of the workers."""
+    times = FLUENT_PS.tables["table4-time"]
+    ssp, pssp = (times.cell("AlexNet on CIFAR-10", f"soft P={p}").value for p in (1, 0.5))
+    assert round(ssp / pssp, 2) == FLUENT_PS.numbers["pssp-faster"].value
+
+
+def test_the_bytes_that_spec_sync_saves_follow_from_the_totals() -> None:
+    original, adaptive, saved = (
+        SPEC_SYNC.numbers[f"bytes-{name}"] for name in ("original", "adaptive", "saved")
+    )
+    least, most = saved.range
+    assert least <= 100 * (1 - adaptive.value / original.value) <= most
 
 
 def test_the_pairs_of_figure_9_have_the_same_regret_bound() -> None:

@@ -58,9 +58,15 @@ def between(low: float | None, high: float | None) -> Measured:
         (quote(6, "", bound="over"), 6.5, 7.0, "agrees"),
         (quote(6, "", bound="over"), 6.0, 6.0, "contradicts"),
         (quote(2, "", bound="at most"), 1.2, 1.2, "agrees"),
-        (quote(2, "", bound="at most"), 2.3, 2.3, "contradicts"),
+        (quote(2, "", bound="at most"), 2.3, 2.3, "agrees"),  # printed as 2
+        (quote(2, "", bound="at most"), 2.6, 2.6, "contradicts"),
+        (quote(15, "%", bound="at least"), 15.0, 15.0, "agrees"),
+        (quote(15, "%", bound="at least"), 14.0, 14.0, "contradicts"),
+        (quote(0, "%", neutral=0, bound="above"), 0.5, 1.5, "agrees"),
+        (quote(0, "%", neutral=0, bound="above"), -0.5, 1.5, "cannot tell"),
+        (quote(0, "%", neutral=0, bound="above"), -1.5, -0.5, "contradicts"),
         (quote(75.9, "%", absolute=True), 90.0, 91.0, "cannot tell"),
-        (quote(75.9, "%", absolute=True), 75.0, 76.0, "agrees"),
+        (quote(75.9, "%", absolute=True), 75.0, 76.0, "cannot tell"),  # on a stand-in, that is a coincidence
     ],
 )
 def test_the_verdict_follows_from_the_interval(
@@ -68,11 +74,12 @@ def test_the_verdict_follows_from_the_interval(
 ) -> None:
     found = verdict(paper, between(low, high))
     assert found.word == word
-    assert bool(found.needed) == (word == "cannot tell")
+    assert bool(found.reason) == (word == "cannot tell")
 
 
 def test_a_number_without_a_measurement_is_not_reproduced() -> None:
-    assert verdict(quote(2.0), None).word == "not reproduced"
+    assert str(verdict(quote(2.0), None)) == "not reproduced"
+    assert str(verdict(quote(2.0, not_made="another system"), None)) == "not reproduced: another system"
 
 
 def test_estimates_become_measurements_and_infinity_an_open_end() -> None:

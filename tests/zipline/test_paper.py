@@ -180,6 +180,7 @@ def test_algorithm_1_evaluates_a_set_for_each_end_time_of_the_designated_worker(
 
 
 def test_corollary_1_of_equal_waits_the_earliest_has_the_least_difference_of_iterations() -> None:
+    """Theorem 1: within a longer time, the workers' numbers of iterations differ by more."""
     fast, slow = 2.0 * np.arange(1, 13), 3.0 * np.arange(1, 13)
     solution = solve([fast, slow])
     assert (solution.wait, solution.barrier) == (0.0, 6.0)
