@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))  # `reproductions` is not installed
 from reproductions.catalogue import coverage  # noqa: E402
 from reproductions.comparing import AT_BEST  # noqa: E402
 from reproductions.papers import PAPERS, Paper, Quote  # noqa: E402
-from reproductions.verdicts import RUNS, Judged, Measured, judged  # noqa: E402
+from reproductions.verdicts import RUNS, Judged, judged, with_unit  # noqa: E402
 
 TARGET = ROOT / "docs" / "papers.md"
 
@@ -299,11 +299,6 @@ def measured(row: Judged) -> str:
     """Return our measurements of a number: that which the verdict is about, and the others with their conditions."""
     others = (f"{each.how}: {with_unit(each, row.quote)}" for each in row.others if each != row.ours)
     return "; ".join([with_unit(row.ours, row.quote), *others])
-
-
-def with_unit(ours: Measured | None, quote: Quote) -> str:
-    """Return a measurement of a number, with its percent sign; "-" if there is none."""
-    return "-" if ours is None else f"{ours} %" if quote.unit == "%" else str(ours)
 
 
 def tables(paper: Paper, rows: Sequence[Judged]) -> Iterator[str]:

@@ -21,7 +21,7 @@ from . import barriers, elastic_bsp, fluent_ps, spec_sync, zipline
 from .exhibit import Exhibit, Made, Options
 from .papers import PAPERS, Listed
 from .problems import problem, size
-from .verdicts import Measured, judged
+from .verdicts import Measured, judged, with_unit
 
 __all__ = ["EXHIBITS", "Row", "chosen", "coverage", "list_tables", "make", "require_data"]
 
@@ -116,7 +116,7 @@ def list_tables() -> list[Table]:
     for prefix, paper in PAPERS.items():
         for each in judged(prefix):
             means = f"{paper.name}: {each.quote.means}"
-            ours = "-" if each.ours is None else str(each.ours)
+            ours = with_unit(each.ours, each.quote)
             numbers.add_row(means, str(each.quote), ours, str(each.verdict), each.exhibit)
     return [papers, numbers]
 

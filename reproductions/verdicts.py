@@ -17,7 +17,7 @@ from paceline.studies.statistics import Difference, Ratio
 
 from .papers import PAPERS, Quote
 
-__all__ = ["Judged", "Measured", "Verdict", "judged", "verdict"]
+__all__ = ["RUNS", "Judged", "Measured", "Verdict", "judged", "verdict", "with_unit"]
 
 SEEDS, RUNS, MACHINES = "more seeds", "runs that reach the target", "the paper's machines and data"
 """What would tell."""
@@ -189,6 +189,11 @@ def judged(prefix: str, folder: Path = RESULTS) -> list[Judged]:
         ours = measured[0] if measured else None
         rows.append(Judged(key, quote, exhibit, ours, verdict(quote, ours), measured[1:]))
     return rows
+
+
+def with_unit(ours: Measured | None, quote: Quote) -> str:
+    """Return a measurement of a number, with its percent sign; "-" if there is none."""
+    return "-" if ours is None else f"{ours} %" if quote.unit == "%" else str(ours)
 
 
 def _finite(value: float) -> float | None:
