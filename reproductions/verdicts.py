@@ -20,6 +20,7 @@ from .papers import PAPERS, Quote
 __all__ = ["RUNS", "Judged", "Measured", "Verdict", "judged", "verdict", "with_unit"]
 
 SEEDS, RUNS, MACHINES = "more seeds", "runs that reach the target", "the paper's machines and data"
+SMALLER = "more seeds, for an effect that is smaller than the paper's"
 """What would tell."""
 
 NEGLIGIBLE = 0.1
@@ -142,7 +143,7 @@ def verdict(quote: Quote, ours: Measured | None) -> Verdict:
         return Verdict("contradicts")
     if weakest > 0:
         return Verdict("agrees" if holds else "agrees in direction")
-    return Verdict("cannot tell", seeds)
+    return Verdict("cannot tell", seeds if holds else SMALLER)
 
 
 class Judged(NamedTuple):

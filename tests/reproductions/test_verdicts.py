@@ -77,6 +77,11 @@ def test_the_verdict_follows_from_the_interval(
     assert bool(found.reason) == (word == "cannot tell")
 
 
+def test_an_interval_without_the_number_of_the_paper_says_that_the_effect_is_smaller() -> None:
+    assert str(verdict(quote(1.77), between(0.9, 2.5))) == "cannot tell: more seeds"
+    assert verdict(quote(1.77), between(0.9, 1.2)).reason.endswith("smaller than the paper's")
+
+
 def test_a_number_without_a_measurement_is_not_reproduced() -> None:
     assert str(verdict(quote(2.0), None)) == "not reproduced"
     assert str(verdict(quote(2.0, not_made="another system"), None)) == "not reproduced: another system"
