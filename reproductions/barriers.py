@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["EXHIBITS"]
-
 PAPER = str(ELASTIC_BSP)
 MARKERS = "soDv^P"
 

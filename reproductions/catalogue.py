@@ -23,8 +23,6 @@ from .papers import PAPERS, Listed
 from .problems import problem, size
 from .verdicts import Measured, judged, with_unit
 
-__all__ = ["EXHIBITS", "Row", "chosen", "coverage", "list_tables", "make", "require_data"]
-
 TEXT_WIDTH = 118  # columns of the text files
 
 EXHIBITS: dict[str, Exhibit] = {

@@ -21,8 +21,6 @@ from paceline.lab.demo import DemoSetting, Problem, load, run_trial
 from paceline.look.tables import TrialOutcome
 from paceline.run.job_options import make_job
 
-__all__ = ["ABORT_RATES", "ABORT_TIMES_S", "Search", "cherry_pick"]
-
 ABORT_TIMES_S = (0.005, 0.01, 0.015)
 ABORT_RATES = (0.0, 0.25, 0.5)
 

@@ -8,8 +8,6 @@ import msgspec
 
 from paceline.sim import Cluster, Link, Scaled
 
-__all__ = ["one_server", "part_of", "scaled"]
-
 
 def scaled(cluster: Cluster, factor: float, size_bytes: int) -> Cluster:
     """Return a cluster that trains another network.

@@ -15,8 +15,6 @@ from paceline.cli.options import Out, RunDir, whole_number_option
 from paceline.errors import ConfigurationError
 from paceline.look.timelines import NO_MATPLOTLIB, can_draw
 
-__all__ = ["app", "main"]
-
 
 class _ExhibitsByDefault(TyperGroup):
     """A command group that passes all arguments to `exhibits` unless the first is a command or a help option."""

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["Comparison", "compare", "draw_curves"]
-
 AXIS = {"accuracy": "accuracy on the test images", "loss": "loss over the first {} training samples"}
 WORST_LOSS = 2.6  # upper end of the loss axis; a network that guesses digits at random has a loss of 2.3
 

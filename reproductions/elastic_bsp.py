@@ -29,8 +29,6 @@ from .problems import WORKLOADS, problem
 from .training import WIDENED, Target, TrainingRun, medians
 from .verdicts import Measured
 
-__all__ = ["EXHIBITS"]
-
 PAPER = str(ELASTIC_BSP)
 EPOCHS = ELASTIC_BSP.tables["fig15-epochs"]
 TARGET = Target("accuracy", 0.93, in_a_row=2)

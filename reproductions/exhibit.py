@@ -20,8 +20,6 @@ from .verdicts import Measured
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Exhibit", "Made", "Options", "beside", "less", "ratio", "seconds"]
-
 
 class Options(msgspec.Struct, frozen=True):
     """Options for making an exhibit.

@@ -24,8 +24,6 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
-__all__ = ["Point", "Score", "learning_rate", "search", "search_lines"]
-
 COARSE = 2  # steps between adjacent points in the coarse round; their learning rates differ by a factor of 2
 FINALISTS = 3  # number of points at the start of the final round
 

@@ -18,8 +18,6 @@ import msgspec
 
 from .result_file import append_results, read_results
 
-__all__ = ["UNFINISHED", "KeptRuns", "kept_runs", "kept_until_complete", "key_of"]
-
 UNFINISHED = Path("runs") / "reproductions-unfinished.jsonl"
 """The file in which outcomes are kept."""
 

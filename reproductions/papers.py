@@ -22,18 +22,6 @@ import msgspec
 ABOUT = 0.1
 """Relative distance up to which a number is "about" another one."""
 
-__all__ = [
-    "ELASTIC_BSP",
-    "FLUENT_PS",
-    "PAPERS",
-    "SPEC_SYNC",
-    "Listed",
-    "Paper",
-    "Quote",
-    "QuotedTable",
-    "Statement",
-]
-
 
 Bound = Literal["", "up to", "over", "above", "at least", "about", "below", "at most"]
 

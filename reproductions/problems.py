@@ -35,19 +35,6 @@ from .networks import (
     vgg_16,
 )
 
-__all__ = [
-    "DIGITS",
-    "OPTIMIZERS",
-    "WORKLOADS",
-    "Problem",
-    "Protocol",
-    "Workload",
-    "accuracy",
-    "mean_loss",
-    "problem",
-    "size",
-]
-
 CHUNK = 512  # images that are evaluated at once
 
 

@@ -15,8 +15,6 @@ import msgspec
 
 from paceline.errors import ConfigurationError
 
-__all__ = ["append_results", "read_results"]
-
 Kind = TypeVar("Kind", bound=msgspec.Struct)
 
 

@@ -41,21 +41,6 @@ from .kept_runs import KeptRuns, kept_runs, key_of
 from .networks import parameter_count
 from .problems import DIGITS, OPTIMIZERS, Problem, Protocol, accuracy, mean_loss, problem, size
 
-__all__ = [
-    "SHARING",
-    "WIDENED",
-    "Swept",
-    "Target",
-    "TrainingOutcome",
-    "TrainingRun",
-    "medians",
-    "on_data",
-    "run_all",
-    "speed_up",
-    "sweep",
-    "with_rate",
-]
-
 SHARING = 4
 """Number of consecutive seeds whose runs follow the same schedule."""
 

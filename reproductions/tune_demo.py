@@ -22,8 +22,6 @@ from paceline.lab.demo import DemoSetting, Problem, load, run_trial
 from .grid_search import Measure, Point, Score, learning_rate, search
 from .result_file import append_results, read_results
 
-__all__ = ["STARTS", "Journal", "Measured", "tune"]
-
 STARTS: dict[str, dict[float, int]] = {
     "bsp": {0.0: 4, 0.9: -1},
     "ssp:staleness=3": {0.0: 1, 0.9: -6},

@@ -17,8 +17,6 @@ from paceline.studies.statistics import Difference, Ratio
 
 from .papers import PAPERS, Quote
 
-__all__ = ["RUNS", "Judged", "Measured", "Verdict", "judged", "verdict", "with_unit"]
-
 SEEDS, RUNS, MACHINES = "more seeds", "runs that reach the target", "the paper's machines and data"
 SMALLER = "more seeds, for an effect that is smaller than the paper's"
 """What would tell."""

@@ -30,8 +30,6 @@ from .evidence.images import DigitImages
 from .evidence.language import ByteTransformer
 from .evidence.schedules import Gradient
 
-__all__ = ["PROBLEMS", "WireResult", "compare_formats", "result_table"]
-
 WORKERS = 4
 SMOOTHED = 10
 """Number of the last losses whose mean must reach the target."""

@@ -32,8 +32,6 @@ from .verdicts import Measured
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["EXHIBITS"]
-
 PAPER = "ElasticBSP and ZipLine (2021)"
 SEED = 0  # of the input that is drawn in the figures; the tables show the distribution over `SEEDS` inputs
 SEEDS = {10: 400, 1000: 40}  # number of workers -> number of inputs

@@ -18,8 +18,6 @@ from paceline.errors import ConfigurationError
 
 from .images import Images, Pixels, expect
 
-__all__ = ["read_cifar_10", "read_cifar_100", "read_records"]
-
 SHAPE = (3, 32, 32)
 IMAGE_BYTES = 3 * 32 * 32
 MEAN, STD = (0.491, 0.482, 0.447), (0.247, 0.243, 0.262)  # of the training images of CIFAR-10

@@ -19,8 +19,6 @@ from paceline.errors import ConfigurationError
 
 from .images import Images, expect
 
-__all__ = ["ImageFiles", "read_imagenet"]
-
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SIZE, SHORTER = 224, 256  # pixels of the part that is used, and of the shorter side before
 ENDINGS = {".jpeg", ".jpg", ".png"}

@@ -13,8 +13,6 @@ from torch.utils.data import Dataset
 
 from paceline.errors import ConfigurationError
 
-__all__ = ["Images", "Pixels", "expect"]
-
 PADDING = 4  # pixels of zeros at each side before a random crop (He et al., 2016, section 4.2)
 
 

@@ -17,8 +17,6 @@ from paceline.errors import ConfigurationError
 
 from .images import Images
 
-__all__ = ["mnist_digits"]
-
 SIDE = 28
 TESTED = 100  # test images of each class
 COPIES = 3  # shifted and rotated copies of each training image

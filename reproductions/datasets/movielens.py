@@ -15,8 +15,6 @@ from paceline.errors import ConfigurationError
 
 from .images import Images, expect
 
-__all__ = ["read_movielens_100k"]
-
 USERS, ITEMS = 943, 1682
 TEST_SHARE = 0.1
 SITE = "https://grouplens.org/datasets/movielens/100k"

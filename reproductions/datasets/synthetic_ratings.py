@@ -8,8 +8,6 @@ from torch.utils.data import TensorDataset
 
 from .images import Images
 
-__all__ = ["ITEMS", "USERS", "synthetic_ratings"]
-
 USERS, ITEMS, RATINGS, TEST = 943, 1682, 100_000, 10_000
 RANK, NOISE = 5, 0.5
 

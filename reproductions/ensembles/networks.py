@@ -15,8 +15,6 @@ from paceline.core.layout import HyperParameters
 from .problems import Data, Orders, Weights, sgd
 from .schedules import Batch
 
-__all__ = ["Descent", "StackedNetwork"]
-
 
 class Descent(NamedTuple):
     """How `torch.optim.SGD` is set, apart from its learning rate.

@@ -13,8 +13,6 @@ from paceline.shard.optimizers import read_groups
 
 from .schedules import Batch, Epochs
 
-__all__ = ["Data", "Orders", "Problem", "Trainable", "Weights", "adamw", "epochs_of", "sgd"]
-
 Weights = dict[str, Tensor]
 """Parameters by name. Each tensor has one more dimension, the first one: the runs."""
 

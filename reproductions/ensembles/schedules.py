@@ -23,8 +23,6 @@ from paceline.train.data import distribute
 from paceline.train.optimizer import DistributedOptimizer
 from paceline.train.session import current
 
-__all__ = ["Batch", "Epochs", "Schedule", "record"]
-
 
 class Epochs(NamedTuple):
     """The data of a run.

@@ -33,8 +33,6 @@ from paceline.sync.translation import Standing
 from .problems import Data, Trainable, Weights
 from .schedules import Batch, Schedule
 
-__all__ = ["Evaluation", "Observer", "Setting", "evenly", "train"]
-
 TOGETHER_BYTES = 64 * 1024 * 1024
 """Maximum size of the weights for which gradients are computed together."""
 

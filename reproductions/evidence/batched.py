@@ -16,8 +16,6 @@ from torch.func import grad, vmap
 
 from .schedules import Gradient, Schedule
 
-__all__ = ["Problem", "Setting", "Weights", "train"]
-
 Weights = dict[str, Tensor]
 """Parameters by name. In a batch, each tensor has one more dimension, the first one."""
 

@@ -18,8 +18,6 @@ from .on_networks import STUDIES
 from .on_quadratics import QUADRATICS
 from .study import Study, missing, run
 
-__all__ = ["chosen", "run_study"]
-
 EVERY = {QUADRATICS.name: QUADRATICS, **STUDIES}
 
 

@@ -12,8 +12,6 @@ from paceline.sync.draws import uniform
 from .batched import Weights
 from .schedules import Gradient
 
-__all__ = ["ITEMS", "USERS", "Ratings", "noisy_ratings"]
-
 USERS, ITEMS, RANK = 200, 300, 5
 OBSERVED = 12_000
 BATCH = 64

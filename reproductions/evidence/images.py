@@ -11,8 +11,6 @@ from torch.nn import functional
 from .batched import Weights
 from .schedules import Gradient
 
-__all__ = ["DigitImages"]
-
 BATCH = 16
 TESTED = 359  # images for validation, the last ones
 ESTIMATED = 256  # training images from which BatchNorm's statistics are computed for the validation

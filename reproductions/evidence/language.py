@@ -19,8 +19,6 @@ from torch.nn import functional
 from .batched import Weights
 from .schedules import Gradient
 
-__all__ = ["ByteGRU", "ByteTransformer"]
-
 TEXT_BYTES = 1_000_000
 VALIDATION_BYTES = 8_192
 CONTEXT = 64  # bytes in a sequence

@@ -22,8 +22,6 @@ from .protocol import EVALUATION_SEEDS, TUNING_SEEDS, Outcome, Setting, rate_of,
 from .schedules import record
 from .study import Study, decay_factors, equal_gradients
 
-__all__ = ["STUDIES", "MeasuredTraining"]
-
 SIX = ("bsp", "asp", "asp n/tau", "elastic-bsp", "spec-sync", "rennala")
 """The contenders, fixed before any result was known. Each has one variant here."""
 

@@ -24,8 +24,6 @@ from .quadratics import CURVATURES, expected_losses, noise_of
 from .schedules import record
 from .study import Study, decay_factors, equal_gradients
 
-__all__ = ["BATCHES", "QUADRATICS", "TARGETS", "batch_of"]
-
 BATCHES = ("0.1 each", "1 each", "10 each", "1 in all", "10 in all")
 """The sizes of the batches, in units of the critical batch: of each worker's batch, or of all workers' together."""
 

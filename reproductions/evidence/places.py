@@ -11,8 +11,6 @@ from paceline.core.lease import BatchSizing
 from paceline.sim import Cluster
 from paceline.studies.description import Equal, Generator, Jitter, SlowLinks, Steady, StudyPauses
 
-__all__ = ["CONTENDERS", "PLACES", "Contender", "Place", "Variant"]
-
 
 class Place(msgspec.Struct, frozen=True):
     """A simulated cluster. A worker that is neither slow nor disturbed takes about 1 s for a gradient.

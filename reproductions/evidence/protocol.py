@@ -16,20 +16,6 @@ from typing import NamedTuple
 
 from ..grid_search import Point, Score, search_lines
 
-__all__ = [
-    "DECAYS",
-    "EVALUATION_SEEDS",
-    "MOMENTA",
-    "STEPS",
-    "TUNING_SEEDS",
-    "Outcome",
-    "Setting",
-    "measures_of",
-    "rate_of",
-    "setting_of",
-    "tuned",
-]
-
 TUNING_SEEDS = (100, 101, 102)
 EVALUATION_SEEDS = tuple(range(16))
 MOMENTA = (0.0, 0.5, 0.9)

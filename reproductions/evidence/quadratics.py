@@ -25,8 +25,6 @@ import numpy as np
 
 from .schedules import Schedule
 
-__all__ = ["CRITICAL_AT", "CURVATURES", "Losses", "expected_losses", "noise_of"]
-
 CURVATURES = np.geomspace(1.0, 1 / 64, 8)
 CRITICAL_AT = 0.1
 

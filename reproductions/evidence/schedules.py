@@ -17,8 +17,6 @@ from paceline.trace import Trace
 
 from .places import Place, Variant
 
-__all__ = ["Gradient", "Schedule", "Update", "record", "schedule_of"]
-
 FULL_BATCH = 1024  # samples in a full batch, if batches are balanced: enough for fine differences
 
 

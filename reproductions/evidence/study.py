@@ -33,18 +33,6 @@ from .protocol import (
 )
 from .schedules import Schedule, record
 
-__all__ = [
-    "Cell",
-    "Found",
-    "Measured",
-    "Study",
-    "decay_factors",
-    "equal_gradients",
-    "make_cell",
-    "read_cells",
-    "run",
-]
-
 
 class Measured(Protocol):
     """The measures of a variant at a place with one seed."""

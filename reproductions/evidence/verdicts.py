@@ -11,17 +11,6 @@ from paceline.studies.statistics import Ratio, compare_samples, holm, mean_ranks
 from .places import CONTENDERS, PLACES
 from .study import Cell
 
-__all__ = [
-    "BASELINE",
-    "Comparison",
-    "Key",
-    "check_inequality",
-    "close_to_best",
-    "comparisons",
-    "ranks",
-    "values",
-]
-
 BASELINE = "bsp"
 
 CLOSE = 1.1  # factor up to which contenders are called close to the best one

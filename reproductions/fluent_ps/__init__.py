@@ -2,6 +2,4 @@
 
 from . import accuracy, delayed_pulls, slicing
 
-__all__ = ["EXHIBITS"]
-
 EXHIBITS = tuple(exhibit for module in (slicing, delayed_pulls, accuracy) for exhibit in module.EXHIBITS)

@@ -21,8 +21,6 @@ from .machines import MACHINES
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["EXHIBITS", "protocol_of"]
-
 PAPER = str(FLUENT_PS)
 ACCURACIES = FLUENT_PS.tables["table4-accuracy"]
 TARGET = Target("accuracy", 0.9, in_a_row=2)

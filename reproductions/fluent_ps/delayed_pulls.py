@@ -18,8 +18,6 @@ from .machines import MACHINES
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["EXHIBITS"]
-
 PAPER = str(FLUENT_PS)
 TIMES, DELAYED = (FLUENT_PS.tables[f"table4-{name}"] for name in ("time", "delayed"))
 

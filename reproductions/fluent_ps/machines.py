@@ -1,7 +1,5 @@
 """What the exhibits of FluentPS say about the machines that they simulate."""
 
-__all__ = ["MACHINES"]
-
 MACHINES = (
     "The paper does not say how much the speeds of its machines differ, although this affects the results most. "
     "The files in paceline/sim/presets describe the simulated machines, and mark numbers that are not in the paper."

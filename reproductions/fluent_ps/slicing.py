@@ -19,8 +19,6 @@ from ..verdicts import Measured
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["EXHIBITS", "resnet_56"]
-
 PAPER = str(FLUENT_PS)
 SERVERS = 8
 COMPUTE_S_OF_32 = (

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch import nn
 
-__all__ = ["alexnet_cifar", "c3f2_net"]
-
 
 def c3f2_net(classes: int = 10, channels: int = 3, size: int = 28, width: int = 32) -> nn.Sequential:
     """Return C3F2-Net, which ElasticBSP (2021, section 6.2.1) trains on CIFAR-10.

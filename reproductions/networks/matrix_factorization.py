@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-__all__ = ["MatrixFactorization"]
-
 
 class MatrixFactorization(nn.Module):
     """Predict a rating as the inner product of the user's and the item's vector, plus a constant.

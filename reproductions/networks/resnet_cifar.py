@@ -7,8 +7,6 @@ from torch import nn
 
 from paceline.errors import ConfigurationError
 
-__all__ = ["resnet_cifar", "small_resnet"]
-
 
 def resnet_cifar(depth: int, classes: int = 10, channels: int = 3, width: int = 16) -> nn.Sequential:
     """Return a residual network for images of 32 x 32 pixels, or of any other size from 4 x 4.

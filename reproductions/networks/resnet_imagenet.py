@@ -7,8 +7,6 @@ from torch import nn
 
 from paceline.errors import ConfigurationError
 
-__all__ = ["resnet_imagenet"]
-
 STAGES = {18: ((2, 2, 2, 2), False), 50: ((3, 4, 6, 3), True)}
 """Depth -> blocks of each stage, and whether the blocks are bottlenecks."""
 

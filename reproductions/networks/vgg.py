@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch import nn
 
-__all__ = ["small_vgg", "vgg_16"]
-
 CONVOLUTIONS = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
 """Output channels of the convolutions of 3 x 3 pixels; each group ends with a pooling layer."""
 

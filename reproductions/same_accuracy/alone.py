@@ -16,8 +16,6 @@ from ..ensembles.problems import Orders
 from ..ensembles.schedules import Epochs
 from .digits import DigitsMLP
 
-__all__ = ["train_alone"]
-
 
 def train_alone(
     problem: DigitsMLP,

@@ -14,8 +14,6 @@ from .plan import Scope
 from .summary import cells_of, findings, tables
 from .table import KINDS, make, missing, read, tune
 
-__all__ = ["make_table"]
-
 
 def make_table(
     scope: Scope,

@@ -16,8 +16,6 @@ from paceline.lab import demo
 from ..ensembles.problems import Data, Orders, Weights, sgd
 from ..ensembles.schedules import Batch
 
-__all__ = ["DigitsCNN", "DigitsMLP"]
-
 
 @cache
 def digits() -> demo.Digits:

@@ -16,8 +16,6 @@ from paceline.shard.optimizers import ELEMENTWISE, read_groups
 
 from .digits import DigitsMLP
 
-__all__ = ["FAMILIES", "Lion", "OtherOptimizer"]
-
 
 @register_elementwise
 class Lion(torch.optim.Optimizer):

@@ -17,8 +17,6 @@ from paceline.sync.translation import Standing
 from ..ensembles.schedules import Schedule
 from ..ensembles.training import Setting
 
-__all__ = ["Guards"]
-
 SAMPLED = 8192
 """Number of weights, evenly spaced, from which their norm is estimated."""
 

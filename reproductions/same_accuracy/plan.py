@@ -16,22 +16,6 @@ from .quadratics import Quadratic
 from .ratings import Ratings
 from .text import TextGPT
 
-__all__ = [
-    "CLUSTERS",
-    "COSTS_S",
-    "FACTORS",
-    "MODELS",
-    "PROBLEMS",
-    "SEEDS",
-    "TUNING_SEEDS",
-    "WORKERS",
-    "Job",
-    "Scope",
-    "cluster_of",
-    "covered",
-    "jobs",
-]
-
 FACTORS = (1.0, 0.5, 0.25)
 """The learning rates of the table, as shares of the best one for bsp."""
 

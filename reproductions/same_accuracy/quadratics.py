@@ -17,8 +17,6 @@ from paceline.core.layout import HyperParameters
 from ..ensembles.problems import Data, Weights, sgd
 from ..ensembles.schedules import Batch
 
-__all__ = ["Quadratic"]
-
 CURVATURES = 8
 COPIES = 512
 """Number of coordinates with the same curvature."""

@@ -14,8 +14,6 @@ from ..ensembles.problems import Data, Orders, Weights, sgd
 from ..ensembles.schedules import Batch
 from ..evidence.factors import ITEMS, USERS, noisy_ratings
 
-__all__ = ["Ratings"]
-
 WIDTH = 8
 TESTED = 6000
 REGULARIZATION = 0.01

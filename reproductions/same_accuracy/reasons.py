@@ -12,8 +12,6 @@ from .plan import FACTORS, PROBLEMS, WORKERS
 from .summary import Cell, part_until
 from .table import Result, Runs
 
-__all__ = ["joint_steps", "reasons"]
-
 REASONS = (
     "`rennala` drops every gradient whose weights are outdated: with as many gradients in a mean as there are "
     "workers, 40 to 46 % of them in the cluster steady 3x. An update makes up for dropped gradients only up to a "

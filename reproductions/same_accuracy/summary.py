@@ -19,8 +19,6 @@ from .families import FAMILIES
 from .plan import CLUSTERS, FACTORS, MODELS, PROBLEMS
 from .table import KINDS, Result, Runs
 
-__all__ = ["BOUNDS", "GOALS", "Cell", "cells_of", "findings", "part_until", "tables"]
-
 BOUNDS = {1.0: (0.03, 0.06), 0.5: (0.01, 0.02), 0.25: (0.01, 0.02)}
 """Factor of the rate -> how much lower the accuracy may be, and by which share the loss may be higher."""
 

@@ -27,8 +27,6 @@ from ..result_file import append_results, read_results
 from .guarding import Guards
 from .plan import COSTS_S, FACTORS, PROBLEMS, TUNING_SEEDS, Job, Scope, cluster_of, jobs
 
-__all__ = ["KINDS", "Result", "Runs", "Tuned", "make", "missing", "read"]
-
 EVALUATIONS = 40
 """Number of times that the quality is computed in a run."""
 

@@ -16,8 +16,6 @@ from ..ensembles.schedules import Batch
 from ..evidence.language import library_text
 from .digits import cross_entropies
 
-__all__ = ["TextGPT"]
-
 CHARACTERS = 97
 """The printable characters of ASCII, the newline, and one number for all others."""
 

@@ -2,8 +2,6 @@
 
 from . import clusters, convergence, examples, pushes, traffic, workloads
 
-__all__ = ["EXHIBITS"]
-
 EXHIBITS = tuple(
     exhibit
     for module in (workloads, examples, pushes, convergence, clusters, traffic)

@@ -17,8 +17,6 @@ from .workloads import CIFAR_10, PAPER, WITH_DATA
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["EXHIBITS"]
-
 FIGURE_10 = {"BSP": "bsp", "SSP(3)": "ssp:staleness=3", "ASP": "asp", "SpecSync": "spec-sync"}
 FIGURE_11 = {"ASP": "asp", "SpecSync": "spec-sync"}
 SIZES = (20, 30, 40)

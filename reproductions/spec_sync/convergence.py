@@ -21,8 +21,6 @@ from .workloads import CIFAR_10, IMAGENET, MF, PAPER, WITH_DATA, WORKLOADS, Work
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["EXHIBITS", "compared", "runs_of"]
-
 
 def runs_of(
     workload: Workload, schemes: dict[str, str], options: Options, cluster: Cluster | None = None

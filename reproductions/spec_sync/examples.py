@@ -19,8 +19,6 @@ from .workloads import PAPER
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["EXHIBITS", "Computation", "computations"]
-
 COMPUTE_S = (2.0, 3.2, 2.8, 2.4)  # worker-1 pushes first, then worker-4, worker-3 and worker-2
 CLUSTER = Cluster(compute_s=COMPUTE_S)
 MODELS = {

@@ -20,8 +20,6 @@ from .workloads import PAPER, TIMES
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["EXHIBITS", "pushes_after_pulls"]
-
 
 def pushes_after_pulls(shard: Trace, intervals: int, width_s: float) -> list[list[int]]:
     """For each pull, count the pushes of other workers in each interval after the answer to the pull.

@@ -17,8 +17,6 @@ from .workloads import PAPER, WITH_DATA, WORKLOADS
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["EXHIBITS"]
-
 KINDS = {
     "push and pull": ("push", "pull"),
     "pulls after restarts": ("pull again",),

@@ -22,8 +22,6 @@ from ..verdicts import Measured
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["CIFAR_10", "EXHIBITS", "IMAGENET", "MF", "PAPER", "TIMES", "WORKLOADS", "Workload"]
-
 PAPER = str(SPEC_SYNC)
 TABLE_1 = SPEC_SYNC.tables["table1"]
 DATA = SPEC_SYNC.tables["table1-data"]
