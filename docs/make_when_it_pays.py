@@ -140,16 +140,14 @@ REFINED = (
 SHORT = {
     "ratings": "a matrix factorization",
     "digits": "a convolutional network",
-    "text-gru": "a recurrent language model",
     "text-transformer": "a transformer",
 }
 
 PROBLEMS = {
     "ratings": "Matrix factorization: 12,000 ratings with noise, of 200 users and 300 items, batches of 64.",
     "digits": "A convolutional network with BatchNorm on scikit-learn's 1,797 handwritten digits, batches of 16.",
-    "text-gru": "A byte-level language model with a GRU and about 60,000 parameters, trained for one pass over 1 MB "
-    "of the source files of Python's standard library, batches of 512 bytes.",
-    "text-transformer": "The same with a transformer.",
+    "text-transformer": "A byte-level transformer with about 60,000 parameters, trained for one pass over 1 MB of the "
+    "source files of Python's standard library, batches of 512 bytes.",
 }
 """The problems of the studies that follow the quadratics, in the order of the page."""
 

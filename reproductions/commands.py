@@ -119,7 +119,7 @@ def exhibits(
 @app.command("evidence")
 def evidence(
     study: Annotated[
-        str, typer.Argument(help="The problem: quadratics, text-gru, text-transformer, digits or ratings.")
+        str, typer.Argument(help="The problem: quadratics, text-transformer, digits or ratings.")
     ] = "quadratics",
     places: Annotated[
         list[str] | None,

@@ -9,15 +9,15 @@ target. Rounding is that of a live run (`paceline.shard.codecs`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import torch
 from rich import box
 from rich.table import Table
-from torch import Tensor, nn
+from torch import nn
 
 import paceline
 from paceline.cli.console import TellShare
@@ -26,6 +26,7 @@ from paceline.errors import ConfigurationError
 from paceline.shard.store import WeightsSnapshot
 from paceline.studies.statistics import Ratio, compare_samples
 
+from .evidence import batched
 from .evidence.images import DigitImages
 from .evidence.language import ByteTransformer
 from .evidence.schedules import Gradient
@@ -36,18 +37,6 @@ SMOOTHED = 10
 
 MOST = 1.05
 """The goal: the ratio of the iterations to the target, and the upper end of its interval, are at most this."""
-
-
-class Learned(Protocol):
-    """A network with its data; see `reproductions.evidence`."""
-
-    def initial(self, seed: int) -> dict[str, Tensor]: ...
-
-    def batch(self, seed: int, gradient: Gradient) -> tuple[Tensor, ...]: ...
-
-    def loss(self, weights: dict[str, Tensor], *batch: Tensor) -> Tensor: ...
-
-    def validation(self, weights: dict[str, Tensor]) -> Tensor: ...
 
 
 class Problem(msgspec.Struct, frozen=True):
@@ -62,7 +51,7 @@ class Problem(msgspec.Struct, frozen=True):
     """
 
     name: str
-    learned: Callable[[], Learned]
+    learned: Callable[[], batched.Problem]
     optimizer: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
     target: float
     iterations: int
@@ -154,28 +143,11 @@ def compare_formats(
     return results
 
 
-class _Trained(nn.Module):
-    """The weights of a network as parameters."""
-
-    def __init__(self, weights: Mapping[str, Tensor]) -> None:
-        super().__init__()
-        self.names = list(weights)
-        self.values = nn.ParameterList(nn.Parameter(value.clone()) for value in weights.values())
-
-    @property
-    def weights(self) -> dict[str, Tensor]:
-        return dict(zip(self.names, self.values, strict=True))
-
-    def named(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the weights in a `state_dict` by their own names."""
-        return {name: state[f"values.{index}"] for index, name in enumerate(self.names)}
-
-
-def _losses(problem: Problem, learned: Learned, seed: int, wire: str) -> list[float]:
+def _losses(problem: Problem, learned: batched.Problem, seed: int, wire: str) -> list[float]:
     """Return the loss on the validation data after each update."""
 
     def train() -> None:
-        model = _Trained(learned.initial(seed))
+        model = batched.AsModule(learned.initial(seed))
         inner = problem.optimizer(list(model.parameters()))
         optimizer = paceline.DistributedOptimizer(inner, model=model)
         worker = paceline.worker_index()
@@ -186,12 +158,13 @@ def _losses(problem: Problem, learned: Learned, seed: int, wire: str) -> list[fl
             learned.loss(model.weights, *learned.batch(seed, gradient)).backward()
             optimizer.step()
 
-    names = _Trained(learned.initial(seed))
+    seen = batched.AsModule(learned.initial(seed))
     losses: list[float] = []
 
     def look(time_s: float, snapshot: WeightsSnapshot) -> bool:
+        seen.load_state_dict(snapshot.state_dict)
         with torch.inference_mode():
-            losses.append(float(learned.validation(names.named(snapshot.state_dict))))
+            losses.append(float(learned.validation(seen.weights)))
         return False
 
     cluster = paceline.Cluster(compute_s=[1.0] * WORKERS)

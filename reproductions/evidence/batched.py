@@ -1,4 +1,4 @@
-"""Training along a recorded schedule, with many settings and seeds at once.
+"""Training along a recorded schedule, with many settings at once.
 
 All settings of a batch make the same updates in the same order, so their weights are stacked, and `torch.func.vmap`
 computes their gradients together. The result is that of `paceline.simulate(train_fn=...)` with the same schedule,
@@ -8,10 +8,10 @@ learning rate and seed, apart from rounding.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import grad, vmap
 
 from .schedules import Gradient, Schedule
@@ -40,45 +40,47 @@ class Problem(Protocol):
         ...
 
 
-class Setting(NamedTuple):
-    """A setting of a run.
+class AsModule(nn.Module):
+    """The parameters of a problem as a module, for a run of its own."""
 
-    Attributes:
-        rate: learning rate of SGD.
-        momentum: momentum of SGD.
-        seed: seed of the initial weights and of the data.
-    """
+    def __init__(self, initial: Weights) -> None:
+        super().__init__()
+        self._names = list(initial)
+        self.values = nn.ParameterList(initial.values())
 
-    rate: float
-    momentum: float
-    seed: int
+    @property
+    def weights(self) -> Weights:
+        """The parameters by the names that the problem uses."""
+        return dict(zip(self._names, self.values, strict=True))
 
 
 def train(
     problem: Problem,
     schedule: Schedule,
-    settings: Sequence[Setting],
+    rates: Sequence[float],
+    momenta: Sequence[float],
+    seed: int,
     decay: Callable[[int], float | Tensor] = lambda k: 1.0,
 ) -> Iterator[Weights]:
-    """Yield the stacked weights of all settings before the first update, and after each update.
+    """Yield the stacked weights of all runs before the first update, and after each update.
 
     Args:
         problem: the problem.
-        schedule: the schedule, which is the same for all settings.
-        settings: learning rate, momentum and seed of each run.
+        schedule: the schedule, which is the same for all runs.
+        rates: learning rate of SGD in each run.
+        momenta: momentum of SGD in each run.
+        seed: seed of the initial weights and of the data of all runs.
         decay: function that returns the factor of the learning rate in the k-th update, for all runs or for each.
     """
-    seeds = [setting.seed for setting in settings]
-    initial = {seed: problem.initial(seed) for seed in set(seeds)}
-    weights = {name: torch.stack([initial[seed][name] for seed in seeds]) for name in initial[seeds[0]]}
+    weights = {name: torch.stack([value] * len(rates)) for name, value in problem.initial(seed).items()}
     kind = next(iter(weights.values())).dtype
-    rates, momenta = (
-        torch.tensor([getattr(setting, name) for setting in settings], dtype=kind)
-        for name in ("rate", "momentum")
-    )
+    rate, momentum = (torch.tensor(numbers, dtype=kind) for numbers in (rates, momenta))
     velocity = {name: torch.zeros_like(value) for name, value in weights.items()}
     gradients_of = vmap(grad(problem.loss), randomness="error")
-    last_use = _last_uses(schedule)
+    # The last update that contains a gradient on a version, for each version.
+    last_use = {
+        gradient.read: k for k, update in enumerate(schedule.updates) for gradient in update.gradients
+    }
     versions: dict[int, Weights] = {}
     yield weights
     for k, update in enumerate(schedule.updates):
@@ -86,23 +88,17 @@ def train(
             versions[k] = weights
         total: Weights = {}
         for each in update.gradients:
-            batches = {seed: problem.batch(seed, each) for seed in initial}
-            data = (torch.stack(parts) for parts in zip(*(batches[seed] for seed in seeds), strict=True))
+            data = (torch.stack([part] * len(rates)) for part in problem.batch(seed, each))
             found = gradients_of(versions.get(each.read, weights), *data)
             for name, value in found.items():
                 total[name] = total[name] + each.weight * value if name in total else each.weight * value
-        factor = rates * decay(k)
-        velocity = {name: _like(momenta, value) * velocity[name] + value for name, value in total.items()}
+        factor = rate * decay(k)
+        velocity = {name: _like(momentum, value) * velocity[name] + value for name, value in total.items()}
         weights = {name: value - _like(factor, value) * velocity[name] for name, value in weights.items()}
         versions = {version: kept for version, kept in versions.items() if last_use[version] > k}
         yield weights
 
 
 def _like(numbers: Tensor, value: Tensor) -> Tensor:
-    """Return one number for each setting in a shape that can be multiplied with stacked weights."""
+    """Return one number for each run in a shape that can be multiplied with stacked weights."""
     return numbers.reshape(-1, *[1] * (value.dim() - 1))
-
-
-def _last_uses(schedule: Schedule) -> dict[int, int]:
-    """Return the last update that contains a gradient on a version, for each version."""
-    return {gradient.read: k for k, update in enumerate(schedule.updates) for gradient in update.gradients}

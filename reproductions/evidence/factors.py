@@ -13,6 +13,7 @@ from .batched import Weights
 from .schedules import Gradient
 
 USERS, ITEMS, RANK = 200, 300, 5
+WIDTH = 8
 OBSERVED = 12_000
 BATCH = 64
 NOISE = 0.3
@@ -33,10 +34,26 @@ def noisy_ratings() -> tuple[Tensor, Tensor]:
     return ratings.flatten(), torch.randperm(USERS * ITEMS, generator=generator)
 
 
-class Ratings:
-    """Factors of rank 8 for ratings of rank 5 with noise. The validation uses ratings that were not observed."""
+def drawn_factors(seed: int, spread: float) -> Weights:
+    """Return random factors of rank 8, which is more than that of the ratings, because of their noise."""
+    generator = torch.Generator().manual_seed(seed)
+    counts = {"users": USERS, "items": ITEMS}
+    return {name: spread * torch.randn(n, WIDTH, generator=generator) for name, n in counts.items()}
 
-    WIDTH = 8
+
+def squared_errors(users: Tensor, items: Tensor, ratings: Tensor) -> Tensor:
+    """Return the squared error of each rating, given the factors of its user and of its item."""
+    return ((users * items).sum(dim=-1) - ratings).square()
+
+
+def penalized_errors(users: Tensor, items: Tensor, ratings: Tensor) -> Tensor:
+    """Return the squared error of each rating, with its squared factors with a small weight."""
+    sizes = users.square().sum(dim=-1) + items.square().sum(dim=-1)
+    return squared_errors(users, items, ratings) + REGULARIZATION * sizes
+
+
+class Ratings:
+    """The factorization. The validation uses ratings that were not observed."""
 
     def __init__(self) -> None:
         self._ratings, order = noisy_ratings()
@@ -44,11 +61,7 @@ class Ratings:
 
     def initial(self, seed: int) -> Weights:
         """Return the initial parameters."""
-        generator = torch.Generator().manual_seed(seed)
-        return {
-            "users": 0.5 * torch.randn(USERS, self.WIDTH, generator=generator),
-            "items": 0.5 * torch.randn(ITEMS, self.WIDTH, generator=generator),
-        }
+        return drawn_factors(seed, 0.5)
 
     def batch(self, seed: int, gradient: Gradient) -> tuple[Tensor, ...]:
         """Return the positions of ratings, and the ratings."""
@@ -61,15 +74,14 @@ class Ratings:
     def loss(self, weights: Weights, *batch: Tensor) -> Tensor:
         """Return half of the sum of the squared errors, and of the squared factors with a small weight."""
         positions, ratings = batch
-        users, items = weights["users"][positions // ITEMS], weights["items"][positions % ITEMS]
-        error = ((users * items).sum(dim=1) - ratings).square()
-        size = users.square().sum(dim=1) + items.square().sum(dim=1)
-        total: Tensor = 0.5 * (error + REGULARIZATION * size).sum()
-        return total
+        return 0.5 * penalized_errors(*_factors(weights, positions), ratings).sum()
 
     def validation(self, weights: Weights) -> Tensor:
         """Return the mean squared error of the held-out ratings."""
         positions = self._held_out
-        users, items = weights["users"][positions // ITEMS], weights["items"][positions % ITEMS]
-        error: Tensor = ((users * items).sum(dim=1) - self._ratings[positions]).square().mean()
-        return error
+        return squared_errors(*_factors(weights, positions), self._ratings[positions]).mean()
+
+
+def _factors(weights: Weights, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the factors of the user and of the item of each rating. Shape of each: (ratings, width)."""
+    return weights["users"][positions // ITEMS], weights["items"][positions % ITEMS]

@@ -16,7 +16,7 @@ from . import batched
 from .batched import Problem
 from .factors import Ratings
 from .images import DigitImages
-from .language import ByteGRU, ByteTransformer
+from .language import ByteTransformer
 from .places import CONTENDERS, PLACES, Contender, Place, Variant
 from .protocol import EVALUATION_SEEDS, TUNING_SEEDS, Outcome, Setting, rate_of, setting_of
 from .schedules import record
@@ -70,12 +70,13 @@ class MeasuredTraining:
         schedule = self._schedule
         factors = decay_factors(schedule, self._place)
         decay = torch.tensor([factors[setting.decay] for setting in settings])
-        runs = [batched.Setting(rate_of(s.momentum, s.step), s.momentum, self._seed) for s in settings]
+        rates = [rate_of(setting.momentum, setting.step) for setting in settings]
+        momenta = [setting.momentum for setting in settings]
         every = max(1, len(schedule.updates) // EVALUATIONS)
         validation = vmap(self._problem.validation)
         for setting in settings:
             self._curves[setting] = []
-        steps = batched.train(self._problem, schedule, runs, lambda k: decay[:, k])
+        steps = batched.train(self._problem, schedule, rates, momenta, self._seed, lambda k: decay[:, k])
         for version, weights in enumerate(steps):
             if version % every and version < len(schedule.updates):
                 continue
@@ -143,7 +144,6 @@ def _study(
 STUDIES = {
     study.name: study
     for study in (
-        _study("text-gru", ByteGRU, 1800, 0.008, (0.5, 0.45, 0.42), -1, budget=9, seeds=8),
         _study("text-transformer", ByteTransformer, 1800, 0.0055, (0.5, 0.45, 0.42), -4, budget=9, seeds=8),
         _study("digits", DigitImages, 2000, 0.001, (0.1, 0.05, 0.03), -1),
         _study("ratings", Ratings, 6000, 0.0002, (0.7, 0.5, 0.3), -5),

@@ -22,9 +22,6 @@ MOMENTA = (0.0, 0.5, 0.9)
 STEPS = range(-20, 8)
 """The steps of the learning rates that are ever used (see `rate_of`)."""
 
-BUDGET = 48
-"""Number of settings with which the tuning of each contender begins."""
-
 DECAYS = ("constant", "with time", "with gradients")
 """How the learning rate decays: not at all, linearly with time, or linearly with the number of gradients."""
 
@@ -81,7 +78,7 @@ class Outcome(NamedTuple):
 
 
 def tuned(
-    outcomes: Callable[[Point], Sequence[Outcome]], variants: int, middle: int, budget: int = BUDGET
+    outcomes: Callable[[Point], Sequence[Outcome]], variants: int, middle: int, budget: int
 ) -> tuple[Point, int]:
     """Return the best setting, and the number of settings that were tried.
 

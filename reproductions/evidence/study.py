@@ -135,12 +135,8 @@ def missing(study: Study, path: Path) -> list[tuple[Place, Contender]]:
 
 def run(study: Study, path: Path, tell: Tell) -> None:
     """Run the cells that are missing in a file, and append them to it."""
-
-    def make(task: tuple[Place, Contender]) -> Cell:
-        return make_cell(study, *task)
-
     work_off(
-        make,
+        lambda task: make_cell(study, *task),
         missing(study, path),
         lambda task, cell: append_results(path, cell),
         tell,
@@ -188,13 +184,9 @@ def make_cell(study: Study, place: Place, contender: Contender) -> Cell:
     return Cell(place.name, contender.name, found_by)
 
 
+@functools.cache
 def equal_gradients(place: Place) -> float:
     """Return the number of full batches after which losses are compared: nearly all that BSP uses."""
-    return _gradients_of_bsp(place)
-
-
-@functools.cache
-def _gradients_of_bsp(place: Place) -> float:
     counts = [record(place, Variant("bsp"), seed).updates[-1].pushed for seed in TUNING_SEEDS]
     return float(math.floor(0.9 * min(counts)))
 

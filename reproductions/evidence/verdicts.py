@@ -13,8 +13,6 @@ from .study import Cell
 
 BASELINE = "bsp"
 
-CLOSE = 1.1  # factor up to which contenders are called close to the best one
-
 
 class Key(NamedTuple):
     """What is compared with the baseline, and where."""
@@ -100,18 +98,6 @@ def ranks(cells: Sequence[Cell], batches: Sequence[str], measure: str) -> dict[s
     return {contender: sum(found) / len(found) for contender, found in total.items()}
 
 
-def close_to_best(results: dict[str, list[float]], factor: float = CLOSE) -> list[str]:
-    """Return the best contender, and then those that are certainly slower by no more than a factor.
-
-    The upper end of the interval of their ratio to the best one is at most the factor.
-    """
-    best = min(results, key=lambda contender: _log_mean(results[contender]))
-    if _log_mean(results[best]) == math.inf:
-        return []
-    near = [c for c in results if c != best and compare_samples(results[c], results[best]).high <= factor]
-    return [best, *sorted(near, key=lambda contender: _log_mean(results[contender]))]
-
-
 def check_inequality(
     cells: Sequence[Cell], batches: Sequence[str], measures: Sequence[str]
 ) -> tuple[int, list[tuple[Key, Ratio]]]:
@@ -137,7 +123,3 @@ def check_inequality(
 
 def _never(results: Sequence[float]) -> int:
     return sum(map(math.isinf, results))
-
-
-def _log_mean(results: Sequence[float]) -> float:
-    return math.inf if _never(results) else sum(map(math.log, results)) / len(results)

@@ -12,23 +12,28 @@ from paceline.core.layout import HyperParameters
 
 from ..ensembles.problems import Data, Orders, Weights, sgd
 from ..ensembles.schedules import Batch
-from ..evidence.factors import ITEMS, USERS, noisy_ratings
+from ..evidence.factors import (
+    ITEMS,
+    OBSERVED,
+    USERS,
+    drawn_factors,
+    noisy_ratings,
+    penalized_errors,
+    squared_errors,
+)
 
-WIDTH = 8
 TESTED = 6000
-REGULARIZATION = 0.01
-INITIAL = 0.7
 
 
 class Ratings:
-    """Factors of rank 8 for ratings of rank 5 with noise. The test uses ratings that were not observed."""
+    """The factorization. The test uses ratings that were not observed."""
 
     name = "ratings"
     optimizer = "SGD"
     higher_is_better = False
     chance = 1.0
     rates = tuple(2.0**step for step in range(7))
-    samples = 12_000
+    samples = OBSERVED
     joint_batch = 240
     epochs = 10
 
@@ -43,11 +48,7 @@ class Ratings:
 
     def initial(self, seed: int) -> Weights:
         """Return the initial parameters."""
-        generator = torch.Generator().manual_seed(seed)
-        return {
-            "users": INITIAL * torch.randn(USERS, WIDTH, generator=generator),
-            "items": INITIAL * torch.randn(ITEMS, WIDTH, generator=generator),
-        }
+        return drawn_factors(seed, 0.7)
 
     def data(self, seeds: Sequence[int], batch: Batch) -> Data:
         """Return the positions of ratings, and the ratings."""
@@ -57,18 +58,12 @@ class Ratings:
     def losses(self, weights: Weights, *data: Tensor) -> Tensor:
         """Return half of the mean squared errors, and of the squared factors with a small weight."""
         positions, ratings = data
-        users, items = _factors(weights, positions)
-        errors = ((users * items).sum(dim=2) - ratings).square()
-        sizes = users.square().sum(dim=2) + items.square().sum(dim=2)
-        means: Tensor = 0.5 * (errors + REGULARIZATION * sizes).mean(dim=1)
-        return means
+        return 0.5 * penalized_errors(*_factors(weights, positions), ratings).mean(dim=1)
 
     def quality(self, weights: Weights) -> Tensor:
         """Return the mean squared errors of the ratings that were not observed."""
-        users, items = _factors(weights, self._tested.expand(len(weights["users"]), -1))
-        errors = (users * items).sum(dim=2) - self._ratings[self._tested]
-        squares: Tensor = errors.square().mean(dim=1)
-        return squares
+        factors = _factors(weights, self._tested.expand(len(weights["users"]), -1))
+        return squared_errors(*factors, self._ratings[self._tested]).mean(dim=1)
 
 
 def _factors(weights: Weights, positions: Tensor) -> tuple[Tensor, Tensor]:

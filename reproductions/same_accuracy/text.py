@@ -13,7 +13,7 @@ from paceline.core.layout import HyperParameters
 
 from ..ensembles.problems import Data, Orders, Weights, adamw
 from ..ensembles.schedules import Batch
-from ..evidence.language import library_text
+from ..evidence.language import library_text, sequences
 from .digits import cross_entropies
 
 CHARACTERS = 97
@@ -43,11 +43,9 @@ class TextGPT:
     def __init__(self) -> None:
         length = self.samples * CONTEXT
         text = _numbered(library_text(2 * length))
-        self._inputs = text[:length].view(-1, CONTEXT)
-        self._targets = text[1 : length + 1].view(-1, CONTEXT)
+        self._inputs, self._targets = sequences(text[: length + 1], CONTEXT)
         # The test uses text that is far away from what is trained on.
-        tested = text[-TESTED * CONTEXT - 1 :]
-        self._tested = tested[:-1].view(1, -1, CONTEXT), tested[1:].view(1, -1, CONTEXT)
+        self._tested = sequences(text[-TESTED * CONTEXT - 1 :], CONTEXT)
         self._orders = Orders(self.samples)
 
     def settings(self, rate: float, progress: float) -> HyperParameters:

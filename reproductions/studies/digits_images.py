@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # `reproductions` is not ins
 
 from paceline.train.session import current
 from reproductions.ensembles.problems import Orders
+from reproductions.evidence.batched import AsModule
 from reproductions.evidence.images import BATCH, DigitImages
 
 EPOCHS = 20
@@ -36,24 +37,6 @@ def problem() -> DigitImages:
     return DigitImages()
 
 
-class Network(nn.Module):
-    """The parameters of the problem as a module."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        initial = problem().initial(seed)
-        self.names = list(initial)
-        self.values = nn.ParameterList(initial.values())
-
-    def weights(self) -> dict[str, Tensor]:
-        """Return the parameters by the names that the problem uses."""
-        return dict(zip(self.names, self.values, strict=True))
-
-    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss on a batch."""
-        return problem().loss(self.weights(), images, labels)
-
-
 def train(rate: float, momentum: float, seed: int) -> None:
     """Train as one worker, until the time of the study is over. The main worker logs `validation_loss`.
 
@@ -64,9 +47,9 @@ def train(rate: float, momentum: float, seed: int) -> None:
         momentum: momentum of SGD.
         seed: seed of the initial weights and of the order of the data.
     """
-    network = Network(seed)
+    network = AsModule(problem().initial(seed))
     with torch.no_grad():
-        initial = problem().validation(network.weights()).item()
+        initial = problem().validation(network.weights).item()
     optimizer = paceline.DistributedOptimizer(
         torch.optim.SGD(network.parameters(), lr=rate, momentum=momentum), model=network
     )
@@ -82,11 +65,12 @@ def train(rate: float, momentum: float, seed: int) -> None:
         if paceline.is_main() and session is not None and session.now_s >= due_s:
             due_s = session.now_s + EVERY_S
             with paceline.evaluating(network) as snapshot, torch.no_grad():
-                paceline.log(validation_loss=problem().validation(snapshot.weights()).item() / initial)
+                paceline.log(validation_loss=problem().validation(snapshot.weights).item() / initial)
 
         def closure(positions: Tensor = positions) -> float:
             optimizer.zero_grad()
-            loss: Tensor = network(problem().images[positions], problem().labels[positions])
+            batch = problem().images[positions], problem().labels[positions]
+            loss = problem().loss(network.weights, *batch)
             loss.backward()
             return loss.item()
 

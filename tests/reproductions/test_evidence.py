@@ -16,7 +16,7 @@ import paceline
 from paceline.errors import ConfigurationError
 from paceline.sim import Cluster, SimResult, simulate
 from paceline.studies.statistics import compare_samples
-from reproductions.evidence.batched import Setting, Weights, train
+from reproductions.evidence.batched import Weights, train
 from reproductions.evidence.commands import run_study
 from reproductions.evidence.on_networks import STUDIES
 from reproductions.evidence.on_quadratics import QUADRATICS
@@ -71,19 +71,19 @@ def rows(seed: int, worker: int, iteration: int) -> tuple[Tensor, Tensor]:
     return x, x.sum(dim=1).sin()
 
 
-def trained(sync: str, setting: Setting) -> SimResult:
+def trained(sync: str, rate: float, momentum: float, seed: int) -> SimResult:
     """Simulate a run whose script trains `Rows`."""
 
     def script() -> None:
         model = nn.Module()
-        for name, value in Rows().initial(setting.seed).items():
+        for name, value in Rows().initial(seed).items():
             model.register_parameter(name, nn.Parameter(value))
         weights = dict(model.named_parameters())
-        sgd = torch.optim.SGD(model.parameters(), lr=setting.rate, momentum=setting.momentum)
+        sgd = torch.optim.SGD(model.parameters(), lr=rate, momentum=momentum)
         optimizer = paceline.DistributedOptimizer(sgd, model=model)
         for iteration in range(ITERATIONS):
             optimizer.zero_grad()
-            Rows().loss(dict(weights), *rows(setting.seed, paceline.worker_index(), iteration)).backward()
+            Rows().loss(dict(weights), *rows(seed, paceline.worker_index(), iteration)).backward()
             optimizer.step()
 
     return simulate(UNEQUAL, sync, train_fn=script, record=True, hyperparameters="raw")
@@ -91,15 +91,16 @@ def trained(sync: str, setting: Setting) -> SimResult:
 
 @pytest.mark.parametrize("sync", SYNCS)
 def test_batched_training_gives_the_weights_of_a_simulated_run(sync: str) -> None:
-    settings = [Setting(0.05, 0.0, 1), Setting(0.02, 0.9, 1), Setting(0.05, 0.5, 2)]
-    runs = [trained(sync, setting) for setting in settings]
-    schedule = schedule_of(runs[0].trace[0])
-    assert schedule == schedule_of(runs[2].trace[0]), "the schedule must not depend on the weights"
-    *_, batched = train(Rows(), schedule, settings)
-    for index, result in enumerate(runs):
-        assert result.state_dict is not None
-        for name, value in result.state_dict.items():
-            assert torch.allclose(batched[name][index], value, rtol=1e-12, atol=1e-12)
+    rates, momenta = (0.05, 0.02, 0.05), (0.0, 0.9, 0.5)
+    for seed in (1, 2):
+        runs = [trained(sync, *pair, seed) for pair in zip(rates, momenta, strict=True)]
+        schedule = schedule_of(runs[0].trace[0])
+        assert schedule == schedule_of(runs[2].trace[0]), "the schedule must not depend on the weights"
+        *_, batched = train(Rows(), schedule, rates, momenta, seed)
+        for index, result in enumerate(runs):
+            assert result.state_dict is not None
+            for name, value in result.state_dict.items():
+                assert torch.allclose(batched[name][index], value, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("sync", [*SYNCS, "drop-stragglers:quorum=3", "spec-sync"])
@@ -227,7 +228,7 @@ def test_the_studies_on_data_train_and_evaluate(name: str) -> None:
 def test_an_estimate_starts_nothing(tmp_path: Path) -> None:
     console = Console(record=True, width=100)
     path = tmp_path / "evidence.jsonl"
-    run_study("text-gru", [], ["bsp"], path, console, only_estimate=True)
+    run_study("text-transformer", [], ["bsp"], path, console, only_estimate=True)
     assert "2 of 2 results are missing: about" in console.export_text()
     assert not path.exists()
     with pytest.raises(ConfigurationError, match="did you mean 'quadratics'"):
