@@ -14,6 +14,7 @@ from paceline.studies.statistics import Difference, Ratio, difference
 
 from .exhibit import beside, seconds
 from .papers import Quote
+from .result_file import rounded
 from .training import WIDENED, Swept, TrainingOutcome, TrainingRun, medians, speed_up, sweep
 from .verdicts import Measured
 
@@ -133,18 +134,19 @@ class Comparison(msgspec.Struct, frozen=True):
             "rate": self.rate,
             "seconds_by_rate": {
                 label: {
-                    f"{rate:g}": [_none(o.reached_s) for o in outcomes] for rate, outcomes in found.items()
+                    f"{rate:g}": [rounded(o.reached_s, 6) for o in outcomes]
+                    for rate, outcomes in found.items()
                 }
                 for label, found in self.swept.by_rate.items()
             },
             "seconds_at_best": {
-                label: [_none(o.reached_s) for o in self.swept.at_best if o.run.label == label]
+                label: [rounded(o.reached_s, 6) for o in self.swept.at_best if o.run.label == label]
                 for label in self.labels
             },
             "curves": {
                 o.run.label: {
-                    "times_s": [float(f"{time_s:.6g}") for time_s in o.times_s],
-                    "values": [_none(value) for value in o.values],
+                    "times_s": [rounded(time_s, 6) for time_s in o.times_s],
+                    "values": [rounded(value, 6) for value in o.values],
                 }
                 for o in self.common
                 if o.run.seed == first
@@ -275,7 +277,3 @@ def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:
         return (values[0],) * 3
     low, middle, high = quantiles([min(value, 1e9) for value in values], n=4, method="inclusive")
     return tuple(math.inf if value > 1e8 else value for value in (low, middle, high))  # type: ignore[return-value]
-
-
-def _none(value: float) -> float | None:
-    return float(f"{value:.6g}") if math.isfinite(value) else None

@@ -7,6 +7,7 @@ end. Such a line is ignored, and the next result takes its place.
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from pathlib import Path
 from typing import TypeVar
@@ -47,6 +48,15 @@ def append_results(path: Path, *results: msgspec.Struct) -> None:
         file.truncate(_finished(file.read()))
         file.seek(0, 2)
         file.write(b"".join(msgspec.json.encode(each) + b"\n" for each in results))
+
+
+def rounded(value: float, digits: int) -> float | None:
+    """Return a number with as many significant digits as a result keeps; None if it is not finite.
+
+    >>> rounded(12345.678, 4), rounded(math.inf, 4)
+    (12350.0, None)
+    """
+    return float(f"{value:.{digits}g}") if math.isfinite(value) else None
 
 
 def _finished(content: bytes) -> int:

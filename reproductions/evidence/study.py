@@ -16,7 +16,7 @@ import msgspec
 from paceline.lab.pool import Tell, in_this_process, work_off
 
 from ..grid_search import Point
-from ..result_file import append_results, read_results
+from ..result_file import append_results, read_results, rounded
 from .places import Contender, Place, Variant
 from .protocol import (
     DECAYS,
@@ -179,7 +179,7 @@ def make_cell(study: Study, place: Place, contender: Contender) -> Cell:
             point.momentum,
             float(f"{rate_of(point.momentum, point.step):.3g}"),
             tried,
-            tuple(_rounded(value) for value in results[batches, measure]),
+            tuple(rounded(value, 4) for value in results[batches, measure]),
         )
     return Cell(place.name, contender.name, found_by)
 
@@ -199,7 +199,3 @@ def decay_factors(schedule: Schedule, place: Place) -> dict[str, list[float]]:
         "with time": [1 - update.time_s / place.until_s for update in schedule.updates],
         "with gradients": [max(0.0, 1 - update.pushed / most) for update in schedule.updates],
     }
-
-
-def _rounded(value: float) -> float | None:
-    return float(f"{value:.4g}") if math.isfinite(value) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -57,6 +58,17 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
     **FAMILIES,
 }
 """The problems by name."""
+
+
+@functools.cache
+def problem_of(name: str) -> Problem:
+    """Return a problem by its name."""
+    return PROBLEMS[name]()
+
+
+def sign_of(problem: str) -> float:
+    """Return 1 if a larger quality is better, and -1 if it is a loss."""
+    return 1.0 if problem_of(problem).higher_is_better else -1.0
 
 
 GPT_MODELS = ("bsp", "asp", "elastic-bsp")

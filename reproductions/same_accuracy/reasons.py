@@ -8,7 +8,7 @@ from itertools import pairwise, product
 
 from ..ensembles.problems import epochs_of
 from .families import FAMILIES
-from .plan import FACTORS, PROBLEMS, WORKERS
+from .plan import FACTORS, PROBLEMS, WORKERS, problem_of, sign_of
 from .summary import Cell, part_until
 from .table import Result, Runs
 
@@ -61,7 +61,7 @@ def joint_steps(problem: str, workers: int) -> tuple[int, float]:
     >>> joint_steps("quadratic-8", 16)
     (110, 110.0)
     """
-    made = PROBLEMS[problem]()
+    made = problem_of(problem)
     samples, batch, epochs = epochs_of(made, workers)
     each = samples / (batch * workers)
     return epochs * math.ceil(each), epochs * each
@@ -116,7 +116,7 @@ def _lost(cells: Sequence[Cell], results: Mapping[tuple[object, ...], Result]) -
     slow = [cell for cell in cells if cell.at_chance and _gets_better(cell, results)]
     for name, model, factor in dict.fromkeys((cell.problem, cell.model, cell.factor) for cell in slow):
         own = [cell for cell in slow if (cell.problem, cell.model, cell.factor) == (name, model, factor)]
-        problem, sign = PROBLEMS[name](), _sign(name)
+        problem, sign = problem_of(name), sign_of(name)
         learned, parts = [], []
         for cell in own:
             curve = _curve(_bsp(cell, results, cell.workers))
@@ -138,7 +138,7 @@ def _lost(cells: Sequence[Cell], results: Mapping[tuple[object, ...], Result]) -
 def _gets_better(cell: Cell, results: Mapping[tuple[object, ...], Result]) -> bool:
     """Return True if the mean quality of a cell is better at each tenth of its runs than at the one before."""
     curve = _runs(cell, results, cell.workers, cell.model, cell.hyperparameters).curve
-    tenths = [-math.inf if value is None else _sign(cell.problem) * value for value in curve[3::4]]
+    tenths = [-math.inf if value is None else sign_of(cell.problem) * value for value in curve[3::4]]
     return all(before < after for before, after in pairwise(tenths))
 
 
@@ -152,10 +152,6 @@ def _runs(
 ) -> Runs:
     result = results[cell.problem, cell.cluster, workers, model, kind, cell.runs]
     return next(runs for runs in result.runs if runs.factor == cell.factor)
-
-
-def _sign(problem: str) -> float:
-    return 1.0 if PROBLEMS[problem]().higher_is_better else -1.0
 
 
 def _curve(runs: Runs) -> list[float]:

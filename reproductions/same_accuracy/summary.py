@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,20 +15,13 @@ from scipy import stats
 from paceline.studies.statistics import CONFIDENCE, crossing
 
 from .families import FAMILIES
-from .plan import CLUSTERS, FACTORS, MODELS, PROBLEMS
+from .plan import CLUSTERS, FACTORS, MODELS, PROBLEMS, problem_of, sign_of
 from .table import KINDS, Result, Runs
 
 BOUNDS = {1.0: (0.03, 0.06), 0.5: (0.01, 0.02), 0.25: (0.01, 0.02)}
 """Factor of the rate -> how much lower the accuracy may be, and by which share the loss may be higher."""
 
 NAMES = {1.0: "best", 0.5: "1/2", 0.25: "1/4"}
-
-
-class Measure(NamedTuple):
-    """How the quality of a problem is judged. See `Problem`."""
-
-    higher_is_better: bool
-    chance: float
 
 
 class Cell(NamedTuple):
@@ -72,11 +64,10 @@ class Cell(NamedTuple):
     sooner: float
     shorter: float
 
-
-@functools.cache
-def _measure(problem: str) -> Measure:
-    made = PROBLEMS[problem]()
-    return Measure(made.higher_is_better, made.chance)
+    @property
+    def bound(self) -> float:
+        """What a cell may lack."""
+        return _bound(self.problem, self.factor)
 
 
 def cells_of(results: Mapping[tuple[object, ...], Result]) -> list[Cell]:
@@ -91,18 +82,16 @@ def cells_of(results: Mapping[tuple[object, ...], Result]) -> list[Cell]:
 
 
 def _cell(result: Result, reference: Result, runs: Runs, bsp: Runs) -> Cell:
-    measure = _measure(result.problem)
-    sign = 1.0 if measure.higher_is_better else -1.0
-    worst = -math.inf * sign
-    finals = [worst if value is None else value for value in runs.finals]
+    problem, sign = problem_of(result.problem), sign_of(result.problem)
+    finals = [-math.inf * sign if value is None else value for value in runs.finals]
     references = [value for value in bsp.finals if value is not None]
     quality, bar = fmean(finals), fmean(references)
-    unit = 1.0 if measure.higher_is_better else bar
+    unit = 1.0 if problem.higher_is_better else bar
     lacks = [sign * (usual - value) / unit for usual, value in zip(references, finals, strict=True)]
     lack = sign * (bar - quality) / unit
     spread = stdev(lacks) if len(lacks) > 1 and math.isfinite(quality) else math.inf
-    bound = BOUNDS[runs.factor][0 if measure.higher_is_better else 1]
-    lost = [sign * (value - measure.chance) <= 0 for value in finals]
+    bound = _bound(result.problem, runs.factor)
+    lost = [sign * (value - problem.chance) <= 0 for value in finals]
     target = bar - sign * bound * unit
     soon, usual = (part_until(curve, sign, target) for curve in (runs.curve, bsp.curve))
     return Cell(
@@ -196,8 +185,8 @@ def findings(cells: Sequence[Cell]) -> list[str]:
                 f"least {SOONER:g} times sooner in {soon} of {len(own)} cells at half and a quarter of the best "
                 f"rate{middle}. All epochs together take {median(c.shorter for c in own):.2f} times less time."
             )
-    better = [c for c in cells if c.hyperparameters == "translated" and -c.lack > _bound(c)]
-    errors = [cell.error / _bound(cell) for cell in cells if math.isfinite(cell.error)]
+    better = [c for c in cells if c.hyperparameters == "translated" and -c.lack > c.bound]
+    errors = [cell.error / cell.bound for cell in cells if math.isfinite(cell.error)]
     if errors:
         found.append(
             f"{len(better)} translated cells are better than bsp by more than the bound, and count as within it. The "
@@ -213,7 +202,7 @@ def _certainty(cells: Sequence[Cell]) -> list[str]:
     if not outside:
         return []
     models = Counter(cell.model for cell in outside).most_common()
-    unsure = [sum(abs(cell.lack - _bound(cell)) <= _half(cell) for cell in each) for each in (outside, cells)]
+    unsure = [sum(abs(cell.lack - cell.bound) <= _half(cell) for cell in each) for each in (outside, cells)]
     return [
         f"{len(outside)} translated cells are not within the bounds: those of "
         f"{', '.join(f'{model} ({count})' for model, count in models)}. In {unsure[0]} of them, and in "
@@ -228,43 +217,37 @@ def _half(cell: Cell) -> float:
     return cell.error * float(stats.t.ppf((1 + CONFIDENCE) / 2, cell.runs - 1)) if cell.runs > 1 else math.inf
 
 
-def _bound(cell: Cell) -> float:
-    accuracy, loss = BOUNDS[cell.factor]
-    return accuracy if _measure(cell.problem).higher_is_better else loss
+def _bound(problem: str, factor: float) -> float:
+    accuracy, loss = BOUNDS[factor]
+    return accuracy if problem_of(problem).higher_is_better else loss
 
 
 def tables(cells: Sequence[Cell]) -> list[Table]:
     """Return the tables of the summary."""
-    usual = [cell for cell in cells if cell.problem not in FAMILIES]
-    others = [cell for cell in cells if cell.problem in FAMILIES]
-    made = [_shares("optimizer", others, lambda cell: cell.problem, FAMILIES)] if others else []
-    return [*_usual_tables(usual), *made] if usual else made
-
-
-def _usual_tables(cells: Sequence[Cell]) -> list[Table]:
-    return [
-        _shares("sync model", cells, lambda cell: cell.model, MODELS),
-        _shares("problem", cells, lambda cell: cell.problem, PROBLEMS),
-        _shares(
-            "workers", cells, lambda cell: str(cell.workers), map(str, sorted({c.workers for c in cells}))
-        ),
-        _shares("cluster", cells, lambda cell: cell.cluster, CLUSTERS),
-        _times(cells),
-        _worst(cells),
-    ]
+    usual, others = ([c for c in cells if (c.problem in FAMILIES) is other] for other in (False, True))
+    made: list[Table] = []
+    if usual:
+        workers = map(str, sorted({cell.workers for cell in usual}))
+        made += [
+            _shares("sync model", usual, lambda cell: cell.model, MODELS),
+            _shares("problem", usual, lambda cell: cell.problem, PROBLEMS),
+            _shares("workers", usual, lambda cell: str(cell.workers), workers),
+            _shares("cluster", usual, lambda cell: cell.cluster, CLUSTERS),
+            _times(usual),
+            _worst(usual),
+        ]
+    if others:
+        made.append(_shares("optimizer", others, lambda cell: cell.problem, FAMILIES))
+    return made
 
 
 def _shares(
     heading: str, cells: Sequence[Cell], name_of: Callable[[Cell], str], names: Iterable[str]
 ) -> Table:
     """Return how many cells are within the bounds, and how many are lost: with runs that have learned nothing."""
-    table = _table(f"cells within the bounds of bsp, by {heading}")
-    table.add_column(heading, no_wrap=True)
     kinds = [kind for kind in KINDS if any(cell.hyperparameters == kind for cell in cells)]
-    for kind in kinds:
-        for factor in FACTORS:
-            table.add_column(f"{kind}\n{NAMES[factor]}", justify="right")
-        table.add_column(f"{kind}\nlost", justify="right")
+    columns = [f"{kind}\n{name}" for kind in kinds for name in (*NAMES.values(), "lost")]
+    table = _table(f"cells within the bounds of bsp, by {heading}", heading, *columns)
     for name in names:
         row = [name]
         for kind in kinds:
@@ -282,15 +265,12 @@ def _share(cells: Sequence[Cell]) -> str:
 
 def _times(cells: Sequence[Cell]) -> Table:
     """Return by which factor bsp's final quality is reached sooner, with half of bsp's best rate."""
-    table = _table(
-        "how many times sooner bsp's final quality is reached: median (least, never in so many cells)"
-    )
     clusters = list(dict.fromkeys(cell.cluster for cell in cells))
-    table.add_column("sync model", no_wrap=True)
-    for cluster in clusters:
-        table.add_column(f"{cluster}\nall epochs", justify="right")
-        for factor in FACTORS:
-            table.add_column(f"{cluster}\n{NAMES[factor]}", justify="right")
+    table = _table(
+        "how many times sooner bsp's final quality is reached: median (least, never in so many cells)",
+        "sync model",
+        *(f"{cluster}\n{name}" for cluster in clusters for name in ("all epochs", *NAMES.values())),
+    )
     for model in MODELS:
         row = [model]
         for cluster in clusters:
@@ -318,21 +298,10 @@ WORST = 25
 
 def _worst(cells: Sequence[Cell]) -> Table:
     """Return the translated cells that lack most."""
-    table = _table(f"the {WORST} translated cells that lack most, as a multiple of what they may lack")
-    for heading in (
-        "problem",
-        "cluster",
-        "workers",
-        "sync model",
-        "rate",
-        "bsp",
-        "translated",
-        "at chance",
-        "lack",
-    ):
-        table.add_column(
-            heading, justify="left" if heading in ("problem", "cluster", "sync model") else "right"
-        )
+    table = _table(
+        f"the {WORST} translated cells that lack most, as a multiple of what they may lack",
+        *("problem", "cluster", "workers", "sync model", "rate", "bsp", "translated", "at chance", "lack"),
+    )
     translated = [cell for cell in cells if cell.hyperparameters == "translated"]
     for cell in sorted(translated, key=_excess, reverse=True)[:WORST]:
         table.add_row(
@@ -350,8 +319,13 @@ def _worst(cells: Sequence[Cell]) -> Table:
 
 
 def _excess(cell: Cell) -> float:
-    return cell.lack / _bound(cell)
+    return cell.lack / cell.bound
 
 
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+def _table(title: str, first: str, *others: str) -> Table:
+    """Return a table with these headings. Names are aligned on the left, numbers on the right."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table.add_column(first, no_wrap=True)
+    for heading in others:
+        table.add_column(heading, justify="left" if heading in ("cluster", "sync model") else "right")
+    return table

@@ -23,9 +23,9 @@ from paceline.trace.measures import missing_updates
 from ..ensembles.problems import Problem, epochs_of
 from ..ensembles.schedules import Epochs, Schedule, record
 from ..ensembles.training import Setting, evenly, train
-from ..result_file import append_results, read_results
+from ..result_file import append_results, read_results, rounded
 from .guarding import Guards
-from .plan import COSTS_S, FACTORS, PROBLEMS, TUNING_SEEDS, Job, Scope, cluster_of, jobs
+from .plan import COSTS_S, FACTORS, TUNING_SEEDS, Job, Scope, cluster_of, jobs, problem_of, sign_of
 
 EVALUATIONS = 40
 """Number of times that the quality is computed in a run."""
@@ -162,11 +162,7 @@ def missing(scope: Scope, kinds: Sequence[str], seeds: int, path: Path, epochs: 
     return orders
 
 
-def make(
-    orders: Sequence[Order],
-    processes: int,
-    tell: Tell,
-) -> None:
+def make(orders: Sequence[Order], processes: int, tell: Tell) -> None:
     """Carry out orders, and append the results to their files.
 
     Args:
@@ -195,21 +191,21 @@ def tune(names: Sequence[str], path: Path, epochs: int | None) -> None:
     for name in names:
         if name in known:
             continue
-        problem = _problem(name)
+        problem = problem_of(name)
         schedule = _schedule("steady 3x", TUNING_WORKERS, "bsp", _epochs(problem, TUNING_WORKERS, epochs))
         settings = [Setting(rate, "raw") for rate in problem.rates]
         [end] = train(problem, schedule, settings, TUNING_SEEDS, ())
         quality = end.quality.mean(axis=1)
-        ranked = np.where(np.isfinite(quality), quality if problem.higher_is_better else -quality, -math.inf)
+        ranked = np.where(np.isfinite(quality), sign_of(name) * quality, -math.inf)
         best = problem.rates[int(ranked.argmax())]
-        append_results(path, Tuned(name, best, [_rounded(value) for value in quality]))
+        append_results(path, Tuned(name, best, _row(quality)))
 
 
 def _make(order: Order) -> list[Result]:
     tuned, _ = read(order.path)
     results: list[Result] = []
     for name, kinds in order.kinds.items():
-        job, problem = order.job, _problem(name)
+        job, problem = order.job, problem_of(name)
         schedule = _schedule(job.cluster, job.workers, job.sync, _epochs(problem, job.workers, order.epochs))
         rates = [factor * tuned[name].best for factor in FACTORS]
         for together in ENSEMBLES:
@@ -219,18 +215,14 @@ def _make(order: Order) -> list[Result]:
 
 
 def _make_ensemble(
-    order: Order,
-    name: str,
-    schedule: Schedule,
-    kinds: Sequence[str],
-    rates: Sequence[float],
+    order: Order, name: str, schedule: Schedule, kinds: Sequence[str], rates: Sequence[float]
 ) -> list[Result]:
     """Train all rates and seeds with some kinds of hyper-parameters."""
     begun_s, job = time.monotonic(), order.job
     settings = [Setting(rate, "raw" if kind == "raw" else "translated") for kind in kinds for rate in rates]
     guards = Guards(schedule, settings, order.seeds, corrects_delay=UNCORRECTED not in kinds)
     times_s = evenly(schedule.end_s, EVALUATIONS)
-    found = list(train(_problem(name), schedule, settings, range(order.seeds), times_s, guards))
+    found = list(train(problem_of(name), schedule, settings, range(order.seeds), times_s, guards))
     took_s = round((time.monotonic() - begun_s) / len(kinds), 2)
     curves = np.stack([each.quality.mean(axis=1) for each in found], axis=1)
     finals = found[-1].quality
@@ -238,12 +230,7 @@ def _make_ensemble(
     results = []
     for index, kind in enumerate(kinds):
         runs = [
-            Runs(
-                factor,
-                _row(finals[row]),
-                _row(curves[row]),
-                told[row].tolist(),
-            )
+            Runs(factor, _row(finals[row]), _row(curves[row]), told[row].tolist())
             for row, factor in enumerate(FACTORS, start=index * len(FACTORS))
         ]
         end_s = round(schedule.end_s, 3)
@@ -262,19 +249,10 @@ def _epochs(problem: Problem, workers: int, count: int | None) -> Epochs:
     return epochs if count is None else epochs._replace(epochs=count)
 
 
-@functools.cache
-def _problem(name: str) -> Problem:
-    return PROBLEMS[name]()
-
-
 @functools.lru_cache(maxsize=2)
 def _schedule(cluster: str, workers: int, sync: str, epochs: Epochs) -> Schedule:
     return record(cluster_of(cluster, workers), sync, epochs, SCHEDULE_SEED)
 
 
 def _row(values: np.ndarray) -> list[float | None]:
-    return [_rounded(float(value)) for value in values]
-
-
-def _rounded(value: float) -> float | None:
-    return float(f"{value:.5g}") if math.isfinite(value) else None
+    return [rounded(float(value), 5) for value in values]

@@ -10,17 +10,21 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # `reproductions` is not installed
 
-from reproductions.ensembles.problems import epochs_of
-from reproductions.same_accuracy.alone import train_alone
+from reproductions.ensembles.problems import Orders, epochs_of
+from reproductions.ensembles.schedules import Epochs
 from reproductions.same_accuracy.digits import DigitsMLP
 
 EVERY = 3
@@ -48,6 +52,44 @@ def train(rate: float, workers: int, seed: int) -> None:
             log_accuracy(network)
 
     log_accuracy(train_alone(problem(), epochs_of(problem(), workers), rate, seed, after_step))
+
+
+def train_alone(
+    problem: DigitsMLP,
+    epochs: Epochs,
+    rate: float,
+    seed: int,
+    after_step: Callable[[nn.Module], object] = lambda network: None,
+) -> nn.Module:
+    """Train as one worker of a run. Return the network.
+
+    Args:
+        problem: the problem.
+        epochs: number of samples, size of a worker's batch, and number of epochs.
+        rate: learning rate of SGD.
+        seed: seed of the initial weights and of the order of the data.
+        after_step: called with the network after each step.
+    """
+    network = problem.network(seed)
+    settings: Any = problem.settings(rate, 0.0)
+    optimizer = paceline.DistributedOptimizer(
+        torch.optim.SGD(network.parameters(), **settings), model=network
+    )
+    orders = Orders(epochs.samples)
+    for epoch in range(epochs.epochs):
+        order = orders.of(seed, epoch)
+        data = TensorDataset(problem.images[order], problem.labels[order])
+        for x, y in paceline.distribute(DataLoader(data, epochs.batch)):
+
+            def closure(x: Tensor = x, y: Tensor = y) -> float:
+                optimizer.zero_grad()
+                loss = functional.cross_entropy(network(x), y)
+                loss.backward()
+                return loss.item()
+
+            optimizer.step(closure)
+            after_step(network)
+    return network
 
 
 def log_accuracy(network: nn.Module) -> None:

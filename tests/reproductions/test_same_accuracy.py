@@ -18,7 +18,6 @@ from paceline.sync.translation import Standing
 from reproductions.ensembles.problems import Data, Orders, Weights, epochs_of
 from reproductions.ensembles.schedules import Batch, Epochs, record
 from reproductions.ensembles.training import Setting, train
-from reproductions.same_accuracy.alone import train_alone
 from reproductions.same_accuracy.commands import make_table
 from reproductions.same_accuracy.digits import DigitsCNN, DigitsMLP
 from reproductions.same_accuracy.families import FAMILIES
@@ -29,6 +28,7 @@ from reproductions.same_accuracy.reasons import joint_steps
 from reproductions.same_accuracy.summary import cells_of, findings, tables
 from reproductions.same_accuracy.table import Result, Runs
 from reproductions.same_accuracy.text import TextGPT
+from reproductions.studies.digits_mlp import train_alone
 
 CLUSTER = Cluster(compute_s=[1.0, 1.1, 1.2, 3.0], latency_s=0.02)
 SEED = 3
