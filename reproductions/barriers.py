@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from paceline.cli.console import TellShare
+from paceline.look.timelines import COLOURS, DASHES, new_figure
 from paceline.sim import Cluster, simulate
 from paceline.sync.actions import Plan, PublishPlan
 from paceline.sync.events import IterationFinished
@@ -68,8 +69,6 @@ def table_1(options: Options, tell: TellShare) -> Made:
         rows[method] = list(zip(quoted, ours, strict=True))
 
     def draw() -> Figure:
-        from paceline.look.timelines import COLOURS, DASHES, new_figure
-
         figure = new_figure(11.0, 4.4)
         for axes, sizes, found, name in zip(
             figure.subplots(1, 2),
@@ -159,8 +158,6 @@ def table_2(options: Options, tell: TellShare) -> Made:
         tables.append(beside(f"{PAPER}, Table 2: {name}", rows, columns))
 
     def draw() -> Figure:
-        from paceline.look.timelines import COLOURS, new_figure
-
         figure = new_figure(11.0, 3.6)
         workers, lookahead = 10, 15
         times = predicted(workers, lookahead) / 1000
@@ -260,8 +257,6 @@ def figure_3(options: Options, tell: TellShare) -> Made:
     }
 
     def draw() -> Figure:
-        from paceline.look.timelines import COLOURS, new_figure
-
         figure = new_figure(11.0, 3.8)
         axes = figure.subplots()
         for push in pushes:
@@ -333,8 +328,6 @@ def figure_5(options: Options, tell: TellShare) -> Made:
         shown.append((at_s, plan, known, max(arrived)))
 
     def draw() -> Figure:
-        from paceline.look.timelines import COLOURS, new_figure
-
         figure = new_figure(11.5, 5.6)
         end_s = max(barrier_s for *_, barrier_s in shown) + 1
         for axes, (at_s, plan, known, barrier_s) in zip(
@@ -424,8 +417,6 @@ def figure_8(options: Options, tell: TellShare) -> Made:
     }
 
     def draw() -> Figure:
-        from paceline.look.timelines import COLOURS, new_figure
-
         figure = new_figure(11.5, 4.2)
         left, right = figure.subplots(1, 2, width_ratios=(2, 3))
         for number, (label, found) in enumerate(stale.items()):
@@ -498,8 +489,6 @@ def figure_9(options: Options, tell: TellShare) -> Made:
     }
 
     def draw() -> Figure:
-        from paceline.look.timelines import COLOURS, new_figure
-
         figure = new_figure(11.0, 5.4)
         axes = figure.subplots()
         for end, worker, _ in timeline(FIGURE_9):

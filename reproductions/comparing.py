@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from rich.table import Table
 
+from paceline.look.timelines import COLOURS, DASHES, new_figure
 from paceline.studies.statistics import Difference, Ratio, difference
 
 from .exhibit import beside, seconds
@@ -160,8 +161,6 @@ class Comparison(msgspec.Struct, frozen=True):
             title: title of the curves.
             by_iterations: True to draw the curves over the number of iterations of all workers, too.
         """
-        from paceline.look.timelines import new_figure
-
         figure = new_figure(17.0 if by_iterations else 12.0, 4.4)
         first, *others, last = figure.subplots(1, 3 if by_iterations else 2)
         self.draw(title, first, last)
@@ -182,8 +181,6 @@ class Comparison(msgspec.Struct, frozen=True):
 
     def _draw_rates(self, axes: Axes) -> None:
         """Draw the median time over the learning rate, with the quartiles. Times that are not reached are left out."""
-        from paceline.look.timelines import COLOURS
-
         for number, (label, found) in enumerate(self.swept.by_rate.items()):
             quartiles = {
                 rate: _quartiles([o.reached_s for o in outcomes]) for rate, outcomes in found.items()
@@ -243,8 +240,6 @@ def draw_curves(
         along: function that returns the position of each evaluation on the x axis.
         along_name: label of the x axis.
     """
-    from paceline.look.timelines import COLOURS, DASHES
-
     labels = list(dict.fromkeys(outcome.run.label for outcome in outcomes))
     target = outcomes[0].run.target
     drawn: set[str] = set()

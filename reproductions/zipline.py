@@ -14,6 +14,7 @@ from rich.table import Table
 
 from benchmarks.zipline import NAIVE_SHAPE, TABLE_4_SHAPES, Cell, figures_of, measure_cells
 from paceline.cli.console import TellShare
+from paceline.look.timelines import COLOURS, DASHES, new_figure
 from paceline.zipline import (
     LastInterval,
     Solution,
@@ -141,8 +142,6 @@ def _three_ways(times: Floats, seed: int) -> dict[str, Solution]:
 
 
 def _draw_barriers(times: Floats, chosen: Mapping[str, Solution]) -> Figure:
-    from paceline.look.timelines import COLOURS, new_figure
-
     figure = new_figure(11.0, 4.2)
     axes = figure.subplots()
     workers = range(len(times))
@@ -180,8 +179,6 @@ def _candidates(number: str, workers: int, lookahead: int, paper: Mapping[str, s
     }
 
     def draw() -> Figure:
-        from paceline.look.timelines import COLOURS, new_figure
-
         figure = new_figure(11.0, 3.8)
         axes, spread = figure.subplots(1, 2, width_ratios=(3, 1))
         axes.plot(np.arange(1, len(waits) + 1), waits, "." if len(waits) < 1000 else ",", color=COLOURS[0])
@@ -369,8 +366,6 @@ MARKERS = "os^vDPX"  # there are more methods than colors
 
 
 def _draw_times(cells: Sequence[Cell]) -> Figure:
-    from paceline.look.timelines import COLOURS, DASHES, new_figure
-
     figure = new_figure(9.0, 4.6)
     axes = figure.subplots()
     timed = _timed(cells)

@@ -6,6 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from paceline.cli.console import TellShare
+from paceline.look.timelines import COLOURS, new_figure
 from paceline.sim import Cluster
 from paceline.studies.statistics import compare_samples, mean_interval
 
@@ -248,8 +249,6 @@ def figure_7(options: Options, tell: TellShare) -> Made:
     quoted = [FLUENT_PS.numbers[f"fig7-fluentps-64-{end}"] for end in ("low", "high")]
 
     def draw() -> Figure:
-        from paceline.look.timelines import COLOURS, new_figure
-
         figure = new_figure(8.0, 4.4)
         axes = figure.subplots()
         counts = [int(label.split()[0]) for label in means]

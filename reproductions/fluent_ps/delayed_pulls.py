@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from paceline.cli.console import TellShare
 from paceline.lab.ranking import Task, run_tasks
+from paceline.look.timelines import COLOURS, new_figure
 from paceline.sim import Cluster, LogNormal, Occasional, Times, Uniform
 
 from ..exhibit import Exhibit, Made, Options, beside
@@ -126,8 +127,6 @@ def figure_9(options: Options, tell: TellShare) -> Made:
     }
 
     def draw() -> Figure:
-        from paceline.look.timelines import COLOURS, new_figure
-
         figure = new_figure(9.5, 4.4)
         axes = figure.subplots()
         for number, execution in enumerate(("soft", "lazy")):
@@ -248,8 +247,6 @@ def table_4(options: Options, tell: TellShare) -> Made:
         )
 
     def draw() -> Figure:
-        from paceline.look.timelines import COLOURS, new_figure
-
         figure = new_figure(11.0, 4.2)
         for axes, name in zip(figure.subplots(1, 2), TABLE_4, strict=True):
             labels = [label for label, _ in MODELS]

@@ -9,6 +9,7 @@ import msgspec
 
 from paceline.cli.console import TellShare
 from paceline.core.layout import Layout, Parameter, ShardSlice
+from paceline.look.timelines import COLOURS, new_figure
 from paceline.sim import Cluster, Uniform
 from paceline.sim.simulate import simulate
 
@@ -118,8 +119,6 @@ def figure_6(options: Options, tell: TellShare) -> Made:
     columns = [*(f"{n} workers, ms" for n in counts), "saved, at most"]
 
     def draw() -> Figure:
-        from paceline.look.timelines import COLOURS, new_figure
-
         figure = new_figure(9.0, 4.4)
         axes = figure.subplots()
         width = 0.25

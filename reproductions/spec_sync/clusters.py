@@ -7,6 +7,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from paceline.cli.console import TellShare
+from paceline.look.timelines import new_figure
 from paceline.sim import Cluster
 
 from ..comparing import Comparison
@@ -70,8 +71,6 @@ def _final_ratio(found: Comparison) -> float:
 
 
 def _draw(number: int, found: dict[str, Comparison]) -> Figure:
-    from paceline.look.timelines import new_figure
-
     figure = new_figure(12.0, 4.2 * len(found))
     for (left, right), (name, each) in zip(figure.subplots(len(found), 2), found.items(), strict=True):
         each.draw(f"SpecSync, Fig. {number}: {name}", left, right)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from paceline.cli.console import TellShare
+from paceline.look.timelines import COLOURS, new_figure
 from paceline.sim import Cluster
 
 from ..comparing import Comparison, compare
@@ -187,8 +188,6 @@ def table_2(options: Options, tell: TellShare) -> Made:
         }
 
     def draw() -> Figure:
-        from paceline.look.timelines import COLOURS, new_figure
-
         figure = new_figure(11.0, 3.8)
         for number, (axes, (name, hours)) in enumerate(
             zip(figure.subplots(1, len(costs)), costs.items(), strict=True)

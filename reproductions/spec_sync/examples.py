@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from paceline.cli.console import TellShare
+from paceline.look.timelines import COLOURS, new_figure
 from paceline.sim import Cluster, simulate
 from paceline.sync.actions import AnswerPull
 from paceline.sync.events import PullRepeated, PushReceived
@@ -78,8 +79,6 @@ def figures_2_4_and_6(options: Options, tell: TellShare) -> Made:
             rows[label].append((SPEC_SYNC.numbers.get(key), str(updates)))
 
     def draw() -> Figure:
-        from paceline.look.timelines import COLOURS, new_figure
-
         figure = new_figure(9.0, 7.5)
         for axes, (label, done) in zip(
             figure.subplots(len(found), 1, sharex=True), found.items(), strict=True

@@ -7,6 +7,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from paceline.cli.console import TellShare
+from paceline.look.timelines import COLOURS, new_figure
 from paceline.sim import Cluster, simulate
 from paceline.sync.actions import AnswerPull
 from paceline.sync.events import PullRepeated, PushReceived
@@ -73,8 +74,6 @@ def figure_3(options: Options, tell: TellShare) -> Made:
     rows["share of the workers"] = [(included, f"{share:g} %")]
 
     def draw() -> Figure:
-        from paceline.look.timelines import COLOURS, new_figure
-
         figure = new_figure(9.0, 4.0)
         axes = figure.subplots()
         axes.bxp(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paceline.cli.console import TellShare
+from paceline.look.timelines import COLOURS, DASHES, new_figure
 from paceline.studies.statistics import Time, compare_samples, mean_interval
 
 from ..exhibit import Exhibit, Made, Options, beside
@@ -94,8 +95,6 @@ def _total(outcome: TrainingOutcome) -> int:
 
 
 def _draw(found: dict[str, dict[str, TrainingOutcome]]) -> Figure:
-    from paceline.look.timelines import COLOURS, DASHES, new_figure
-
     figure = new_figure(16.0, 4.0)
     *curves, right = figure.subplots(1, 4)
     width = 0.25

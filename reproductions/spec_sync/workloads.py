@@ -8,6 +8,7 @@ import msgspec
 import torch
 
 from paceline.cli.console import TellShare
+from paceline.look.timelines import COLOURS, new_figure
 from paceline.sim import Cluster, simulate
 
 from ..clusters import part_of, scaled
@@ -151,8 +152,6 @@ def table_1(options: Options, tell: TellShare) -> Made:
     columns = ["million\nparameters", "training\nset", "s per\niteration"]
 
     def draw() -> Figure:
-        from paceline.look.timelines import COLOURS, new_figure
-
         figure = new_figure(7.0, 3.6)
         axes = figure.subplots()
         for number, (label, values) in enumerate(
