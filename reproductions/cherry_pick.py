@@ -47,9 +47,6 @@ def cherry_pick(
     run_dir: Path | None = None,
     abort_times_s: Sequence[float] = ABORT_TIMES_S,
     abort_rates: Sequence[float] = ABORT_RATES,
-    problem: Problem | None = None,
-    seed: int = 0,
-    progress: bool | None = None,
 ) -> Search:
     """Run the adaptive variant, then a trial for each pair of abort time and rate. Print the results and the cost.
 
@@ -61,15 +58,12 @@ def cherry_pick(
         run_dir: directory for the results. By default, a new directory under ./runs.
         abort_times_s: abort times in the grid.
         abort_rates: abort rates in the grid.
-        problem: training task; by default, the task of the demo.
-        seed: random seed for all trials.
-        progress: True to show progress on standard error, False to hide it, None to show it only on a terminal.
 
     Raises:
         ConfigurationError: an argument is invalid; nothing was started.
         RunFailedError: a run failed.
     """
-    problem = problem or Problem()
+    problem = Problem()
     digits = load()
     pairs = [(time_s, rate) for time_s in abort_times_s for rate in abort_rates]
     join = "," if ":" in setting.sync else ":"
@@ -90,7 +84,7 @@ def cherry_pick(
             begun_s = time.monotonic()
         console.print(f"[bold]{number}/{len(pairs)}[/] {each}", soft_wrap=True, highlight=False)
         with tempfile.TemporaryDirectory(dir=home, prefix="trial-") as scratch:
-            trial = run_trial(digits, problem, each, seed, run_dir=Path(scratch), progress=progress)
+            trial = run_trial(digits, problem, each, 0, run_dir=Path(scratch), progress=None)
         outcomes.append(trial.outcome)
     adaptive, *grid = outcomes
     found = Search((adaptive, *sorted(grid, key=_score)), len(pairs), time.monotonic() - begun_s)

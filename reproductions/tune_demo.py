@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -29,6 +29,9 @@ STARTS: dict[str, dict[float, int]] = {
     "elastic-bsp:lookahead=15": {0.0: 1, 0.9: -6},
 }
 """Sync model -> momentum -> step of the learning rate at which the search begins (see `grid_search`)."""
+
+SEEDS = (0, 1, 2)
+"""The search uses the first seed; the best few points and their neighbors are measured with all seeds."""
 
 # The default directory is always the same, so that the next search continues from the stored measurements.
 DEFAULT_DIR = Path("runs", "tuning")
@@ -58,48 +61,27 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
         return Score(math.inf if reached_s is None else reached_s, 1.0 - self.final_accuracy)
 
 
-class Journal:
-    """All measurements so far, stored in a file of results.
-
-    Args:
-        path: path to the file, which need not exist.
-        problem: training task of the current search.
+def read_journal(path: Path, problem: Problem) -> dict[tuple[DemoSetting, int], Measured]:
+    """Return the measurements that a file contains, by setting and seed; none if it does not exist.
 
     Raises:
         ConfigurationError: the file cannot be read, or contains measurements for another task.
     """
-
-    def __init__(self, path: Path, problem: Problem) -> None:
-        self._path = path
-        self._done: dict[tuple[DemoSetting, int], Measured] = {}
-        for record in read_results(path, Measured):
-            if record.problem != problem:
-                raise ConfigurationError(
-                    f"{path} contains measurements for another training task ({record.problem}); move the file "
-                    "elsewhere, or use another run directory."
-                )
-            self._done[record.setting, record.seed] = record
-
-    def __len__(self) -> int:
-        return len(self._done)
-
-    def get(self, setting: DemoSetting, seed: int) -> Measured | None:
-        """Return the stored measurement of a setting with a seed, or None."""
-        return self._done.get((setting, seed))
-
-    def add(self, record: Measured) -> None:
-        """Add a measurement and append it to the file."""
-        self._done[record.setting, record.seed] = record
-        append_results(self._path, record)
+    found = read_results(path, Measured)
+    for record in found:
+        if record.problem != problem:
+            raise ConfigurationError(
+                f"{path} contains measurements for another training task ({record.problem}); move the file "
+                "elsewhere, or use another run directory."
+            )
+    return {(record.setting, record.seed): record for record in found}
 
 
 def tune(
     *,
     console: Console,
     run_dir: Path | None = None,
-    seeds: Sequence[int] = (0, 1, 2),
     starts: Mapping[str, Mapping[float, int]] = STARTS,
-    problem: Problem | None = None,
 ) -> list[DemoSetting]:
     """For each sync model, find the setting with the smallest median time to the target.
 
@@ -109,10 +91,7 @@ def tune(
     Args:
         console: where results are printed.
         run_dir: directory for the journal; by default ./runs/tuning. Points in the journal are not measured again.
-        seeds: random seeds. The search uses the first seed; the best few points and their neighbors are measured with
-            all seeds.
         starts: sync model -> momentum -> step of the learning rate at which the search begins.
-        problem: training task; by default, the task of the demo.
 
     Returns:
         The best setting for each sync model.
@@ -121,7 +100,7 @@ def tune(
         ConfigurationError: the journal or the run directory cannot be used.
         RunFailedError: a run failed. All earlier measurements are kept.
     """
-    problem = problem or Problem()
+    problem = Problem()
     run_dir = run_dir or DEFAULT_DIR
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -129,19 +108,20 @@ def tune(
         raise ConfigurationError(
             f"the run directory {run_dir} cannot be created: {error.strerror}."
         ) from error
-    journal = Journal(run_dir / "tuning.jsonl", problem)
+    path = run_dir / "tuning.jsonl"
+    known = read_journal(path, problem)
     console.print(
         f"Each measurement is a run of about {problem.duration_s:.0f} s, plus the time to start its processes. "
         f"There are about 25 measurements for each of {len(starts)} sync models. "
-        f"{len(journal)} measurements are already in {run_dir / 'tuning.jsonl'}.",
+        f"{len(known)} measurements are already in {path}.",
         soft_wrap=True,
         highlight=False,
     )
     begun_s = time.monotonic()
     best = []
     for sync, start in starts.items():
-        finals = search(_measure(sync, problem, journal, run_dir, console), start, seeds)
-        console.print(_finals_table(sync, finals, len(seeds), problem))
+        finals = search(_measure(sync, problem, known, path, console), start, SEEDS)
+        console.print(_finals_table(sync, finals, problem))
         best.append(_setting(sync, next(iter(finals))))
     console.print(f"After {(time.monotonic() - begun_s) / 60:.0f} minutes, these are the best settings:")
     for setting in best:
@@ -149,25 +129,26 @@ def tune(
     return best
 
 
-def _measure(sync: str, problem: Problem, journal: Journal, run_dir: Path, console: Console) -> Measure:
+def _measure(
+    sync: str, problem: Problem, known: dict[tuple[DemoSetting, int], Measured], path: Path, console: Console
+) -> Measure:
     digits = load()
 
     def measure(point: Point, seed: int) -> Score:
         setting = _setting(sync, point)
-        known = journal.get(setting, seed)
-        if known is None:
-            with tempfile.TemporaryDirectory(dir=run_dir, prefix="run-") as scratch:
+        if (setting, seed) not in known:
+            with tempfile.TemporaryDirectory(dir=path.parent, prefix="run-") as scratch:
                 trial = run_trial(digits, problem, setting, seed, run_dir=Path(scratch), progress=None)
-            known = Measured(
+            known[setting, seed] = found = Measured(
                 problem=problem,
                 setting=setting,
                 seed=seed,
                 time_to_target_s=trial.outcome.time_to_target_s,
                 final_accuracy=trial.outcome.final_accuracy,
             )
-            journal.add(known)
-            console.print(f"{setting}, seed {seed}: {_words(known.score)}", soft_wrap=True, highlight=False)
-        return known.score
+            append_results(path, found)
+            console.print(f"{setting}, seed {seed}: {_words(found.score)}", soft_wrap=True, highlight=False)
+        return known[setting, seed].score
 
     return measure
 
@@ -181,8 +162,8 @@ def _words(score: Score) -> str:
     return f"{f'{time_s:.2f} s' if math.isfinite(time_s) else 'never'}, final accuracy {1 - error:.1%}"
 
 
-def _finals_table(sync: str, finals: Mapping[Point, Score], seeds: int, problem: Problem) -> Table:
-    table = Table(title=f"{sync}: medians of {seeds} seeds", title_justify="left")
+def _finals_table(sync: str, finals: Mapping[Point, Score], problem: Problem) -> Table:
+    table = Table(title=f"{sync}: medians of {len(SEEDS)} seeds", title_justify="left")
     table.add_column("learning rate", justify="right")
     table.add_column("momentum", justify="right")
     table.add_column(f"time to {problem.target_accuracy:.0%}, final accuracy")

@@ -13,7 +13,8 @@ from paceline.errors import ConfigurationError
 from paceline.lab.demo import SETTINGS, DemoSetting, Problem
 from reproductions import tune_demo
 from reproductions.grid_search import Point, Score, learning_rate, search
-from reproductions.tune_demo import STARTS, Journal, Measured, tune
+from reproductions.result_file import append_results
+from reproductions.tune_demo import STARTS, Measured, read_journal, tune
 from tests.support.fake_trials import FakeTrials
 
 NEVER = math.inf
@@ -126,7 +127,6 @@ def test_tuning_prints_the_settings_to_be_kept(tmp_path: Path, fake_trials: Fake
 
 def test_journal_of_another_problem_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "tuning.jsonl"
-    journal = Journal(path, Problem())
     record = Measured(
         problem=Problem(),
         setting=DemoSetting("bsp", 0.1, 0.0),
@@ -134,16 +134,16 @@ def test_journal_of_another_problem_is_refused(tmp_path: Path) -> None:
         time_to_target_s=None,
         final_accuracy=0.5,
     )
-    journal.add(record)
-    assert Journal(path, Problem()).get(DemoSetting("bsp", 0.1, 0.0), 0) == record
+    append_results(path, record)
+    assert read_journal(path, Problem()) == {(DemoSetting("bsp", 0.1, 0.0), 0): record}
     with pytest.raises(ConfigurationError, match="another training task"):
-        Journal(path, Problem(target_accuracy=0.9))
+        read_journal(path, Problem(target_accuracy=0.9))
 
 
 def test_journal_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tuning.jsonl").write_text("hello\n")
     with pytest.raises(ConfigurationError, match="not a file of results"):
-        Journal(tmp_path / "tuning.jsonl", Problem())
+        read_journal(tmp_path / "tuning.jsonl", Problem())
 
 
 def test_every_sync_model_of_the_demo_has_a_place_where_its_search_begins() -> None:
