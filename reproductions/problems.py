@@ -22,7 +22,7 @@ from paceline.errors import unknown_name
 from paceline.lab.demo import DigitsNet, load
 from paceline.shard.lars import LARS
 
-from .datasets import Images, mnist_digits, read_cifar_10, read_cifar_100, read_imagenet, read_movielens_100k
+from .datasets import Images, mnist_digits, read_cifar, read_imagenet, read_movielens_100k
 from .datasets.synthetic_ratings import ITEMS, USERS, synthetic_ratings
 from .networks import (
     MatrixFactorization,
@@ -75,17 +75,15 @@ def on_digits(network: str, build: Callable[[], nn.Module]) -> Problem:
     return Problem(f"{network} on scikit-learn's digits", build, digits, train_size=1438, stacked=True)
 
 
+def on_mnist(network: str, build: Callable[[], nn.Module]) -> Problem:
+    """Return the problem to train a network on the MNIST digits."""
+    name = f"{network} on 16,000 MNIST digits"
+    return Problem(name, build, mnist_digits, train_size=16_000, stacked=True)
+
+
 DIGITS = on_digits("DigitsNet", DigitsNet)
-SMALL_VGG = Problem(
-    "a small VGG on 16,000 MNIST digits", small_vgg, mnist_digits, train_size=16_000, stacked=True
-)
-MNIST_RESNET = Problem(
-    "ResNet-8 with half the channels on 16,000 MNIST digits",
-    small_resnet,
-    mnist_digits,
-    train_size=16_000,
-    stacked=True,
-)
+SMALL_VGG = on_mnist("a small VGG", small_vgg)
+MNIST_RESNET = on_mnist("ResNet-8 with half the channels", small_resnet)
 RATINGS = Problem(
     "matrix factorization of synthetic ratings",
     partial(MatrixFactorization, USERS, ITEMS, 8, sparse=True),
@@ -139,30 +137,28 @@ class Workload(msgspec.Struct, frozen=True):
     stand_in: Problem
 
 
-CIFAR_SIZE, IMAGENET_SIZE = 50_000, 1_281_167
+def on_cifar(classes: int, network: Callable[[], nn.Module], stand_in: Problem, crop: int = 32) -> Workload:
+    """Return a network with CIFAR-10 or CIFAR-100."""
+    return Workload(network, partial(read_cifar, classes=classes, crop=crop), 50_000, stand_in)
+
+
+def on_imagenet(network: Callable[[], nn.Module], stand_in: Problem) -> Workload:
+    """Return a network with ImageNet 1K."""
+    return Workload(network, read_imagenet, 1_281_167, stand_in)
+
 
 WORKLOADS = {
-    "C3F2-Net on CIFAR-10": Workload(c3f2_net, partial(read_cifar_10, crop=28), CIFAR_SIZE, SMALL_C3F2),
-    "ResNet-50 on CIFAR-100": Workload(
-        partial(resnet_cifar, 50, 100), partial(read_cifar_100, crop=28), CIFAR_SIZE, SMALL_RESNET
-    ),
-    "ResNet-110 on CIFAR-100": Workload(
-        partial(resnet_cifar, 110, 100), partial(read_cifar_100, crop=28), CIFAR_SIZE, DEEPER_RESNET
-    ),
-    "VGG-16 on ImageNet 1K": Workload(vgg_16, read_imagenet, IMAGENET_SIZE, SMALL_VGG),
-    "ResNet-50 on ImageNet 1K": Workload(
-        partial(resnet_imagenet, 50), read_imagenet, IMAGENET_SIZE, MNIST_RESNET
-    ),
-    "ResNet-110 on CIFAR-10": Workload(partial(resnet_cifar, 110), read_cifar_10, CIFAR_SIZE, DEEPER_RESNET),
-    "ResNet-18 on ImageNet 1K": Workload(
-        partial(resnet_imagenet, 18), read_imagenet, IMAGENET_SIZE, SMALL_RESNET
-    ),
-    "AlexNet on CIFAR-10": Workload(alexnet_cifar, read_cifar_10, CIFAR_SIZE, DIGITS),
-    "AlexNet on CIFAR-100": Workload(partial(alexnet_cifar, 100), read_cifar_100, CIFAR_SIZE, DIGITS),
-    "ResNet-56 on CIFAR-10": Workload(partial(resnet_cifar, 56), read_cifar_10, CIFAR_SIZE, SMALL_RESNET),
-    "ResNet-56 on CIFAR-100": Workload(
-        partial(resnet_cifar, 56, 100), read_cifar_100, CIFAR_SIZE, SMALL_RESNET
-    ),
+    "C3F2-Net on CIFAR-10": on_cifar(10, c3f2_net, SMALL_C3F2, crop=28),
+    "ResNet-50 on CIFAR-100": on_cifar(100, partial(resnet_cifar, 50, 100), SMALL_RESNET, crop=28),
+    "ResNet-110 on CIFAR-100": on_cifar(100, partial(resnet_cifar, 110, 100), DEEPER_RESNET, crop=28),
+    "VGG-16 on ImageNet 1K": on_imagenet(vgg_16, SMALL_VGG),
+    "ResNet-50 on ImageNet 1K": on_imagenet(partial(resnet_imagenet, 50), MNIST_RESNET),
+    "ResNet-110 on CIFAR-10": on_cifar(10, partial(resnet_cifar, 110), DEEPER_RESNET),
+    "ResNet-18 on ImageNet 1K": on_imagenet(partial(resnet_imagenet, 18), SMALL_RESNET),
+    "AlexNet on CIFAR-10": on_cifar(10, alexnet_cifar, DIGITS),
+    "AlexNet on CIFAR-100": on_cifar(100, partial(alexnet_cifar, 100), DIGITS),
+    "ResNet-56 on CIFAR-10": on_cifar(10, partial(resnet_cifar, 56), SMALL_RESNET),
+    "ResNet-56 on CIFAR-100": on_cifar(100, partial(resnet_cifar, 56, 100), SMALL_RESNET),
     "matrix factorization on MovieLens 100k": Workload(
         partial(MatrixFactorization, mean=3.5, sparse=True), read_movielens_100k, 90_000, RATINGS
     ),
@@ -200,26 +196,24 @@ def problem(workload: str, data: Path | None) -> Problem:
 
 def accuracy(network: nn.Module, images: Dataset[Any]) -> float:
     """Return the share of images for which the network's largest output is that of the label."""
-    network.eval()
-    with torch.inference_mode(), torch.random.fork_rng(devices=[]):
-        right = [
-            (network(inputs).argmax(dim=1) == labels).sum()
-            for inputs, labels in _chunks(images, size(images))
-        ]
-    return float(torch.stack(right).sum()) / size(images)
+    return _mean(
+        network, images, size(images), lambda outputs, labels: (outputs.argmax(dim=1) == labels).sum()
+    )
 
 
 def mean_loss(
     network: nn.Module, images: Dataset[Any], count: int, loss: Callable[..., torch.Tensor]
 ) -> float:
     """Return the mean loss over the first images."""
+    return _mean(network, images, min(count, size(images)), partial(loss, reduction="sum"))
+
+
+def _mean(network: nn.Module, images: Dataset[Any], count: int, total: Callable[..., torch.Tensor]) -> float:
+    """Return the mean over the first images, given the function that returns a total of outputs and labels."""
     network.eval()
     with torch.inference_mode(), torch.random.fork_rng(devices=[]):
-        losses = [
-            loss(network(inputs), labels, reduction="sum")
-            for inputs, labels in _chunks(images, min(count, size(images)))
-        ]
-    return float(torch.stack(losses).sum()) / min(count, size(images))
+        totals = [total(network(inputs), labels) for inputs, labels in _chunks(images, count)]
+    return float(torch.stack(totals).sum()) / count
 
 
 def size(images: Dataset[Any]) -> int:

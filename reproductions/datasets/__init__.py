@@ -5,7 +5,7 @@ from their archives: `cifar-10-batches-bin`, `cifar-100-binary`, `ml-100k`, and 
 `train` and `val`, each with one folder per class. Nothing is downloaded.
 """
 
-from .cifar import read_cifar_10, read_cifar_100
+from .cifar import read_cifar
 from .image_folder import read_imagenet
 from .images import Images, Pixels
 from .mnist import mnist_digits
@@ -15,8 +15,7 @@ __all__ = [
     "Images",
     "Pixels",
     "mnist_digits",
-    "read_cifar_10",
-    "read_cifar_100",
+    "read_cifar",
     "read_imagenet",
     "read_movielens_100k",
 ]

@@ -8,8 +8,8 @@ and `test.bin` in the folder `cifar-100-binary`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,42 +24,41 @@ MEAN, STD = (0.491, 0.482, 0.447), (0.247, 0.243, 0.262)  # of the training imag
 SITE = "https://www.cs.toronto.edu/~kriz/cifar.html"
 
 
-def read_cifar_10(folder: Path, crop: int = 32) -> Images:
-    """Read CIFAR-10 from the folder that contains `cifar-10-batches-bin`.
+class Version(NamedTuple):
+    """A version of the data set: its folder, its files, and the bytes of each record before the pixels."""
+
+    folder: str
+    train: tuple[str, ...]
+    test: str
+    labels: int
+
+
+VERSIONS = {
+    10: Version(
+        "cifar-10-batches-bin", tuple(f"data_batch_{n}.bin" for n in range(1, 6)), "test_batch.bin", 1
+    ),
+    100: Version("cifar-100-binary", ("train.bin",), "test.bin", 2),
+}
+"""Number of classes -> the version with these classes, which are the fine ones of CIFAR-100."""
+
+
+def read_cifar(folder: Path, classes: int = 10, crop: int = 32) -> Images:
+    """Read CIFAR-10 or CIFAR-100 from the folder that contains its own folder.
 
     Args:
         folder: the folder.
+        classes: number of classes, 10 or 100.
         crop: height and width in pixels of the part of each image that is used; 28 in ElasticBSP (2021).
 
     Raises:
         ConfigurationError: a file is missing or is not in the published format.
     """
-    what = f"the binary version of CIFAR-10, {SITE}"
-    root = expect(folder, "cifar-10-batches-bin", what)
-    train = [expect(root, f"data_batch_{number}.bin", what) for number in range(1, 6)]
-    return _images(train, [expect(root, "test_batch.bin", what)], labels=1, classes=10, crop=crop)
-
-
-def read_cifar_100(folder: Path, crop: int = 32) -> Images:
-    """Read CIFAR-100, with its 100 fine classes, from the folder that contains `cifar-100-binary`.
-
-    Args:
-        folder: the folder.
-        crop: height and width in pixels of the part of each image that is used; 28 in ElasticBSP (2021).
-
-    Raises:
-        ConfigurationError: a file is missing or is not in the published format.
-    """
-    what = f"the binary version of CIFAR-100, {SITE}"
-    root = expect(folder, "cifar-100-binary", what)
-    train, test = expect(root, "train.bin", what), expect(root, "test.bin", what)
-    return _images([train], [test], labels=2, classes=100, crop=crop)
-
-
-def _images(train: Sequence[Path], test: Sequence[Path], *, labels: int, classes: int, crop: int) -> Images:
+    version = VERSIONS[classes]
+    what = f"the binary version of CIFAR-{classes}, {SITE}"
+    root = expect(folder, version.folder, what)
     parts = []
-    for files, augment in ((train, True), (test, False)):
-        read = [read_records(file, labels, classes) for file in files]
+    for names, augment in ((version.train, True), ((version.test,), False)):
+        read = [read_records(expect(root, name, what), version.labels, classes) for name in names]
         images, targets = (torch.cat(tensors) for tensors in zip(*read, strict=True))
         parts.append(Pixels(images, targets, MEAN, STD, crop, augment))
     return Images(*parts)

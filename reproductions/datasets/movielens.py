@@ -20,14 +20,10 @@ TEST_SHARE = 0.1
 SITE = "https://grouplens.org/datasets/movielens/100k"
 
 
-def read_movielens_100k(folder: Path, seed: int = 0) -> Images:
+def read_movielens_100k(folder: Path) -> Images:
     """Read pairs (user, item) with their ratings from the folder that contains `ml-100k`.
 
     A tenth of the ratings, drawn at random, is the test set. Users and items are numbered from 0.
-
-    Args:
-        folder: the folder.
-        seed: random seed of the split.
 
     Raises:
         ConfigurationError: the file is missing or is not in the published format.
@@ -37,7 +33,7 @@ def read_movielens_100k(folder: Path, seed: int = 0) -> Images:
     if not rows:
         raise ConfigurationError(f"{file} is empty. Unpack the archive again.")
     table = torch.tensor(rows)
-    table = table[torch.randperm(len(table), generator=torch.Generator().manual_seed(seed))]
+    table = table[torch.randperm(len(table), generator=torch.Generator().manual_seed(0))]
     pairs, ratings = table[:, :2] - 1, table[:, 2].to(torch.float32)
     tests = round(TEST_SHARE * len(table))
     return Images(

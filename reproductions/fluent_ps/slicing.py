@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
+import torch
 
 from paceline.cli.console import TellShare
 from paceline.core.layout import Layout, Parameter, ShardSlice
@@ -14,6 +15,7 @@ from paceline.sim import Cluster, Uniform
 from paceline.sim.simulate import simulate
 
 from ..exhibit import Exhibit, Made, Options, beside
+from ..networks import resnet_cifar
 from ..papers import FLUENT_PS
 from ..verdicts import Measured
 
@@ -30,20 +32,20 @@ RATE_BPS = FLUENT_PS.numbers["bandwidth"].value * 1e9 / 32
 
 
 def resnet_56() -> Layout:
-    """Return the parameters of ResNet-56 for CIFAR-10 (He et al., 2016): 0.85 million in 3 stages of 9 blocks."""
-    parameters = [Parameter(("conv1",), (16, 3, 3, 3), "float32")]
-    before = 16
-    for stage, width in enumerate((16, 32, 64)):
-        for block in range(9):
-            for number, entering in enumerate((before, width)):
-                name = f"stage{stage}.{block}.conv{number}"
-                parameters.append(Parameter((name,), (width, entering, 3, 3), "float32"))
-                parameters += [
-                    Parameter((f"{name}.{part}",), (width,), "float32") for part in ("gamma", "beta")
-                ]
-            before = width
-    parameters += [Parameter(("fc",), (10, 64), "float32"), Parameter(("fc.bias",), (10,), "float32")]
-    return Layout.of(parameters)
+    """Return the parameters of ResNet-56 for CIFAR-10 (He et al., 2016): 0.85 million in 3 stages of 9 blocks.
+
+    They are those of its convolutions, of the normalizations in its blocks, and of its last layer.
+    """
+    with torch.device("meta"):
+        named = resnet_cifar(56).named_parameters()
+    first_normalization = "1."
+    return Layout.of(
+        [
+            Parameter((name,), tuple(value.shape), "float32")
+            for name, value in named
+            if not name.startswith(first_normalization)
+        ]
+    )
 
 
 class FluentSetting(msgspec.Struct, frozen=True):
@@ -133,8 +135,7 @@ def figure_6(options: Options, tell: TellShare) -> Made:
                 places, moving, width * 0.92, bottom=computing, color=COLOURS[number], label=setting.label
             )
         axes.set_xticks(range(len(counts)), [f"{n} workers" for n in counts])
-        axes.set_ylabel("seconds per iteration")
-        axes.set_title("FluentPS, Fig. 6: ResNet-56 under BSP, 8 servers")
+        axes.set(ylabel="seconds per iteration", title="FluentPS, Fig. 6: ResNet-56 under BSP, 8 servers")
         axes.legend(frameon=False, fontsize=9)
         return figure
 

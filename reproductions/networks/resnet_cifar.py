@@ -46,15 +46,12 @@ def resnet_cifar(depth: int, classes: int = 10, channels: int = 3, width: int = 
     return nn.Sequential(*layers)
 
 
-def small_resnet(classes: int = 10) -> nn.Sequential:
+def small_resnet() -> nn.Sequential:
     """Return a small residual network for images of 28 x 28 pixels with one channel, which it halves first.
 
     It has 8 layers and 19,074 parameters, few of them in its one fully connected layer.
-
-    Args:
-        classes: number of classes.
     """
-    return nn.Sequential(nn.AvgPool2d(2), *resnet_cifar(8, classes, 1, 8))
+    return nn.Sequential(nn.AvgPool2d(2), *resnet_cifar(8, 10, 1, 8))
 
 
 class Block(nn.Module):

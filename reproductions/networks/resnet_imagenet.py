@@ -13,16 +13,15 @@ STAGES = {18: ((2, 2, 2, 2), False), 50: ((3, 4, 6, 3), True)}
 WIDEN = 4  # a bottleneck has this many times as many output channels as inner channels
 
 
-def resnet_imagenet(depth: int, classes: int = 1000) -> nn.Sequential:
-    """Return a residual network for images of 224 x 224 pixels.
+def resnet_imagenet(depth: int) -> nn.Sequential:
+    """Return a residual network for images of 224 x 224 pixels and 1,000 classes.
 
-    For 1,000 classes, ResNet-18 has 11,689,512 parameters and ResNet-50 25,557,032, as published with torchvision,
+    ResNet-18 has 11,689,512 parameters and ResNet-50 25,557,032, as published with torchvision,
     whose bottlenecks halve the size in their convolution of 3 x 3 pixels, as here. ElasticBSP (2021) trains ResNet-50
     and SpecSync (2018) ResNet-18, for which its Table I says 5.9 million parameters. The paper does not say why.
 
     Args:
         depth: number of layers, 18 or 50.
-        classes: number of classes.
 
     Raises:
         ConfigurationError: the depth is neither 18 nor 50.
@@ -44,7 +43,7 @@ def resnet_imagenet(depth: int, classes: int = 1000) -> nn.Sequential:
             block = Block(before, inner, 2 if stage and not number else 1, bottleneck)
             layers.append(block)
             before = block.channels
-    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, classes)]
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, 1000)]
     return nn.Sequential(*layers)
 
 

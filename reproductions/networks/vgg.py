@@ -8,14 +8,11 @@ CONVOLUTIONS = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 51
 """Output channels of the convolutions of 3 x 3 pixels; each group ends with a pooling layer."""
 
 
-def vgg_16(classes: int = 1000) -> nn.Sequential:
+def vgg_16() -> nn.Sequential:
     """Return VGG-16 for images of 224 x 224 pixels, which ElasticBSP (2021, section 6.2.3) trains on ImageNet.
 
-    For 1,000 classes, it has 138,357,544 parameters; its authors print 138 million (Table 2), and torchvision
+    It has 138,357,544 parameters; its authors print 138 million (Table 2), and torchvision
     publishes the exact number.
-
-    Args:
-        classes: number of classes.
     """
     layers: list[nn.Module] = []
     before = 3
@@ -33,18 +30,15 @@ def vgg_16(classes: int = 1000) -> nn.Sequential:
         nn.Linear(4096, 4096),
         nn.ReLU(),
         nn.Dropout(),
-        nn.Linear(4096, classes),
+        nn.Linear(4096, 1000),
     )
 
 
-def small_vgg(classes: int = 10) -> nn.Sequential:
+def small_vgg() -> nn.Sequential:
     """Return a small relative of VGG-16 for images of 28 x 28 pixels with one channel.
 
     As in VGG-16, nearly all parameters are those of three fully connected layers: 1,333,770 of 1,335,146. There is no
     dropout, so that runs differ only in their data and their initial weights.
-
-    Args:
-        classes: number of classes.
     """
     return nn.Sequential(
         nn.Conv2d(1, 8, 5, stride=2, padding=2),
@@ -57,5 +51,5 @@ def small_vgg(classes: int = 10) -> nn.Sequential:
         nn.ReLU(),
         nn.Linear(1024, 512),
         nn.ReLU(),
-        nn.Linear(512, classes),
+        nn.Linear(512, 10),
     )

@@ -13,8 +13,7 @@ from torch.utils.data import TensorDataset
 from paceline.errors import ConfigurationError
 from reproductions.datasets import (
     mnist_digits,
-    read_cifar_10,
-    read_cifar_100,
+    read_cifar,
     read_imagenet,
     read_movielens_100k,
 )
@@ -44,7 +43,7 @@ def write_cifar_100(folder: Path) -> None:
 
 def test_cifar_10_is_read(tmp_path: Path) -> None:
     write_cifar_10(tmp_path)
-    images = read_cifar_10(tmp_path)
+    images = read_cifar(tmp_path)
     assert len(images.train) == 20  # type: ignore[arg-type]
     assert [int(label) for _, label in (images.test[index] for index in range(4))] == [0, 1, 2, 3]
     pixels, _ = images.test[3]
@@ -54,7 +53,7 @@ def test_cifar_10_is_read(tmp_path: Path) -> None:
 
 def test_cifar_images_are_cropped(tmp_path: Path) -> None:
     write_cifar_10(tmp_path)
-    images = read_cifar_10(tmp_path, crop=28)
+    images = read_cifar(tmp_path, crop=28)
     for part in (images.train, images.test):
         assert part[0][0].shape == (3, 28, 28)
 
@@ -69,17 +68,17 @@ def test_pixels_are_ordered_by_channel_row_and_column(tmp_path: Path) -> None:
 
 def test_cifar_100_uses_the_fine_labels(tmp_path: Path) -> None:
     write_cifar_100(tmp_path)
-    images = read_cifar_100(tmp_path)
+    images = read_cifar(tmp_path, classes=100)
     assert [int(images.train[index][1]) for index in range(3)] == [7, 99, 0]
 
 
 def test_a_missing_file_is_named_with_its_source(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"cifar-10-batches-bin does not exist.*https://"):
-        read_cifar_10(tmp_path)
+        read_cifar(tmp_path)
     write_cifar_10(tmp_path)
     (tmp_path / "cifar-10-batches-bin" / "data_batch_3.bin").unlink()
     with pytest.raises(ConfigurationError, match=r"data_batch_3\.bin does not exist"):
-        read_cifar_10(tmp_path)
+        read_cifar(tmp_path)
 
 
 def test_an_incomplete_cifar_file_is_refused(tmp_path: Path) -> None:
