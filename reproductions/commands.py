@@ -25,6 +25,21 @@ class _ExhibitsByDefault(TyperGroup):
         return super().parse_args(ctx, args)
 
 
+def only(option: str, what: str, example: str) -> Any:
+    """Return an option that may be given several times, to choose some of the things that there are."""
+    return typer.Option(option, help=f"Only this {what}, such as {example}. Default: all of them.")
+
+
+Results = Annotated[
+    Path | None,
+    typer.Option(
+        "--results",
+        help="File to which each result is appended. Results that it already contains are not computed again. "
+        "Default: a file in reproductions/results.",
+        show_default=False,
+    ),
+]
+
 app = typer.Typer(
     cls=_ExhibitsByDefault,
     add_completion=False,
@@ -121,25 +136,9 @@ def evidence(
     study: Annotated[
         str, typer.Argument(help="The problem: quadratics, text-transformer, digits or ratings.")
     ] = "quadratics",
-    places: Annotated[
-        list[str] | None,
-        typer.Option("--place", help="Only this place, such as 'jitter, 4 workers'. Default: all places."),
-    ] = None,
-    contenders: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--contender", help="Only this contender, such as 'bsp balanced'. Default: all contenders."
-        ),
-    ] = None,
-    results: Annotated[
-        Path | None,
-        typer.Option(
-            "--results",
-            help="File to which each result is appended. Results that it already contains are not computed again. "
-            "Default: reproductions/results/evidence-STUDY.jsonl.",
-            show_default=False,
-        ),
-    ] = None,
+    places: Annotated[list[str] | None, only("--place", "place", "'jitter, 4 workers'")] = None,
+    contenders: Annotated[list[str] | None, only("--contender", "contender", "'bsp balanced'")] = None,
+    results: Results = None,
     estimate: Annotated[
         bool,
         typer.Option("--estimate", help="Print how long the missing results will take, and compute nothing."),
@@ -159,22 +158,13 @@ def evidence(
 
 @app.command("same-accuracy")
 def same_accuracy(
-    problems: Annotated[
-        list[str] | None,
-        typer.Option("--problem", help="Only this problem, such as digits-mlp. Default: all problems."),
-    ] = None,
-    clusters: Annotated[
-        list[str] | None,
-        typer.Option("--cluster", help="Only this cluster, such as 'steady 3x'. Default: all clusters."),
-    ] = None,
+    problems: Annotated[list[str] | None, only("--problem", "problem", "digits-mlp")] = None,
+    clusters: Annotated[list[str] | None, only("--cluster", "cluster", "'steady 3x'")] = None,
     workers: Annotated[
         list[int] | None,
         typer.Option("--workers", help="Only this number of workers. Default: 4, 16 and 40."),
     ] = None,
-    models: Annotated[
-        list[str] | None,
-        typer.Option("--model", help="Only this sync model, such as asp, beside bsp. Default: all models."),
-    ] = None,
+    models: Annotated[list[str] | None, only("--model", "sync model beside bsp", "asp")] = None,
     kinds: Annotated[
         list[str] | None,
         typer.Option(
@@ -197,15 +187,7 @@ def same_accuracy(
             "numbers are meaningless, and are kept in runs/same-accuracy-quick.jsonl by default.",
         ),
     ] = False,
-    results: Annotated[
-        Path | None,
-        typer.Option(
-            "--results",
-            help="File to which each result is appended. Results that it already contains are not computed again. "
-            "Default: reproductions/results/same-accuracy.jsonl.",
-            show_default=False,
-        ),
-    ] = None,
+    results: Results = None,
 ) -> None:
     """Compare what is learned under each sync model with what is learned under bsp with the same hyper-parameters.
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -80,14 +81,14 @@ def epochs_of(problem: Problem, workers: int) -> Epochs:
     return Epochs(problem.samples, max(1, problem.joint_batch // workers), problem.epochs)
 
 
-def sgd(rate: float, **settings: Any) -> HyperParameters:
-    """Return the hyper-parameters of a `torch.optim.SGD`."""
-    return read_groups(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=rate, **settings))[0]
+def hyper_parameters(
+    kind: Callable[..., torch.optim.Optimizer], rate: float, **settings: Any
+) -> HyperParameters:
+    """Return the hyper-parameters of an optimizer."""
+    return read_groups(kind([nn.Parameter(torch.zeros(1))], lr=rate, **settings))[0]
 
 
-def adamw(rate: float, **settings: Any) -> HyperParameters:
-    """Return the hyper-parameters of a `torch.optim.AdamW`."""
-    return read_groups(torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=rate, **settings))[0]
+sgd = partial(hyper_parameters, torch.optim.SGD)
 
 
 class Orders:

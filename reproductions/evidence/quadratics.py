@@ -43,13 +43,13 @@ class Losses(NamedTuple):
         return self.of_mean + noise * self.of_noise
 
 
-def noise_of(batch: float, curvatures: np.ndarray = CURVATURES) -> float:
+def noise_of(batch: float) -> float:
     """Return the noise v of a gradient from a batch of this size, in units of the critical batch.
 
     >>> round(noise_of(1.0), 3)
     0.025
     """
-    return 2 * CRITICAL_AT / (len(curvatures) * batch)
+    return 2 * CRITICAL_AT / (len(CURVATURES) * batch)
 
 
 def expected_losses(
@@ -57,7 +57,6 @@ def expected_losses(
     rates: np.ndarray,
     momenta: np.ndarray,
     decay: np.ndarray | None = None,
-    curvatures: np.ndarray = CURVATURES,
 ) -> Losses:
     """Return the expected loss after each update, for many settings at once.
 
@@ -67,10 +66,9 @@ def expected_losses(
         momenta: momentum of each setting, of the same shape.
         decay: factor of the learning rate, of shape (updates, *shape of the settings) or broadcastable to it; None
             for a constant rate.
-        curvatures: the curvature of each coordinate.
     """
-    shape = (*rates.shape, len(curvatures))
-    h = curvatures
+    h = CURVATURES
+    shape = (*rates.shape, len(h))
     a0, m = rates[..., None], momenta[..., None]
     slots = _Slots(schedule)
     count = slots.count

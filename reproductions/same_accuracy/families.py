@@ -7,13 +7,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from paceline.core.layout import HyperParameters
 from paceline.shard.foreign import register_elementwise, use_sources
 from paceline.shard.optimizer_sources import OptimizerSources, class_name
-from paceline.shard.optimizers import ELEMENTWISE, read_groups
+from paceline.shard.optimizers import ELEMENTWISE
 
+from ..ensembles.problems import hyper_parameters
 from .digits import DigitsMLP
 
 
@@ -52,26 +52,23 @@ class OtherOptimizer(DigitsMLP):
     """
 
     def __init__(
-        self, label: str, kind: Callable[..., torch.optim.Optimizer], rates: Sequence[float], **settings: Any
+        self, label: str, kind: type[torch.optim.Optimizer], rates: Sequence[float], **settings: Any
     ) -> None:
         super().__init__()
         self.name = f"digits-mlp-{label}"
         self.rates = tuple(rates)  # type: ignore[assignment]
-        self._new: Callable[[list[Tensor], float], torch.optim.Optimizer] = lambda parameters, rate: kind(
-            parameters, lr=rate, **settings
-        )
-        made = type(self._new([nn.Parameter(torch.zeros(1))], 0.1))
-        self.optimizer = made.__name__ if made in ELEMENTWISE.values() else class_name(made)
+        self._kind, self._fixed = kind, settings
+        self.optimizer = kind.__name__ if kind in ELEMENTWISE.values() else class_name(kind)
         if ":" in self.optimizer:
-            use_sources(OptimizerSources(packages=(made.__module__,)))
+            use_sources(OptimizerSources(packages=(kind.__module__,)))
 
     def settings(self, rate: float, progress: float) -> HyperParameters:
         """Return the hyper-parameters of the optimizer."""
-        return read_groups(self._new([nn.Parameter(torch.zeros(1))], rate))[0]
+        return hyper_parameters(self._kind, rate, **self._fixed)
 
 
-def _doubled(first: float, count: int = 7) -> tuple[float, ...]:
-    return tuple(first * 2**k for k in range(count))
+def _doubled(first: float) -> tuple[float, ...]:
+    return tuple(first * 2**k for k in range(7))
 
 
 FAMILIES: dict[str, Callable[[], OtherOptimizer]] = {

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from paceline.core.layout import HyperParameters
 
-from ..ensembles.problems import Data, Orders, Weights, adamw
+from ..ensembles.problems import Data, Orders, Weights, hyper_parameters
 from ..ensembles.schedules import Batch
 from ..evidence.language import library_text, sequences
 from .digits import cross_entropies
@@ -52,7 +52,8 @@ class TextGPT:
         """Return the hyper-parameters of AdamW. The rate rises to `rate`, and then falls to 0 along a cosine."""
         rising = min(1.0, (progress + 0.01) / WARM_UP)
         falling = 0.5 * (1 + math.cos(math.pi * progress))
-        return adamw(rate * rising * falling, betas=(0.9, 0.95), weight_decay=0.1)
+        now = rate * rising * falling
+        return hyper_parameters(torch.optim.AdamW, now, betas=(0.9, 0.95), weight_decay=0.1)
 
     def initial(self, seed: int) -> Weights:
         """Return the initial parameters."""
