@@ -26,7 +26,7 @@ from paceline.zipline.zipline import timeline
 from .exhibit import Exhibit, Made, Options, beside
 from .papers import ELASTIC_BSP, Quote
 from .verdicts import Measured
-from .zipline import predicted
+from .zipline import GENERATED, predicted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -89,8 +89,7 @@ def table_1(options: Options, tell: TellShare) -> Made:
             axes.set_xticks(sizes, [str(size) for size in sizes])
             axes.minorticks_off()
             axes.set_ylim(top=50 * 1000 * max(map(max, found.values())))  # room for the legend
-            axes.set_xlabel(name)
-            axes.set_ylabel("ms")
+            axes.set(xlabel=name, ylabel="ms")
             axes.grid(alpha=0.3)
             axes.legend(fontsize=7.5)
         return figure
@@ -164,15 +163,11 @@ def table_2(options: Options, tell: TellShare) -> Made:
         axes, spread = figure.subplots(1, 2, width_ratios=(3, 1))
         for worker, row in enumerate(times):
             axes.plot(row, [worker] * lookahead, ".", color=COLOURS[worker % len(COLOURS)])
-        axes.set_xlabel("seconds")
-        axes.set_ylabel("worker")
-        axes.set_yticks(range(workers))
+        axes.set(xlabel="seconds", ylabel="worker", yticks=range(workers))
         axes.set_title(f"SmallR, n = {workers}: predicted end times")
         _, intervals = LastInterval()(generate_pushes(1000, np.random.default_rng(0)))
         spread.hist(intervals, bins=20, color=COLOURS[5])
-        spread.set_xlabel("interval of a worker, ms")
-        spread.set_ylabel("workers")
-        spread.set_title("n = 1,000")
+        spread.set(xlabel="interval of a worker, ms", ylabel="workers", title="n = 1,000")
         return figure
 
     return Made(tables=tables, figure=draw, data=data)
@@ -225,8 +220,7 @@ def plans_of(trace: Trace) -> list[tuple[float, Plan]]:
 
 def _rows(axes: Axes, workers: int) -> None:
     axes.set_yticks(range(workers), [f"worker {worker}" for worker in range(workers)])
-    axes.set_ylim(workers - 0.4, -0.6)
-    axes.set_xlabel("seconds")
+    axes.set(ylim=(workers - 0.4, -0.6), xlabel="seconds")
 
 
 # -- Figure 3: iteration intervals ---------------------------------------------------------------------------------
@@ -425,8 +419,7 @@ def figure_8(options: Options, tell: TellShare) -> Made:
                 places, [found[value] for value in sorted(found)], 0.25, color=COLOURS[number], label=label
             )
         left.set_xticks(range(max(map(max, stale.values())) + 1))
-        left.set_xlabel("staleness, in updates")
-        left.set_ylabel("gradients")
+        left.set(xlabel="staleness, in updates", ylabel="gradients")
         left.set_title("a: two workers, one 2.6 times slower")
         left.legend()
         for worker, interval in enumerate(FIGURE_8B):
@@ -511,8 +504,7 @@ def figure_9(options: Options, tell: TellShare) -> Made:
             axes.plot([], [], MARKERS[worker], color=COLOURS[worker], label=f"worker {worker}")
         axes.set_yticks(range(len(steps) + 1), ["timeline", *(f"Z_{n}" for n in range(1, len(steps) + 1))])
         axes.invert_yaxis()
-        axes.set_xlabel("end times")
-        axes.set_xlim(2, 22.5)
+        axes.set(xlabel="end times", xlim=(2, 22.5))
         axes.legend(loc="lower left")
         axes.set_title("Fig. 9: the scan of ZipLine, from the top down")
         return figure
@@ -545,39 +537,19 @@ def scan(times: Floats) -> list[Mapping[int, float]]:
     return steps
 
 
-OWN_EXAMPLE = "The example is ours; the paper draws a sketch, and does not state the times in it."
+BOUNDS = "The paper derives bounds; we fit exponents to computation times that are measured on this machine."
+OURS = "The example is ours; the paper draws a sketch, and does not state the times in it."
 
-EXHIBITS = (
+EXHIBITS = tuple(
     Exhibit(
-        name="elasticbsp-table1",
-        title="growth of each method's computation time with n and R",
-        differs="The paper derives bounds; we fit exponents to computation times that are measured on this machine.",
-        minutes=1,
-        make=table_1,
-        stand_in=False,
-    ),
-    Exhibit(
-        name="elasticbsp-table2",
-        title="shapes of the synthetic data sets",
-        differs="The push times are drawn with the paper's generator (section 6.1), but not from the paper's seed.",
-        minutes=0.1,
-        make=table_2,
-        stand_in=False,
-    ),
-    *(
-        Exhibit(
-            name=f"elasticbsp-fig{number}",
-            title=title,
-            differs=OWN_EXAMPLE,
-            minutes=0.1,
-            make=make,
-            stand_in=False,
-        )
-        for number, title, make in (
-            (3, "iteration intervals on a timeline, from a simulated run", figure_3),
-            (5, "monitoring and prediction in two supersteps of a simulated run", figure_5),
-            (8, "stale gradients, and two barriers with the same d_Z", figure_8),
-            (9, "the scan of ZipLine, step by step", figure_9),
-        )
-    ),
+        name=f"elasticbsp-{name}", title=title, differs=differs, minutes=minutes, make=make, stand_in=False
+    )
+    for name, title, differs, minutes, make in (
+        ("table1", "growth of each method's computation time with n and R", BOUNDS, 1, table_1),
+        ("table2", "shapes of the synthetic data sets", GENERATED, 0.1, table_2),
+        ("fig3", "iteration intervals on a timeline, from a simulated run", OURS, 0.1, figure_3),
+        ("fig5", "monitoring and prediction in two supersteps of a simulated run", OURS, 0.1, figure_5),
+        ("fig8", "stale gradients, and two barriers with the same d_Z", OURS, 0.1, figure_8),
+        ("fig9", "the scan of ZipLine, step by step", OURS, 0.1, figure_9),
+    )
 )

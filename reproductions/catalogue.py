@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +19,7 @@ from . import barriers, elastic_bsp, fluent_ps, spec_sync, zipline
 from .exhibit import Exhibit, Made, Options
 from .papers import PAPERS, Listed
 from .problems import problem, size
+from .result_file import machine
 from .verdicts import Measured, judged, with_unit
 
 TEXT_WIDTH = 118  # columns of the text files
@@ -139,7 +138,7 @@ def make(exhibit: Exhibit, options: Options, out: Path, console: Console, tell: 
     run = {
         "command": _command(exhibit, options),
         "seconds": round(time.monotonic() - begun_s),
-        "machine": f"{os.cpu_count()} cores ({platform.machine()}), Python {platform.python_version()}",
+        "machine": machine(),
     }
     with (out / f"{exhibit.name}.txt").open("w") as file:
         for each in (console, Console(file=file, width=TEXT_WIDTH)):

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from statistics import quantiles
+from statistics import median, quantiles
 from typing import TYPE_CHECKING
 
 import msgspec
 from rich.table import Table
 
+from paceline.lab.pool import Tell
 from paceline.look.timelines import COLOURS, DASHES, new_figure
-from paceline.studies.statistics import Difference, Ratio, difference
+from paceline.studies.statistics import Ratio, difference
 
-from .exhibit import beside, seconds
+from .exhibit import Options, beside, seconds
 from .papers import Quote
 from .result_file import rounded
-from .training import WIDENED, Swept, TrainingOutcome, TrainingRun, medians, speed_up, sweep
+from .training import TrainingOutcome, TrainingRun, medians, run_all, speed_up
 from .verdicts import Measured
 
 if TYPE_CHECKING:
@@ -25,6 +26,12 @@ if TYPE_CHECKING:
 
 AXIS = {"accuracy": "accuracy on the test images", "loss": "loss over the first {} training samples"}
 WORST_LOSS = 2.6  # upper end of the loss axis; a network that guesses digits at random has a loss of 2.3
+
+EVALUATION = 1000
+"""Added to the seeds of the runs at the best rate, so that these do not profit from the choice."""
+
+WIDENED = 6
+"""Number of rates that are added at most to those with which a comparison begins."""
 
 AT_COMMON, AT_BEST = "all models at the same rate", "each model at its own best rate"
 """How the models are compared: as in the papers, and as a user who tunes each model would."""
@@ -35,39 +42,45 @@ class Comparison(msgspec.Struct, frozen=True):
 
     Attributes:
         rate: the common learning rate.
-        swept: the runs at all learning rates, the common one included, and at each model's best one.
+        by_rate: label -> learning rate, ascending -> the outcomes with this rate, one for each seed.
+        best: label -> the rate with the shortest median time to the target.
+        at_best: the outcomes with the best rate and with other seeds, in the order of the runs.
+        at_an_end: labels whose best rate is the smallest or the largest that was tried.
     """
 
     rate: float
-    swept: Swept
+    by_rate: dict[str, dict[float, list[TrainingOutcome]]]
+    best: dict[str, float]
+    at_best: list[TrainingOutcome]
+    at_an_end: list[str]
 
     @property
     def labels(self) -> list[str]:
         """The labels, in the order of the runs."""
-        return list(self.swept.by_rate)
+        return list(self.by_rate)
 
     @property
     def common(self) -> list[TrainingOutcome]:
         """The outcomes at the common rate."""
-        return [outcome for found in self.swept.by_rate.values() for outcome in found[self.rate]]
+        return [outcome for found in self.by_rate.values() for outcome in found[self.rate]]
 
     @property
     def panels(self) -> dict[str, list[TrainingOutcome]]:
         """How the models are compared -> the outcomes. The first way is that of the papers."""
-        return {AT_COMMON: self.common, AT_BEST: self.swept.at_best}
+        return {AT_COMMON: self.common, AT_BEST: self.at_best}
 
     def speed_ups(self, label: str, reference: str) -> dict[str, Ratio]:
         """Return how many times as fast as a reference a model reaches the target, for each way of comparison."""
         return {how: speed_up(outcomes, label, reference) for how, outcomes in self.panels.items()}
 
-    def gains(self, label: str, reference: str) -> dict[str, Difference]:
-        """Return by how much the final values of a model are above those of a reference, for each way."""
+    def gains(self, label: str, reference: str) -> dict[str, Measured]:
+        """Return by how many percentage points a model's final accuracies are above a reference's, for each way."""
         found = {}
         for how, outcomes in self.panels.items():
             ours, others = (
                 [o.values[-1] for o in outcomes if o.run.label == name] for name in (label, reference)
             )
-            found[how] = difference(ours, others)
+            found[how] = Measured.of(difference(ours, others), how, 100.0)
         return found
 
     def measured(self, label: str, reference: str) -> list[Measured]:
@@ -98,7 +111,7 @@ class Comparison(msgspec.Struct, frozen=True):
             rows[label] = [
                 (None, seconds(reached[0][label])),
                 ((papers or {}).get(label), "-" if itself else str(Measured.of(common))),
-                (None, f"{self.swept.best[label]:g}" + "*" * (label in self.swept.at_an_end)),
+                (None, f"{self.best[label]:g}" + "*" * (label in self.at_an_end)),
                 (None, seconds(reached[1][label])),
                 (None, "-" if itself else str(Measured.of(best))),
                 *(cell(label) for cell in others.values()),
@@ -116,15 +129,15 @@ class Comparison(msgspec.Struct, frozen=True):
     def notes(self) -> list[str]:
         """Return what the tables and the plot need as an explanation."""
         seeds = len(self.common) // len(self.labels)
-        rates = [rate for found in self.swept.by_rate.values() for rate in found]
+        rates = [rate for found in self.by_rate.values() for rate in found]
         notes = [
             f'Times are medians over {seeds} seeds, speed-ups have 95 % intervals, and "never" means that half of the '
             f"runs or more missed the target. Rates from {min(rates):g} to {max(rates):g} were tried; the runs at a "
             "model's own rate have other seeds than those by which it was chosen."
         ]
-        if self.swept.at_an_end:
+        if self.at_an_end:
             notes.append(
-                f"* The best rate is at the end of those that were tried: {', '.join(self.swept.at_an_end)}."
+                f"* The best rate is at the end of those that were tried: {', '.join(self.at_an_end)}."
             )
         return notes
 
@@ -138,10 +151,10 @@ class Comparison(msgspec.Struct, frozen=True):
                     f"{rate:g}": [rounded(o.reached_s, 6) for o in outcomes]
                     for rate, outcomes in found.items()
                 }
-                for label, found in self.swept.by_rate.items()
+                for label, found in self.by_rate.items()
             },
             "seconds_at_best": {
-                label: [rounded(o.reached_s, 6) for o in self.swept.at_best if o.run.label == label]
+                label: [rounded(o.reached_s, 6) for o in self.at_best if o.run.label == label]
                 for label in self.labels
             },
             "curves": {
@@ -181,7 +194,7 @@ class Comparison(msgspec.Struct, frozen=True):
 
     def _draw_rates(self, axes: Axes) -> None:
         """Draw the median time over the learning rate, with the quartiles. Times that are not reached are left out."""
-        for number, (label, found) in enumerate(self.swept.by_rate.items()):
+        for number, (label, found) in enumerate(self.by_rate.items()):
             quartiles = {
                 rate: _quartiles([o.reached_s for o in outcomes]) for rate, outcomes in found.items()
             }
@@ -198,29 +211,80 @@ class Comparison(msgspec.Struct, frozen=True):
         axes.axvline(self.rate, color="black", linewidth=0.8, linestyle=":")
         axes.set_xscale("log")
         axes.set_ylim(bottom=0)
-        axes.set_xlabel("learning rate")
-        axes.set_ylabel("virtual seconds to the target")
+        axes.set(xlabel="learning rate", ylabel="virtual seconds to the target")
         axes.set_title("medians and quartiles; where a line ends, the target is missed", fontsize=10)
         axes.grid(alpha=0.3)
         axes.legend(frameon=True, fontsize=7.5)
 
 
 def compare(
-    runs: Sequence[TrainingRun],
-    rates: Sequence[float],
-    tell: Callable[[str, float], None],
-    widened: int = WIDENED,
+    runs: Sequence[TrainingRun], rates: Sequence[float], options: Options, tell: Tell, widened: int = WIDENED
 ) -> Comparison:
     """Execute runs at their common learning rate, at other rates, and at the best rate of each label.
 
+    If a label's best rate is the smallest or the largest one, half or twice this rate is tried, too, and so on. The
+    runs at the best rate have other seeds than the others, so that their times are not better by the choice itself.
+
     Args:
         runs: the runs, with the common learning rate: for each label, one run per seed.
-        rates: other learning rates to try. Further ones are added if the best one is at an end: see `sweep`.
+        rates: other learning rates to try.
+        options: whether other rates are tried at all.
         tell: progress callback.
         widened: number of rates that may be added for each label.
     """
     rate = runs[0].learning_rate
-    return Comparison(rate, sweep(runs, sorted({rate, *rates}), tell, widened))
+    first = sorted({rate, *rates}) if options.sweeps else [rate]
+    most = len(first) + widened * options.sweeps
+    by_rate: dict[str, dict[float, list[TrainingOutcome]]] = {run.label: {} for run in runs}
+    wanted = dict.fromkeys(by_rate, tuple(first))
+    done = 0.0
+    while wanted:
+        tried = [
+            msgspec.structs.replace(run, learning_rate=each)
+            for run in runs
+            for each in wanted.get(run.label, ())
+        ]
+        share, done = (0.7 - done) / 2, done + (0.7 - done) / 2
+
+        def told(what: str, part: float, begun: float = done - share, share: float = share) -> None:
+            tell(f"rates of {what}", begun + share * part)
+
+        for outcome in run_all(tried, told):
+            by_rate[outcome.run.label].setdefault(outcome.run.learning_rate, []).append(outcome)
+        wanted = {
+            label: beyond
+            for label, found in by_rate.items()
+            if len(found) < most and (beyond := _beyond(found))
+        }
+    best = {label: _best_rate(found) for label, found in by_rate.items()}
+    if not options.sweeps:  # nothing was chosen
+        only = [outcome for found in by_rate.values() for outcome in found[rate]]
+        return Comparison(rate, by_rate, best, only, [])
+    at_best = run_all(
+        [
+            msgspec.structs.replace(run, learning_rate=best[run.label], seed=run.seed + EVALUATION)
+            for run in runs
+        ],
+        lambda what, part: tell(f"{what} at its best rate", 0.7 + 0.3 * part),
+    )
+    in_order = {label: dict(sorted(found.items())) for label, found in by_rate.items()}
+    at_an_end = [label for label, found in by_rate.items() if _beyond(found)]
+    return Comparison(rate, in_order, best, at_best, at_an_end)
+
+
+def _best_rate(found: Mapping[float, Sequence[TrainingOutcome]]) -> float:
+    """Return the rate with the shortest median time. Of equal times, the one in the middle wins."""
+    middle = median(map(math.log, found))
+    return min(
+        found,
+        key=lambda rate: (median(each.slowness for each in found[rate]), abs(math.log(rate) - middle)),
+    )
+
+
+def _beyond(found: Mapping[float, Sequence[TrainingOutcome]]) -> tuple[float, ...]:
+    """Return the rate outside of those that were tried if the best one is at an end."""
+    best = _best_rate(found)
+    return (best / 2,) * (best == min(found)) or (best * 2,) * (best == max(found))
 
 
 def draw_curves(
@@ -259,8 +323,7 @@ def draw_curves(
             label=label if first else None,
         )
     axes.axhline(target.value, color="black", linewidth=0.8, linestyle=":")
-    axes.set_ylim(0, WORST_LOSS if target.measure == "loss" else 1)
-    axes.set_xlabel(along_name)
+    axes.set(ylim=(0, WORST_LOSS if target.measure == "loss" else 1), xlabel=along_name)
     axes.set_ylabel(AXIS[target.measure].format(outcomes[0].run.problem.loss_count))
     axes.set_title(title, fontsize=10)
     axes.grid(alpha=0.3)

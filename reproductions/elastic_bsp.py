@@ -7,7 +7,7 @@ machines. `FIGURES` lists what differs: the network, the data and the hyper-para
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache, partial
 from statistics import median
@@ -18,15 +18,15 @@ import torch
 
 from paceline.cli.console import TellShare
 from paceline.sim import Cluster, Occasional, Uniform, simulate
-from paceline.sync.actions import PublishPlan
 from paceline.zipline import solve_periodic
 
+from .barriers import plans_of
 from .comparing import compare
 from .exhibit import Exhibit, Made, Options, beside
 from .networks import parameter_count
 from .papers import ELASTIC_BSP
 from .problems import WORKLOADS, problem
-from .training import WIDENED, Target, TrainingRun, medians
+from .training import Target, TrainingRun, medians, under_each
 from .verdicts import Measured
 
 PAPER = str(ELASTIC_BSP)
@@ -201,40 +201,29 @@ def runs_of(figure: AccuracyFigure, options: Options) -> list[TrainingRun]:
     if options.quick:
         iterations = QUICK
         schemes = {label: schemes[label] for label in (*OTHERS, f"ElasticBSP({figure.lookaheads[0]})")}
-    return [
-        TrainingRun(
-            label=label,
-            cluster=machines,
-            sync=sync,
-            target=TARGET,
-            until_target=False,
-            learning_rate=_common_rate(figure, options),
-            momentum=figure.momentum,
-            weight_decay=figure.quoted("weight-decay"),
-            milestones=tuple(
-                round(milestone * epochs / figure.quoted("epochs")) for milestone in figure.milestones
-            ),
-            decay=figure.decay,
-            batch_size=batch,
-            iterations=iterations,
-            seed=seed,
-            every_s=iterations * figure.compute_s / EVALUATIONS,
-            problem=learned,
-        )
-        for label, sync in schemes.items()
-        for seed in range(1 if options.quick else options.seeds)
-    ]
-
-
-def _common_rate(figure: AccuracyFigure, options: Options) -> float:
-    chosen = figure.stand_in_rate if options.data is None else None
-    return figure.quoted("rate") if chosen is None else chosen
+    common = TrainingRun(
+        cluster=machines,
+        target=TARGET,
+        until_target=False,
+        learning_rate=(on_digits and figure.stand_in_rate) or figure.quoted("rate"),
+        momentum=figure.momentum,
+        weight_decay=figure.quoted("weight-decay"),
+        milestones=tuple(
+            round(milestone * epochs / figure.quoted("epochs")) for milestone in figure.milestones
+        ),
+        decay=figure.decay,
+        batch_size=batch,
+        iterations=iterations,
+        every_s=iterations * figure.compute_s / EVALUATIONS,
+        problem=learned,
+    )
+    return under_each(common, schemes, options)
 
 
 def make(figure: AccuracyFigure, options: Options, tell: TellShare) -> Made:
     """Compare the models' accuracy over time at a common rate and, on the digits, at the best rate for each model."""
     runs = runs_of(figure, options)
-    found = compare(runs, figure.rates if options.sweeps else (), tell, widened=WIDENED * options.sweeps)
+    found = compare(runs, figure.rates, options, tell)
     ends = medians(found.common, lambda o: o.time_s)
     finals = [medians(outcomes, lambda o: o.values[-1]) for outcomes in found.panels.values()]
     planning_ms = {
@@ -256,7 +245,7 @@ def make(figure: AccuracyFigure, options: Options, tell: TellShare) -> Made:
         },
     )
     first = next(iter(planning_ms))  # with the smallest R, as the paper recommends
-    gains = {how: Measured.of(gain, how, 100.0) for how, gain in found.gains(first, "BSP").items()}
+    gains = found.gains(first, "BSP")
     notes = [
         *found.notes(),
         *(
@@ -346,10 +335,7 @@ def _supersteps(figure: AccuracyFigure, sync: str) -> str:
     if not sync.startswith("elastic"):
         return "-"
     result = simulate(cluster(figure.workload, figure.compute_s), sync, SUPERSTEPS_OF, record=True)
-    plans = sum(
-        isinstance(action, PublishPlan) for entry in result.trace[-1].entries for action in entry.actions
-    )
-    return f"{SUPERSTEPS_OF / plans:.1f}"
+    return f"{SUPERSTEPS_OF / len(plans_of(result.trace[-1])):.1f}"
 
 
 def _planning_ms(lookahead: int) -> float:
@@ -364,14 +350,10 @@ def _planning_ms(lookahead: int) -> float:
 
 
 def _planning(planning_ms: Mapping[str, float]) -> str:
-    times = " and ".join(f"{planning_ms[label]:.3f} ms for {label}" for label in _ends(planning_ms))
+    labels = list(planning_ms)
+    ends = dict.fromkeys((labels[0], labels[-1]))
+    times = " and ".join(f"{planning_ms[label]:.3f} ms for {label}" for label in ends)
     return f"Computing a plan takes {times}."
-
-
-def _ends(labels: Iterable[str]) -> list[str]:
-    """Return the first and the last label, or the only one."""
-    first, *others = labels
-    return [first, *others[-1:]]
 
 
 SIMULATED = (

@@ -59,15 +59,6 @@ class Made(msgspec.Struct, frozen=True):
     measured: Mapping[str, Measured | Sequence[Measured]] = {}
 
 
-PREFIXES = {
-    "elasticbsp": "elasticbsp",
-    "zipline": "elasticbsp",
-    "specsync": "specsync",
-    "fluentps": "fluentps",
-}
-"""First part of the name of an exhibit -> the paper."""
-
-
 class Exhibit(msgspec.Struct, frozen=True, kw_only=True):
     """A table or figure of a paper, and the function that reproduces it.
 
@@ -108,12 +99,22 @@ class Exhibit(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def paper(self) -> str:
-        """The prefix of the paper, under which it stands in `papers.toml`."""
-        return PREFIXES[self.name.partition("-")[0]]
+        """The prefix of the paper, under which it stands in `papers.toml`. ZipLine is part of ElasticBSP's."""
+        prefix = self.name.partition("-")[0]
+        return "elasticbsp" if prefix == "zipline" else prefix
 
     def differing(self, options: Options) -> str:
         """Return how the reproduction differs from the paper with these options."""
         return self.differs if options.data is None else self.with_data
+
+
+def plain_table(title: str, first: str, *others: str) -> Table:
+    """Return a table with these headings. Names are aligned on the left, numbers on the right."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table.add_column(first, no_wrap=True)
+    for heading in others:
+        table.add_column(heading, justify="left" if heading in ("cluster", "sync model") else "right")
+    return table
 
 
 def beside(
@@ -158,25 +159,3 @@ def seconds(time_s: float) -> str:
     if math.isinf(time_s):
         return "never"
     return f"{time_s:.3g}" if time_s < 100 else f"{time_s:.0f}"
-
-
-def ratio(one: float, other: float) -> str:
-    """Format the ratio of two times. Return "-" if either time is infinite."""
-    return f"{one / other:.2f}" if math.isfinite(one) and math.isfinite(other) else "-"
-
-
-def less(one: float, other: float, what: str = "") -> str:
-    """Format by what percentage one number is below or above another: "25.0 % fewer", "50.0 % more"; "-" if unknown.
-
-    Args:
-        one: the number.
-        other: the number that it is compared with.
-        what: what is counted; appended to the text.
-
-    >>> less(75, 100), less(150, 100, "delayed pulls"), less(3, 0)
-    ('25.0 % fewer', '50.0 % more delayed pulls', '-')
-    """
-    if not other or not math.isfinite(one) or not math.isfinite(other):
-        return "-"
-    share = 1 - one / other
-    return f"{abs(share) * 100:.1f} % {'fewer' if share >= 0 else 'more'} {what}".rstrip()

@@ -154,10 +154,6 @@ class QuotedTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                     found[f"{row}, {column}"] = cell
         return found
 
-    def cells(self) -> list[Quote]:
-        """Return all numbers, row by row."""
-        return [self.cell(row, column) for row in self.rows for column in self.columns]
-
 
 class Listed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A table or figure of a paper.
@@ -225,10 +221,6 @@ class Paper(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             },
         }
         return {key: quote for key, quote in found.items() if not quote.setting}
-
-    def quotes(self) -> list[Quote]:
-        """Return all quoted numbers, those in tables included."""
-        return [*self.numbers.values(), *(quote for table in self.tables.values() for quote in table.cells())]
 
 
 def _relative(cell: Quote, base: Quote, name: str) -> Quote:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 import math
 import operator
+import os
+import platform
 from pathlib import Path
 from typing import TypeVar
 
@@ -57,6 +59,11 @@ def rounded(value: float, digits: int) -> float | None:
     (12350.0, None)
     """
     return float(f"{value:.{digits}g}") if math.isfinite(value) else None
+
+
+def machine() -> str:
+    """Return a description of the machine on which a result is made: "2 cores (x86_64), Python 3.11.7"."""
+    return f"{os.cpu_count()} cores ({platform.machine()}), Python {platform.python_version()}"
 
 
 def _finished(content: bytes) -> int:

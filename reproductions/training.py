@@ -19,12 +19,13 @@ from statistics import median
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline.errors import ConfigurationError
-from paceline.lab.pool import ProcessPool, TellCount
+from paceline.lab.pool import ProcessPool, Tell
 from paceline.shard.store import WeightsSnapshot
 from paceline.sim import Cluster, simulate
 from paceline.studies.statistics import Ratio, Time, ratio_of_times
@@ -34,9 +35,10 @@ from paceline.train.optimizer import DistributedOptimizer
 
 from .clusters import one_server
 from .datasets import Images
-from .ensembles.networks import Descent, StackedNetwork
+from .ensembles.networks import StackedNetwork
 from .ensembles.schedules import Epochs, Schedule, record
 from .ensembles.training import Setting, train
+from .exhibit import Options
 from .kept_runs import KeptRuns, kept_runs, key_of
 from .networks import parameter_count
 from .problems import DIGITS, OPTIMIZERS, Problem, Protocol, accuracy, mean_loss, problem, size
@@ -50,12 +52,6 @@ MEMORY_BYTES = 2**30
 FEW = 4  # for this number of runs or fewer, starting a process pool takes longer than it saves
 
 NEVER_S = 1e6  # used instead of an infinite time; longer than any run here
-
-EVALUATION = 1000
-"""Added to the seeds of a sweep for the runs at the best rate, so that these do not profit from the choice."""
-
-WIDENED = 6
-"""Number of rates that a sweep adds at most to those that it begins with."""
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -108,9 +104,9 @@ class TrainingRun(msgspec.Struct, frozen=True, kw_only=True):
         optimizer: name of the optimizer in `OPTIMIZERS`. Only runs with SGD are trained together.
     """
 
-    label: str
+    label: str = ""
     cluster: Cluster
-    sync: str
+    sync: str = ""
     target: Target
     learning_rate: float = 0.0
     momentum: float = 0.0
@@ -200,16 +196,14 @@ class TrainingOutcome(msgspec.Struct, frozen=True, kw_only=True):
         return bisect.bisect_right(self.pushes_s, time_s)
 
 
-def run_all(
-    runs: Sequence[TrainingRun], tell: TellCount = lambda done, of, what: None
-) -> list[TrainingOutcome]:
+def run_all(runs: Sequence[TrainingRun], tell: Tell = lambda what, share: None) -> list[TrainingOutcome]:
     """Execute runs on all cores, but identical runs only once. Return the outcomes in the order of `runs`."""
     kept = kept_runs.get(None) or KeptRuns()
     by_key = {(run.kind, run.learning_rate, run.seed): run for run in runs}
     tasks = _tasks({key: run for key, run in by_key.items() if kept.get(run.parameters) is None})
     for done, (task, outcomes) in enumerate(_executed(tasks), start=1):
         kept.keep({key_of(run.parameters): outcome for run, outcome in zip(task, outcomes, strict=True)})
-        tell(done, len(tasks), task[0].label)
+        tell(task[0].label, done / len(tasks))
     return [TrainingOutcome(run=run, **(kept.get(run.parameters) or {})) for run in runs]
 
 
@@ -227,6 +221,15 @@ def _executed(tasks: Sequence[Task]) -> Iterator[tuple[Task, list[Fields]]]:
                 raise ended.error
             assert ended.result is not None
             yield tasks[ended.number], ended.result
+
+
+def under_each(run: TrainingRun, schemes: Mapping[str, str], options: Options) -> list[TrainingRun]:
+    """Return a run under each sync model with each seed. The labels are the keys of `schemes`."""
+    return [
+        msgspec.structs.replace(run, label=label, sync=sync, seed=seed)
+        for label, sync in schemes.items()
+        for seed in range(1 if options.quick else options.seeds)
+    ]
 
 
 def on_data(run: TrainingRun, workload: str, protocol: Protocol, data: Path) -> TrainingRun:
@@ -250,94 +253,6 @@ def on_data(run: TrainingRun, workload: str, protocol: Protocol, data: Path) -> 
         decay=protocol.decay,
         optimizer=protocol.optimizer,
     )
-
-
-def with_rate(run: TrainingRun, rate: float) -> TrainingRun:
-    """Return a copy of the run with another learning rate."""
-    return msgspec.structs.replace(run, learning_rate=rate)
-
-
-class Swept(msgspec.Struct, frozen=True):
-    """Runs with many learning rates, and with the best rate of each label.
-
-    Attributes:
-        by_rate: label -> learning rate, ascending -> the outcomes with this rate, one for each seed.
-        best: label -> the rate with the shortest median time to the target.
-        at_best: the outcomes with the best rate and with other seeds, in the order of the runs.
-        at_an_end: labels whose best rate is the smallest or the largest that was tried.
-    """
-
-    by_rate: dict[str, dict[float, list[TrainingOutcome]]]
-    best: dict[str, float]
-    at_best: list[TrainingOutcome]
-    at_an_end: list[str]
-
-
-def sweep(
-    runs: Sequence[TrainingRun],
-    rates: Sequence[float],
-    tell: Callable[[str, float], None],
-    widened: int = WIDENED,
-) -> Swept:
-    """Execute runs with many learning rates, and then with the best rate of each label.
-
-    If a label's best rate is the smallest or the largest one, half or twice this rate is tried, too, and so on. The
-    runs at the best rate have other seeds than the sweep, so that their times are not better by the choice itself.
-
-    Args:
-        runs: the runs: for each label, one run per seed. Their learning rates are not used.
-        rates: learning rates, ascending.
-        tell: progress callback.
-        widened: number of rates that may be added for each label.
-    """
-    labels = list(dict.fromkeys(run.label for run in runs))
-    by_rate: dict[str, dict[float, list[TrainingOutcome]]] = {label: {} for label in labels}
-    wanted = {label: tuple(rates) for label in labels}
-    done = 0.0
-    while wanted:
-        tried = [with_rate(run, rate) for run in runs for rate in wanted.get(run.label, ())]
-        share, done = (0.7 - done) / 2, done + (0.7 - done) / 2
-
-        def told(count: int, of: int, what: str, begun: float = done - share, share: float = share) -> None:
-            tell(f"rates of {what}" if what else "", begun + share * count / max(1, of))
-
-        for outcome in run_all(tried, told):
-            by_rate[outcome.run.label].setdefault(outcome.run.learning_rate, []).append(outcome)
-        wanted = {
-            label: beyond
-            for label, found in by_rate.items()
-            if len(found) < len(rates) + widened and (beyond := _beyond(found))
-        }
-    best = {label: _best_rate(found) for label, found in by_rate.items()}
-    if all(len(found) == 1 for found in by_rate.values()):  # nothing was chosen
-        only = [outcome for found in by_rate.values() for outcomes in found.values() for outcome in outcomes]
-        return Swept(by_rate, best, only, [])
-    at_best = run_all(
-        [
-            msgspec.structs.replace(run, learning_rate=best[run.label], seed=run.seed + EVALUATION)
-            for run in runs
-        ],
-        lambda count, of, what: tell(
-            f"{what} at its best rate" if what else "", 0.7 + 0.3 * count / max(1, of)
-        ),
-    )
-    in_order = {label: dict(sorted(found.items())) for label, found in by_rate.items()}
-    return Swept(in_order, best, at_best, [label for label, found in by_rate.items() if _beyond(found)])
-
-
-def _best_rate(found: Mapping[float, Sequence[TrainingOutcome]]) -> float:
-    """Return the rate with the shortest median time. Of equal times, the one in the middle wins."""
-    middle = median(map(math.log, found))
-    return min(
-        found,
-        key=lambda rate: (median(each.slowness for each in found[rate]), abs(math.log(rate) - middle)),
-    )
-
-
-def _beyond(found: Mapping[float, Sequence[TrainingOutcome]]) -> tuple[float, ...]:
-    """Return the rate outside of those that were tried if the best one is at an end."""
-    best = _best_rate(found)
-    return (best / 2,) * (best == min(found)) or (best * 2,) * (best == max(found))
 
 
 def speed_up(
@@ -436,30 +351,21 @@ def _train_together(task: Task, images: Images) -> list[Fields]:
     stacked = stacked_network(first, images)
     settings = [Setting(rate, "raw") for rate in rates]
     times_s: list[float] = []
-    values: list[torch.Tensor] = []  # of each evaluation; shape: (rates, seeds)
+    values: list[np.ndarray] = []  # of each evaluation; shape: (rates, seeds)
     every = (first.every_s * k for k in itertools.count(1))
     for evaluation in train(stacked, schedule, settings, seeds, every):
         times_s.append(evaluation.time_s)
-        values.append(torch.from_numpy(evaluation.quality))
-        if first.until_target and _all_reached(values, first.target):
+        values.append(evaluation.quality)
+        of_runs = np.stack(values, axis=-1)
+        curves = of_runs.reshape(-1, len(values)).tolist()
+        if first.until_target and None not in map(first.target.reached_at, curves):
             break
-    of_runs = torch.stack(values, dim=2)
     return [
         _outcome(
             run, schedule, times_s, of_runs[rates.index(run.learning_rate), seeds.index(run.seed)].tolist()
         )
         for run in task
     ]
-
-
-def _all_reached(values: Sequence[torch.Tensor], target: Target) -> bool:
-    """Return True if every run has reached the target, at one time or another."""
-    found = torch.stack(list(values)).flatten(1)
-    met = (found >= target.value if target.measure == "accuracy" else found <= target.value).double()
-    if len(met) < target.in_a_row:
-        return False
-    rows = met.unfold(0, target.in_a_row, 1).amin(dim=2)
-    return bool(rows.amax(dim=0).all())
 
 
 def stacked_network(run: TrainingRun, images: Images) -> StackedNetwork:
@@ -475,7 +381,10 @@ def stacked_network(run: TrainingRun, images: Images) -> StackedNetwork:
         tested,  # type: ignore[arg-type]
         loss,
         quality,
-        Descent(run.momentum, run.weight_decay, run.milestones, run.decay),
+        momentum=run.momentum,
+        weight_decay=run.weight_decay,
+        milestones=run.milestones,
+        decay=run.decay,
     )
 
 

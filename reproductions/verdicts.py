@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from paceline.studies.statistics import Difference, Ratio
+from paceline.studies.statistics import Difference, Estimate, Ratio
 
 from .papers import PAPERS, Quote
 
@@ -51,7 +51,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
         return cls(value=value, low=value, high=value, how=how)
 
     @classmethod
-    def of(cls, found: Ratio | Difference, how: str = "", factor: float = 1.0) -> Measured:
+    def of(cls, found: Ratio | Difference | Estimate, how: str = "", factor: float = 1.0) -> Measured:
         """Return an estimate, multiplied by a factor that brings it to the unit of the number."""
         value, low, high = (found.ratio if isinstance(found, Ratio) else found.value), found.low, found.high
         return cls(
@@ -169,15 +169,14 @@ class _Kept(msgspec.Struct):
     measured: dict[str, list[Measured]] = {}
 
 
-def judged(prefix: str, folder: Path = RESULTS) -> list[Judged]:
+def judged(prefix: str) -> list[Judged]:
     """Return all numbers that a paper claims, with the verdicts that follow from the kept results.
 
     Args:
         prefix: the name of the paper in `PAPERS`.
-        folder: folder of the kept results.
     """
     found: dict[str, tuple[str, list[Measured]]] = {}
-    for file in sorted(folder.glob("*.json")):
+    for file in sorted(RESULTS.glob("*.json")):
         kept = msgspec.json.decode(file.read_bytes(), type=_Kept)
         for key, measured in kept.measured.items():
             exhibit, others = found.get(key, (kept.exhibit, []))

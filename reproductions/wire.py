@@ -15,7 +15,6 @@ from typing import Any
 
 import msgspec
 import torch
-from rich import box
 from rich.table import Table
 from torch import nn
 
@@ -30,6 +29,7 @@ from .evidence import batched
 from .evidence.images import DigitImages
 from .evidence.language import ByteTransformer
 from .evidence.schedules import Gradient
+from .exhibit import plain_table
 
 WORKERS = 4
 SMOOTHED = 10
@@ -187,15 +187,10 @@ def _iterations_to(target: float, losses: Sequence[float]) -> float:
 
 def result_table(results: Sequence[WireResult]) -> Table:
     """Return the table of the results."""
-    made = Table(
-        title=f"Iterations to the same loss, {WORKERS} workers, {len(results[0].exact)} seeds, medians",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
+    made = plain_table(
+        f"Iterations to the same loss, {WORKERS} workers, {len(results[0].exact)} seeds, medians",
+        *("problem", "loss", "float32", results[0].wire, "ratio [95 %]", f"goal <= {MOST:g}"),
     )
-    for heading in ("problem", "loss", "float32", results[0].wire, "ratio [95 %]", f"goal <= {MOST:g}"):
-        made.add_column(heading, justify="left" if heading == "problem" else "right", no_wrap=True)
     for result in results:
         made.add_row(
             result.problem,

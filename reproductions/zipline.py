@@ -153,9 +153,7 @@ def _draw_barriers(times: Floats, chosen: Mapping[str, Solution]) -> Figure:
         picked = times[list(workers), found.picks] / 1000
         axes.plot(picked, list(workers), marker, color=color, label=f"{name}: {found.wait:.0f} ms")
         axes.axvline(found.barrier / 1000, color=color, linewidth=0.8)
-    axes.set_xlabel("seconds")
-    axes.set_ylabel("worker")
-    axes.set_yticks(list(workers))
+    axes.set(xlabel="seconds", ylabel="worker", yticks=list(workers))
     axes.set_title("Fig. 4: when to synchronize 10 workers, R = 15")
     axes.legend(frameon=True, fontsize=9)
     return figure
@@ -183,16 +181,14 @@ def _candidates(number: str, workers: int, lookahead: int, paper: Mapping[str, s
         axes, spread = figure.subplots(1, 2, width_ratios=(3, 1))
         axes.plot(np.arange(1, len(waits) + 1), waits, "." if len(waits) < 1000 else ",", color=COLOURS[0])
         axes.plot([best + 1], [waits[best]], "s", color=COLOURS[4], label=f"best: {waits[best]:.0f} ms")
-        axes.set_xlabel("candidate Z, in scan order")
-        axes.set_ylabel("d_Z, ms")
+        axes.set(xlabel="candidate Z, in scan order", ylabel="d_Z, ms")
         axes.set_title(f"Fig. {number}: every d_Z that ZipLine evaluates, n = {workers:,}, R = {lookahead}")
         axes.legend(frameon=False)
         smallest = "smallest d_Z, ms"
         spread.hist(ours[smallest], bins=15, color=COLOURS[5])
         spread.axvline(claims[paper[smallest]].value, color=COLOURS[4])
         spread.set_title(f"line: {claims[paper[smallest]]} ms, the paper's")
-        spread.set_xlabel(f"{smallest}, {len(scans)} inputs")
-        spread.set_ylabel("inputs")
+        spread.set(xlabel=f"{smallest}, {len(scans)} inputs", ylabel="inputs")
         return figure
 
     return Made(
@@ -386,10 +382,7 @@ def _draw_times(cells: Sequence[Cell]) -> Figure:
                     color=COLOURS[number % len(COLOURS)],
                     label=f"{method}, R = {lookahead}",
                 )
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlabel("workers")
-    axes.set_ylabel("ms")
+    axes.set(xscale="log", yscale="log", xlabel="workers", ylabel="ms")
     axes.set_title("our computation time for one barrier")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7.5, ncols=2)
@@ -399,55 +392,17 @@ def _draw_times(cells: Sequence[Cell]) -> Figure:
 GENERATED = (
     "The push times are drawn with the paper's generator (section 6.1), but not from the paper's seed."
 )
+CANDIDATES = "the waiting time d_Z for every candidate barrier"
 MEASURED = "Measured with Python and NumPy on this machine, instead of C++ on a server with 24 cores."
 
-EXHIBITS = (
-    Exhibit(
-        name="zipline-fig4",
-        title="three ways to choose a barrier",
-        differs=GENERATED,
-        minutes=0.1,
-        make=figure_4,
-        stand_in=False,
-    ),
-    Exhibit(
-        name="zipline-fig6",
-        title="the waiting time d_Z for every candidate barrier, with 10 workers",
-        differs=GENERATED,
-        minutes=0.1,
-        make=figure_6,
-        stand_in=False,
-    ),
-    Exhibit(
-        name="zipline-fig7",
-        title="the waiting time d_Z for every candidate barrier, with 1,000 workers",
-        differs=GENERATED,
-        minutes=0.1,
-        make=figure_7,
-        stand_in=False,
-    ),
-    Exhibit(
-        name="zipline-fig10",
-        title="computation time of ZipLine and its variants",
-        differs=MEASURED,
-        minutes=3,
-        make=figure_10,
-        stand_in=False,
-    ),
-    Exhibit(
-        name="zipline-table3",
-        title="the smallest waiting time that each method finds",
-        differs=GENERATED,
-        minutes=6,
-        make=table_3,
-        stand_in=False,
-    ),
-    Exhibit(
-        name="zipline-table4",
-        title="computation time of each method",
-        differs=MEASURED,
-        minutes=3,
-        make=table_4,
-        stand_in=False,
-    ),
+EXHIBITS = tuple(
+    Exhibit(name=f"zipline-{name}", title=title, differs=differs, minutes=minutes, make=make, stand_in=False)
+    for name, title, differs, minutes, make in (
+        ("fig4", "three ways to choose a barrier", GENERATED, 0.1, figure_4),
+        ("fig6", f"{CANDIDATES}, with 10 workers", GENERATED, 0.1, figure_6),
+        ("fig7", f"{CANDIDATES}, with 1,000 workers", GENERATED, 0.1, figure_7),
+        ("fig10", "computation time of ZipLine and its variants", MEASURED, 3, figure_10),
+        ("table3", "the smallest waiting time that each method finds", GENERATED, 6, table_3),
+        ("table4", "computation time of each method", MEASURED, 3, table_4),
+    )
 )

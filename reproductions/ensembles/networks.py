@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,22 +13,6 @@ from paceline.core.layout import HyperParameters
 
 from .problems import Data, Orders, Weights, sgd
 from .schedules import Batch
-
-
-class Descent(NamedTuple):
-    """How `torch.optim.SGD` is set, apart from its learning rate.
-
-    Attributes:
-        momentum: momentum.
-        weight_decay: weight decay.
-        milestones: epochs after which the learning rate is multiplied by `decay`.
-        decay: factor of the learning rate at each milestone.
-    """
-
-    momentum: float = 0.0
-    weight_decay: float = 0.0
-    milestones: tuple[int, ...] = ()
-    decay: float = 1.0
 
 
 class StackedNetwork:
@@ -44,7 +27,10 @@ class StackedNetwork:
         test: samples with which the runs are evaluated.
         loss: function of the outputs and the labels that is minimized.
         quality: function of the outputs and the labels by which a run is evaluated.
-        descent: settings of the optimizer. One epoch of its milestones is one epoch of the data.
+        momentum: momentum of SGD.
+        weight_decay: weight decay of SGD.
+        milestones: epochs of the data after which the learning rate is multiplied by `decay`.
+        decay: factor of the learning rate at each milestone.
     """
 
     optimizer = "SGD"
@@ -56,21 +42,25 @@ class StackedNetwork:
         test: TensorDataset,
         loss: Callable[[Tensor, Tensor], Tensor],
         quality: Callable[[Tensor, Tensor], Tensor],
-        descent: Descent,
+        *,
+        momentum: float,
+        weight_decay: float,
+        milestones: Sequence[int],
+        decay: float,
     ) -> None:
         self._make, self._train, self._test = network, train.tensors, test.tensors
-        self._loss, self._quality, self._descent = loss, quality, descent
+        self._loss, self._quality = loss, quality
+        self._fixed = {"momentum": momentum, "weight_decay": weight_decay}
+        self._milestones, self._decay = milestones, decay
         self._network = self._without_statistics(network())
         self._orders = Orders(len(train))
         self._settings: dict[tuple[float, int], HyperParameters] = {}
 
     def settings(self, rate: float, progress: float) -> HyperParameters:
         """Return the hyper-parameters at a rate. `progress` is the number of epochs so far."""
-        momentum, weight_decay, milestones, decay = self._descent
-        passed = sum(milestone <= progress for milestone in milestones)
+        passed = sum(milestone <= progress for milestone in self._milestones)
         if (rate, passed) not in self._settings:
-            made = sgd(rate * decay**passed, momentum=momentum, weight_decay=weight_decay)
-            self._settings[rate, passed] = made
+            self._settings[rate, passed] = sgd(rate * self._decay**passed, **self._fixed)
         return self._settings[rate, passed]
 
     def initial(self, seed: int) -> Weights:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +12,7 @@ from rich.console import Console
 from paceline.cli.console import shown_progress
 from paceline.errors import unknown_name
 
+from ..result_file import machine
 from .on_networks import STUDIES
 from .on_quadratics import QUADRATICS
 from .study import Study, missing, run
@@ -70,8 +69,3 @@ def run_study(
         file.write(f"python -m reproductions evidence {name}{''.join(words)}: {len(left)} results\n")
         file.write(f"{took_s:.0f} s on {machine()}\n")
     console.print(f"finished in {took_s / 60:.0f} min: {path}")
-
-
-def machine() -> str:
-    """Return a description of this machine: "2 cores (x86_64), Python 3.11.7"."""
-    return f"{os.cpu_count()} cores ({platform.machine()}), Python {platform.python_version()}"

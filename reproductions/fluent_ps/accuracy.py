@@ -15,7 +15,7 @@ from ..comparing import Comparison, compare
 from ..exhibit import Exhibit, Made, Options, beside
 from ..papers import FLUENT_PS
 from ..problems import WORKLOADS, Protocol
-from ..training import WIDENED, Target, TrainingRun, medians, on_data, run_all
+from ..training import Target, TrainingRun, medians, on_data, run_all, under_each
 from ..verdicts import Measured
 from .machines import MACHINES
 
@@ -62,24 +62,17 @@ def accuracies(
 ) -> Comparison:
     """Compare the accuracy over time on a cluster, with the paper's push scale, 1/n."""
     cluster = Cluster.preset(preset)
-    runs = [
-        TrainingRun(
-            label=label,
-            cluster=cluster,
-            sync=sync,
-            target=TARGET,
-            until_target=False,
-            learning_rate=COMMON_RATE,
-            batch_size=8,
-            iterations=3 if options.quick else iterations,
-            seed=seed,
-        )
-        for label, sync in schemes.items()
-        for seed in range(1 if options.quick else options.seeds)
-    ]
+    run = TrainingRun(
+        cluster=cluster,
+        target=TARGET,
+        until_target=False,
+        learning_rate=COMMON_RATE,
+        batch_size=8,
+        iterations=3 if options.quick else iterations,
+    )
     if options.data is not None:
-        runs = [on_data(run, workload, protocol_of(workload, cluster.workers), options.data) for run in runs]
-    return compare(runs, RATES if options.sweeps else (), tell, widened=WIDENED * options.sweeps)
+        run = on_data(run, workload, protocol_of(workload, cluster.workers), options.data)
+    return compare(under_each(run, schemes, options), RATES, options, tell)
 
 
 def _made(
@@ -97,7 +90,7 @@ def _made(
         label: mean_interval([o.values[-1] for o in found.common if o.run.label == label])
         for label in found.labels
     }
-    best = medians(found.swept.at_best, lambda o: o.values[-1])
+    best = medians(found.at_best, lambda o: o.values[-1])
     staleness = medians(found.common, lambda o: o.mean_staleness)
     table = found.table(
         f"{PAPER}, {figure}",
@@ -126,9 +119,7 @@ def _made(
         measured={
             **measured,
             **{
-                f"table4-accuracy: {row}, {column}": Measured(
-                    value=finals[label].value, low=finals[label].low, high=finals[label].high
-                )
+                f"table4-accuracy: {row}, {column}": Measured.of(finals[label])
                 for label, column in columns.items()
             },
         },
@@ -139,11 +130,6 @@ def _faster(found: Comparison, label: str, reference: str) -> Measured:
     """Return how many times as fast as a reference a model completes all iterations at the common rate."""
     ours, others = ([o.time_s for o in found.common if o.run.label == name] for name in (label, reference))
     return Measured.of(compare_samples(others, ours))
-
-
-def _more_accurate(found: Comparison, label: str, reference: str) -> list[Measured]:
-    """Return by how many percentage points a model's final accuracy is above a reference's."""
-    return [Measured.of(gain, how, 100.0) for how, gain in found.gains(label, reference).items()]
 
 
 def figure_8(options: Options, tell: TellShare) -> Made:
@@ -169,7 +155,7 @@ def figure_10(options: Options, tell: TellShare) -> Made:
     """Compare the models with 64 workers and one server."""
     found = accuracies("AlexNet on CIFAR-10", "fluent-ps-64", SCHEMES, 200, options, tell)
     faster, quoted = _faster(found, "PSSP(3, 0.5)", "SSP(3)"), FLUENT_PS.numbers
-    gains = _more_accurate(found, "PSSP(3, 0.5)", "ASP")
+    gains = list(found.gains("PSSP(3, 0.5)", "ASP").values())
     return _made(
         "Fig. 10",
         found,
@@ -192,7 +178,7 @@ def figure_10(options: Options, tell: TellShare) -> Made:
 def figure_11(options: Options, tell: TellShare) -> Made:
     """Compare the models with 128 workers and 8 servers."""
     found = accuracies("AlexNet on CIFAR-10", "fluent-ps-128", SCHEMES, 60, options, tell)
-    gains = {label: _more_accurate(found, label, "ASP") for label in ("PSSP(3, 0.3)", "PSSP(3, 0.5)")}
+    gains = {label: list(found.gains(label, "ASP").values()) for label in ("PSSP(3, 0.3)", "PSSP(3, 0.5)")}
     best = max(gains.values(), key=lambda each: each[0].value or 0.0)
     return _made(
         "Fig. 11",
@@ -217,35 +203,26 @@ SHARING_ITERATIONS = 200
 def figure_7(options: Options, tell: TellShare) -> Made:
     """Compare the accuracy after the same number of iterations of workers that share the same batch, under SSP(3)."""
     network, whole = "AlexNet on CIFAR-10", Cluster.preset("fluent-ps-64")
-    runs = [
-        TrainingRun(
-            label=f"{workers} workers",
-            cluster=cluster,
-            sync=SCHEMES["SSP(3)"],
+    runs = []
+    for workers in COUNTS[: 2 if options.quick else None]:
+        run = TrainingRun(
+            cluster=part_of(whole, workers),
             target=TARGET,
             until_target=False,
             learning_rate=COMMON_RATE,
             batch_size=SHARED // workers,
             iterations=3 if options.quick else SHARING_ITERATIONS,
-            seed=seed,
         )
-        for workers in COUNTS[: 2 if options.quick else None]
-        for cluster in [part_of(whole, workers)]
-        for seed in range(2 if options.quick else options.seeds)
-    ]
-    if options.data is not None:
-        runs = [
-            on_data(run, network, protocol_of(network, run.cluster.workers), options.data) for run in runs
-        ]
-    outcomes = run_all(runs, lambda done, of, what: tell(what, done / max(1, of)))
+        if options.data is not None:
+            run = on_data(run, network, protocol_of(network, workers), options.data)
+        runs += under_each(run, {f"{workers} workers": SCHEMES["SSP(3)"]}, options)
+    outcomes = run_all(runs, tell)
     finals = medians(outcomes, lambda o: o.values[-1])
     means = {
         label: mean_interval([100 * o.values[-1] for o in outcomes if o.run.label == label])
         for label in finals
     }
-    measured = {
-        label: Measured(value=each.value, low=each.low, high=each.high) for label, each in means.items()
-    }
+    measured = {label: Measured.of(each) for label, each in means.items()}
     quoted = [FLUENT_PS.numbers[f"fig7-fluentps-64-{end}"] for end in ("low", "high")]
 
     def draw() -> Figure:
@@ -259,9 +236,7 @@ def figure_7(options: Options, tell: TellShare) -> Made:
         axes.fill_between(counts, low, high, color=COLOURS[0], alpha=0.2, linewidth=0)
         axes.set_xscale("log", base=2)
         axes.set_xticks(counts, [str(count) for count in counts])
-        axes.set_ylim(0, 100)
-        axes.set_xlabel("workers")
-        axes.set_ylabel(f"accuracy after {SHARING_ITERATIONS} iterations, %")
+        axes.set(ylim=(0, 100), xlabel="workers", ylabel=f"accuracy after {SHARING_ITERATIONS} iterations, %")
         axes.set_title("FluentPS, Fig. 7: SSP(3), the same total batch")
         axes.grid(alpha=0.3)
         axes.legend(frameon=False)

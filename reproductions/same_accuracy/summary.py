@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean, median, stdev
 from typing import NamedTuple
 
-from rich import box
 from rich.table import Table
 from scipy import stats
 
 from paceline.studies.statistics import CONFIDENCE, crossing
 
+from ..exhibit import plain_table
 from .families import FAMILIES
 from .plan import CLUSTERS, FACTORS, MODELS, PROBLEMS, problem_of, sign_of
 from .table import KINDS, Result, Runs
@@ -247,7 +247,7 @@ def _shares(
     """Return how many cells are within the bounds, and how many are lost: with runs that have learned nothing."""
     kinds = [kind for kind in KINDS if any(cell.hyperparameters == kind for cell in cells)]
     columns = [f"{kind}\n{name}" for kind in kinds for name in (*NAMES.values(), "lost")]
-    table = _table(f"cells within the bounds of bsp, by {heading}", heading, *columns)
+    table = plain_table(f"cells within the bounds of bsp, by {heading}", heading, *columns)
     for name in names:
         row = [name]
         for kind in kinds:
@@ -266,7 +266,7 @@ def _share(cells: Sequence[Cell]) -> str:
 def _times(cells: Sequence[Cell]) -> Table:
     """Return by which factor bsp's final quality is reached sooner, with half of bsp's best rate."""
     clusters = list(dict.fromkeys(cell.cluster for cell in cells))
-    table = _table(
+    table = plain_table(
         "how many times sooner bsp's final quality is reached: median (least, never in so many cells)",
         "sync model",
         *(f"{cluster}\n{name}" for cluster in clusters for name in ("all epochs", *NAMES.values())),
@@ -298,7 +298,7 @@ WORST = 25
 
 def _worst(cells: Sequence[Cell]) -> Table:
     """Return the translated cells that lack most."""
-    table = _table(
+    table = plain_table(
         f"the {WORST} translated cells that lack most, as a multiple of what they may lack",
         *("problem", "cluster", "workers", "sync model", "rate", "bsp", "translated", "at chance", "lack"),
     )
@@ -320,12 +320,3 @@ def _worst(cells: Sequence[Cell]) -> Table:
 
 def _excess(cell: Cell) -> float:
     return cell.lack / cell.bound
-
-
-def _table(title: str, first: str, *others: str) -> Table:
-    """Return a table with these headings. Names are aligned on the left, numbers on the right."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    table.add_column(first, no_wrap=True)
-    for heading in others:
-        table.add_column(heading, justify="left" if heading in ("cluster", "sync model") else "right")
-    return table

@@ -11,9 +11,9 @@ from paceline.look.timelines import new_figure
 from paceline.sim import Cluster
 
 from ..comparing import Comparison
-from ..exhibit import Exhibit, Made, Options
-from .convergence import compared
-from .workloads import CIFAR_10, PAPER, WITH_DATA
+from ..exhibit import Made, Options
+from .convergence import compared, exhibit_on
+from .workloads import CIFAR_10, PAPER
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -97,22 +97,8 @@ def figure_11(options: Options, tell: TellShare) -> Made:
 
 
 EXHIBITS = (
-    Exhibit(
-        name="specsync-fig10",
-        title="loss over time under BSP, SSP, ASP and SpecSync, on both clusters",
-        differs=CIFAR_10.stand_in,
-        minutes=3,
-        make=figure_10,
-        with_data=WITH_DATA,
-        trains_on=(CIFAR_10.published,),
+    exhibit_on(
+        "fig10", "loss over time under BSP, SSP, ASP and SpecSync, on both clusters", CIFAR_10, figure_10, 3
     ),
-    Exhibit(
-        name="specsync-fig11",
-        title="speed-up and loss on 20, 30 and 40 machines",
-        differs=CIFAR_10.stand_in,
-        minutes=2,
-        make=figure_11,
-        with_data=WITH_DATA,
-        trains_on=(CIFAR_10.published,),
-    ),
+    exhibit_on("fig11", "speed-up and loss on 20, 30 and 40 machines", CIFAR_10, figure_11, 2),
 )

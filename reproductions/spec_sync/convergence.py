@@ -15,7 +15,16 @@ from paceline.sim import Cluster
 from ..comparing import Comparison, compare
 from ..exhibit import Exhibit, Made, Options, beside
 from ..papers import SPEC_SYNC, Quote
-from ..training import SHARING, WIDENED, TrainingOutcome, TrainingRun, medians, on_data, run_all, speed_up
+from ..training import (
+    SHARING,
+    TrainingOutcome,
+    TrainingRun,
+    medians,
+    on_data,
+    run_all,
+    speed_up,
+    under_each,
+)
 from ..verdicts import Measured
 from .workloads import CIFAR_10, IMAGENET, MF, PAPER, WITH_DATA, WORKLOADS, Workload
 
@@ -30,9 +39,7 @@ def runs_of(
     if cluster is None or options.quick:
         cluster = workload.cluster(8 if options.quick else 40)
     common = TrainingRun(
-        label="",
         cluster=cluster,
-        sync="",
         target=workload.target,
         learning_rate=workload.common_rate,
         batch_size=workload.batch_size,
@@ -44,11 +51,7 @@ def runs_of(
         common = on_data(common, workload.published, workload.protocol, options.data)
     if options.quick:
         common = msgspec.structs.replace(common, iterations=6)
-    return [
-        msgspec.structs.replace(common, label=label, sync=sync, seed=seed)
-        for label, sync in schemes.items()
-        for seed in range(1 if options.quick else options.seeds)
-    ]
+    return under_each(common, schemes, options)
 
 
 def compared(
@@ -60,7 +63,7 @@ def compared(
 ) -> Comparison:
     """Compare sync models at the workload's common learning rate and at other ones."""
     runs = runs_of(workload, schemes, options, cluster)
-    return compare(runs, workload.rates if options.sweeps else (), tell, widened=WIDENED * options.sweeps)
+    return compare(runs, workload.rates, options, tell)
 
 
 def figure_5(
@@ -102,7 +105,7 @@ def cherry_pick(
         for time_s, rate in trials_of(workload, options)
     }
     runs = runs_of(workload, schemes, msgspec.structs.replace(options, seeds=min(SHARING, options.seeds)))
-    outcomes = run_all(runs, lambda done, of, what: tell(f"trial {what}", done / max(1, of)))
+    outcomes = run_all(runs, lambda what, share: tell(f"trial {what}", share))
     slowness = medians(outcomes, lambda o: o.slowness)
     return schemes[min(slowness, key=slowness.__getitem__)], outcomes
 
@@ -194,8 +197,7 @@ def table_2(options: Options, tell: TellShare) -> Made:
         ):
             axes.bar(range(len(hours)), [hour * 60 for hour in hours.values()], color=COLOURS[number])
             axes.set_xticks(range(len(hours)), list(hours), rotation=90, fontsize=7)
-            axes.set_ylabel("virtual minutes")
-            axes.set_title(name)
+            axes.set(ylabel="virtual minutes", title=name)
         figure.suptitle("SpecSync, Table II: all trials (ABORT_TIME, ABORT_RATE)", fontsize=10)
         return figure
 
@@ -212,7 +214,7 @@ def table_2(options: Options, tell: TellShare) -> Made:
     )
 
 
-def _exhibit(
+def exhibit_on(
     name: str,
     title: str,
     workload: Workload,
@@ -220,6 +222,7 @@ def _exhibit(
     minutes: float,
     numbers: tuple[str, ...] = (),
 ) -> Exhibit:
+    """Return an exhibit that trains a workload; that of Table II trains all of them."""
     return Exhibit(
         name=f"specsync-{name}",
         title=title,
@@ -238,10 +241,10 @@ LOSS = "loss over time: Original, Cherrypick, Adaptive"
 WAITING = "naive waiting with different delays"
 
 EXHIBITS = (
-    _exhibit("fig5", WAITING, CIFAR_10, partial(figure_5, "a", CIFAR_10, (1, 3, 5)), 6, ("Fig. 5a",)),
-    _exhibit("fig5b", f"{WAITING}: matrix factorization", MF, partial(figure_5, "b", MF, (1, 2, 3)), 4),
-    _exhibit("fig8a", f"{LOSS}: matrix factorization", MF, partial(figure_8, "a", MF), 4),
-    _exhibit(
+    exhibit_on("fig5", WAITING, CIFAR_10, partial(figure_5, "a", CIFAR_10, (1, 3, 5)), 6, ("Fig. 5a",)),
+    exhibit_on("fig5b", f"{WAITING}: matrix factorization", MF, partial(figure_5, "b", MF, (1, 2, 3)), 4),
+    exhibit_on("fig8a", f"{LOSS}: matrix factorization", MF, partial(figure_8, "a", MF), 4),
+    exhibit_on(
         "fig8",
         f"{LOSS}, and over iterations",
         CIFAR_10,
@@ -249,8 +252,8 @@ EXHIBITS = (
         8,
         ("Fig. 8b", "Fig. 9"),
     ),
-    _exhibit("fig8c", f"{LOSS}: ImageNet", IMAGENET, partial(figure_8, "c", IMAGENET), 4),
-    _exhibit(
+    exhibit_on("fig8c", f"{LOSS}: ImageNet", IMAGENET, partial(figure_8, "c", IMAGENET), 4),
+    exhibit_on(
         "table2", "the cost of searching for fixed hyper-parameters", CIFAR_10, table_2, 4, ("Table II",)
     ),
 )

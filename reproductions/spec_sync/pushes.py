@@ -86,8 +86,7 @@ def figure_3(options: Options, tell: TellShare) -> Made:
             boxprops={"facecolor": COLOURS[5]},
             medianprops={"color": "black"},
         )
-        axes.set_xlabel("second after the pull")
-        axes.set_ylabel("pushes of other workers")
+        axes.set(xlabel="second after the pull", ylabel="pushes of other workers")
         axes.set_title("SpecSync, Fig. 3: percentiles 25 to 75 (boxes) and 5 to 95 (whiskers)")
         return figure
 

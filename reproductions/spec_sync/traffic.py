@@ -30,7 +30,7 @@ def figures_12_and_13(options: Options, tell: TellShare) -> Made:
     found: dict[str, dict[str, list[TrainingOutcome]]] = {}
     for number, workload in enumerate(WORKLOADS.values()):
         runs = runs_of(workload, {"Original": "asp", "Adaptive": "spec-sync"}, options)
-        outcomes = run_all(runs, lambda done, of, what, n=number: tell(what, (n + done / max(1, of)) / 3))  # type: ignore[misc]
+        outcomes = run_all(runs, lambda what, share, n=number: tell(what, (n + share) / 3))  # type: ignore[misc]
         found[workload.name] = {}
         for outcome in outcomes:
             found[workload.name].setdefault(outcome.run.label, []).append(outcome)
@@ -40,8 +40,7 @@ def figures_12_and_13(options: Options, tell: TellShare) -> Made:
         rates[name] = compare_samples(per_s["Adaptive"], per_s["Original"])
         for label, outcomes in by_label.items():
             one = outcomes[0]
-            sent = mean_interval([_total(o) / 1e12 for o in outcomes])
-            totals[name, label] = Measured(value=sent.value, low=sent.low, high=sent.high)
+            totals[name, label] = Measured.of(mean_interval([_total(o) / 1e12 for o in outcomes]))
             converged = sum(o.time.reached for o in outcomes)
             rows[f"{name}, {label}"] = [
                 *((None, f"{_share(one, kinds):.2%}") for kinds in list(KINDS.values())[1:]),
@@ -100,9 +99,7 @@ def _draw(found: dict[str, dict[str, TrainingOutcome]]) -> Figure:
     width = 0.25
     for number, (name, by_label) in enumerate(found.items()):
         left = curves[number]
-        left.set_title(f"Fig. 12: {name}, until convergence")
-        left.set_xlabel("virtual seconds")
-        left.set_ylabel("GB so far")
+        left.set(title=f"Fig. 12: {name}, until convergence", xlabel="virtual seconds", ylabel="GB so far")
         for variant, (label, outcome) in enumerate(by_label.items()):
             each = _total(outcome) / max(1, len(outcome.pushes_s)) / 1e9
             left.plot(
@@ -122,9 +119,7 @@ def _draw(found: dict[str, dict[str, TrainingOutcome]]) -> Figure:
             label=name,
         )
     right.set_xticks(range(len(KINDS)), [kind.replace(" after", "\nafter") for kind in KINDS], fontsize=8)
-    right.set_yscale("log")
-    right.set_ylabel("GB")
-    right.set_title("Fig. 13: SpecSync-Adaptive")
+    right.set(yscale="log", ylabel="GB", title="Fig. 13: SpecSync-Adaptive")
     right.legend(frameon=False)
     return figure
 

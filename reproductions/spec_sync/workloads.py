@@ -163,8 +163,7 @@ def table_1(options: Options, tell: TellShare) -> Made:
             places = [index + (number - 0.5) * 0.38 for index in range(len(counts))]
             axes.bar(places, values, 0.36, color=COLOURS[number], label=label)
         axes.set_xticks(range(len(counts)), list(counts))
-        axes.set_ylabel("million parameters")
-        axes.set_title("SpecSync, Table I: the networks")
+        axes.set(ylabel="million parameters", title="SpecSync, Table I: the networks")
         axes.legend(frameon=False)
         return figure
 

@@ -17,6 +17,7 @@ from paceline.sim import Cluster, simulate
 from reproductions import training
 from reproductions.catalogue import EXHIBITS, chosen, make
 from reproductions.commands import main
+from reproductions.comparing import EVALUATION, compare
 from reproductions.datasets.synthetic_ratings import synthetic_ratings
 from reproductions.exhibit import Options
 from reproductions.fluent_ps.slicing import resnet_56
@@ -24,7 +25,7 @@ from reproductions.kept_runs import kept_until_complete
 from reproductions.problems import SMALL_RESNET
 from reproductions.spec_sync.examples import CLUSTER, MODELS, computations
 from reproductions.spec_sync.pushes import pushes_after_pulls
-from reproductions.training import EVALUATION, Target, TrainingRun, run_all, sweep
+from reproductions.training import Target, TrainingRun, run_all
 
 from .test_papers import WRITTEN, paper_cells
 
@@ -105,8 +106,8 @@ def slow_pair(**settings: Any) -> TrainingRun:
 
 @pytest.mark.usefixtures("copied_pools")
 def test_a_sweep_goes_on_until_the_best_learning_rate_is_not_at_an_end() -> None:
-    run = slow_pair(iterations=8, every_s=4.0, until_target=False)
-    found = sweep([run], [0.08, 0.16], lambda what, share: None)
+    run = slow_pair(iterations=8, every_s=4.0, until_target=False, learning_rate=0.08)
+    found = compare([run], [0.16], Options(), lambda what, share: None)
     rates = list(found.by_rate["bsp"])
     assert rates == sorted(rates)
     assert found.best["bsp"] not in (rates[0], rates[-1])
@@ -117,8 +118,8 @@ def test_a_sweep_goes_on_until_the_best_learning_rate_is_not_at_an_end() -> None
 
 
 def test_a_sweep_says_if_the_best_learning_rate_is_at_an_end() -> None:
-    run = slow_pair(iterations=2, every_s=1.0)
-    found = sweep([run], [1e-6, 2e-6], lambda what, share: None, widened=0)
+    run = slow_pair(iterations=2, every_s=1.0, learning_rate=1e-6)
+    found = compare([run], [2e-6], Options(), lambda what, share: None, widened=0)
     assert (found.best, found.at_an_end) == ({"bsp": 2e-6}, ["bsp"])
 
 

@@ -7,7 +7,7 @@ import math
 import msgspec
 import pytest
 
-from paceline.studies.statistics import Difference, Ratio
+from paceline.studies.statistics import Difference, Ratio, mean_interval
 from reproductions.catalogue import EXHIBITS
 from reproductions.papers import PAPERS, Quote
 from reproductions.verdicts import RESULTS, Measured, judged, verdict
@@ -90,6 +90,7 @@ def test_a_number_without_a_measurement_is_not_reproduced() -> None:
 def test_estimates_become_measurements_and_infinity_an_open_end() -> None:
     assert Measured.of(Ratio(2.0, 1.5, math.inf, 0.01)) == Measured(value=2.0, low=1.5, high=None)
     assert Measured.of(Difference(0.05, 0.04, 0.06, 0.0), "own rate", 100.0).value == pytest.approx(5.0)
+    assert str(Measured.of(mean_interval([0.5]))) == "0.5 [..., ...]"  # one seed has no interval
     assert Measured.saved(Ratio(0.4, 0.3, 0.5, 0.0)) == Measured(value=60.0, low=50.0, high=70.0)
     assert Measured.saved(Ratio(math.inf, 2.0, math.inf, 0.0)) == Measured(value=None, low=None, high=-100.0)
 
