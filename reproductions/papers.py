@@ -6,7 +6,7 @@ documentation take them from here.
 >>> from reproductions.papers import ELASTIC_BSP, FLUENT_PS
 >>> quote = FLUENT_PS.numbers["fewer-delayed-pulls-soft"]
 >>> str(quote), quote.value, quote.where
-('up to 97.1 %', 97.1, 'section IV-B4, Fig. 9')
+('up to 97.1 %', 97.1, 'sections III-E1 and IV-B4, Fig. 9')
 >>> str(ELASTIC_BSP.tables["table3"].cell("grid-scan", "100, 15"))
 '1,345'
 """
