@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -23,14 +22,10 @@ from paceline.zipline import LastInterval, candidate_waits, generate_pushes, sol
 from paceline.zipline.end_times import Floats
 from paceline.zipline.zipline import timeline
 
-from .exhibit import Exhibit, Made, Options, beside
+from .exhibit import Axes, Exhibit, Figure, Made, Options, beside
 from .papers import ELASTIC_BSP, Quote
 from .verdicts import Measured
 from .zipline import GENERATED, predicted
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 PAPER = str(ELASTIC_BSP)
 MARKERS = "soDv^P"

@@ -8,6 +8,12 @@ import msgspec
 
 from paceline.sim import Cluster, Link, Scaled
 
+UNKNOWN_SPEEDS = (
+    "The paper does not say how much the speeds of its machines differ, although this affects the results most. "
+    "The files in paceline/sim/presets describe the simulated machines, and mark numbers that are not in the paper."
+)
+"""What the exhibits of FluentPS say about the machines that they simulate."""
+
 
 def scaled(cluster: Cluster, factor: float, size_bytes: int) -> Cluster:
     """Return a cluster that trains another network.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median, quantiles
-from typing import TYPE_CHECKING
 
 import msgspec
 from rich.table import Table
@@ -14,15 +13,11 @@ from paceline.lab.pool import Tell
 from paceline.look.timelines import COLOURS, DASHES, new_figure
 from paceline.studies.statistics import Ratio, difference
 
-from .exhibit import Options, beside, seconds
+from .exhibit import Axes, Figure, Options, beside, seconds
 from .papers import Quote
 from .result_file import rounded
 from .training import TrainingOutcome, TrainingRun, medians, run_all, speed_up
 from .verdicts import Measured
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 AXIS = {"accuracy": "accuracy on the test images", "loss": "loss over the first {} training samples"}
 WORST_LOSS = 2.6  # upper end of the loss axis; a network that guesses digits at random has a loss of 2.3
@@ -31,7 +26,7 @@ EVALUATION = 1000
 """Added to the seeds of the runs at the best rate, so that these do not profit from the choice."""
 
 WIDENED = 6
-"""Number of rates that are added at most to those with which a comparison begins."""
+"""Number of rates that are added at most for each label, if the best one is at an end."""
 
 AT_COMMON, AT_BEST = "all models at the same rate", "each model at its own best rate"
 """How the models are compared: as in the papers, and as a user who tunes each model would."""
@@ -217,9 +212,7 @@ class Comparison(msgspec.Struct, frozen=True):
         axes.legend(frameon=True, fontsize=7.5)
 
 
-def compare(
-    runs: Sequence[TrainingRun], rates: Sequence[float], options: Options, tell: Tell, widened: int = WIDENED
-) -> Comparison:
+def compare(runs: Sequence[TrainingRun], rates: Sequence[float], options: Options, tell: Tell) -> Comparison:
     """Execute runs at their common learning rate, at other rates, and at the best rate of each label.
 
     If a label's best rate is the smallest or the largest one, half or twice this rate is tried, too, and so on. The
@@ -230,11 +223,10 @@ def compare(
         rates: other learning rates to try.
         options: whether other rates are tried at all.
         tell: progress callback.
-        widened: number of rates that may be added for each label.
     """
     rate = runs[0].learning_rate
     first = sorted({rate, *rates}) if options.sweeps else [rate]
-    most = len(first) + widened * options.sweeps
+    most = len(first) + WIDENED * options.sweeps
     by_rate: dict[str, dict[float, list[TrainingOutcome]]] = {run.label: {} for run in runs}
     wanted = dict.fromkeys(by_rate, tuple(first))
     done = 0.0

@@ -18,7 +18,10 @@ from .papers import PAPERS, Quote
 from .verdicts import Measured
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from matplotlib.axes import Axes as Axes
+    from matplotlib.figure import Figure as Figure
+else:  # matplotlib is loaded when something is drawn, if it is installed
+    Axes = Figure = object
 
 
 class Options(msgspec.Struct, frozen=True):

@@ -84,7 +84,6 @@ class WireResult(msgspec.Struct, frozen=True):
         target: the loss on the validation data that must be reached.
         exact: iterations to the target with float32, for each seed; inf if it is not reached.
         rounded: the same with the other format.
-        last: the median over the seeds of the last losses, with float32 and with the other format.
     """
 
     problem: str
@@ -92,7 +91,6 @@ class WireResult(msgspec.Struct, frozen=True):
     target: float
     exact: tuple[float, ...]
     rounded: tuple[float, ...]
-    last: tuple[float, float]
 
     @property
     def ratio(self) -> Ratio:
@@ -137,9 +135,7 @@ def compare_formats(
         exact, rounded = (
             tuple(_iterations_to(problem.target, run) for run in runs) for runs in losses.values()
         )
-        last_exact, last_rounded = (median(_smoothed(run)[-1] for run in runs) for runs in losses.values())
-        last = last_exact, last_rounded
-        results.append(WireResult(problem.name, wire, problem.target, exact, rounded, last))
+        results.append(WireResult(problem.name, wire, problem.target, exact, rounded))
     return results
 
 

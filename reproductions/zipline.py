@@ -6,7 +6,6 @@ import platform
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -26,12 +25,9 @@ from paceline.zipline import (
 )
 from paceline.zipline.end_times import Floats
 
-from .exhibit import Exhibit, Made, Options, beside
+from .exhibit import Exhibit, Figure, Made, Options, beside
 from .papers import ELASTIC_BSP, Quote
 from .verdicts import Measured
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 PAPER = "ElasticBSP and ZipLine (2021)"
 SEED = 0  # of the input that is drawn in the figures; the tables show the distribution over `SEEDS` inputs

@@ -35,15 +35,6 @@ def rate_of(momentum: float, step: int) -> float:
     return float(math.sqrt(1 - momentum) * 2.0 ** (step / 2))
 
 
-def measures_of(targets: Sequence[float]) -> tuple[str, ...]:
-    """Return the names of what is measured. In the last two, the learning rate decays to 0.
-
-    >>> measures_of((0.3, 0.1))
-    ('time to 0.3', 'time to 0.1', 'loss at equal time', 'loss at equal gradients')
-    """
-    return (*(f"time to {target:g}" for target in targets), "loss at equal time", "loss at equal gradients")
-
-
 class Setting(NamedTuple):
     """A setting with which a run is made: how the learning rate decays, the momentum, and the step of the rate."""
 

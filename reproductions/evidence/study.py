@@ -26,7 +26,6 @@ from .protocol import (
     TUNING_SEEDS,
     Outcome,
     Setting,
-    measures_of,
     rate_of,
     setting_of,
     tuned,
@@ -80,8 +79,9 @@ class Study(msgspec.Struct, frozen=True):
 
     @property
     def measures(self) -> tuple[str, ...]:
-        """The names of what is measured."""
-        return measures_of(self.targets)
+        """The names of what is measured. In the last two, the learning rate decays to 0."""
+        times = (f"time to {target:g}" for target in self.targets)
+        return (*times, "loss at equal time", "loss at equal gradients")
 
 
 class Found(msgspec.Struct, frozen=True, array_like=True):

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 from paceline.cli.console import TellShare
 from paceline.look.timelines import COLOURS, new_figure
 from paceline.sim import Cluster
 from paceline.studies.statistics import compare_samples, mean_interval
 
-from ..clusters import part_of
+from ..clusters import UNKNOWN_SPEEDS, part_of
 from ..comparing import Comparison, compare
-from ..exhibit import Exhibit, Made, Options, beside
+from ..exhibit import Exhibit, Figure, Made, Options, beside
 from ..papers import FLUENT_PS
 from ..problems import WORKLOADS, Protocol
 from ..training import Target, TrainingRun, medians, on_data, run_all, under_each
 from ..verdicts import Measured
-from .machines import MACHINES
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 PAPER = str(FLUENT_PS)
 ACCURACIES = FLUENT_PS.tables["table4-accuracy"]
@@ -269,10 +264,13 @@ def figure_7(options: Options, tell: TellShare) -> Made:
 
 DIFFERS = (
     "DigitsNet on scikit-learn's digits replaces {}, with fewer iterations. Where the cluster has several servers, one "
-    f"with their bandwidth takes their place. {MACHINES}"
+    f"with their bandwidth takes their place. {UNKNOWN_SPEEDS}"
 )
 
-WITH_DATA = f"The machines are simulated. The paper states no learning rate for LARS; ours is {LARS_RATE:g}. {MACHINES}"
+WITH_DATA = (
+    f"The machines are simulated. The paper states no learning rate for LARS; ours is {LARS_RATE:g}. "
+    f"{UNKNOWN_SPEEDS}"
+)
 
 ALEX_NET, RES_NET = "AlexNet on CIFAR-10", "ResNet-56 on CIFAR-10"
 MODELS = "BSP, SSP, ASP, PSSP"

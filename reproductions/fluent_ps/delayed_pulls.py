@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from paceline.cli.console import TellShare
 from paceline.lab.ranking import Task, run_tasks
 from paceline.look.timelines import COLOURS, new_figure
 from paceline.sim import Cluster, LogNormal, Occasional, Times, Uniform
 
-from ..exhibit import Exhibit, Made, Options, beside
+from ..clusters import UNKNOWN_SPEEDS
+from ..exhibit import Exhibit, Figure, Made, Options, beside
 from ..papers import FLUENT_PS, Quote
 from ..verdicts import Measured
-from .machines import MACHINES
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 PAPER = str(FLUENT_PS)
 TIMES, DELAYED = (FLUENT_PS.tables[f"table4-{name}"] for name in ("time", "delayed"))
@@ -272,15 +267,15 @@ def table_4(options: Options, tell: TellShare) -> Made:
         figure.axes[0].legend(frameon=False, fontsize=8.5)
         return figure
 
+    soft, lazy = (found["fluent-ps-32", execution, "P=1"][1] for execution in ("soft", "lazy"))
+    more = soft / lazy
     return Made(
         tables=tables,
         figure=draw,
         data={f"{name} {execution} {label}": value for (name, execution, label), value in found.items()},
         measured={
             **{key: each for key, each in measured.items() if key in claims},
-            "more-delayed-pulls": Measured.exactly(
-                found["fluent-ps-32", "soft", "P=1"][1] / found["fluent-ps-32", "lazy", "P=1"][1]
-            ),
+            "more-delayed-pulls": Measured.exactly(more),
             "pssp-faster": Measured.exactly(
                 found["fluent-ps-64", "soft", "P=1"][0] / found["fluent-ps-64", "soft", "P=0.5"][0]
             ),
@@ -290,7 +285,7 @@ def table_4(options: Options, tell: TellShare) -> Made:
             "fluentps-fig8 and fluentps-fig10. Without training, the runs for CIFAR-10 and CIFAR-100 are the same; the "
             "paper's networks differ only in the last layer.",
             f"Delayed pulls per 100 iterations, as a multiple of those with lazy execution, SSP on "
-            f"{TABLE_4['fluent-ps-32'][0]}: {_soft_over_lazy(found)}. The abstract of the paper reports "
+            f"{TABLE_4['fluent-ps-32'][0]}: {more:.1f}. The abstract of the paper reports "
             f"{FLUENT_PS.numbers['more-delayed-pulls']} times.",
             "Under PSSP, each server draws by itself, as in the paper's Table III. A worker waits if any server "
             "delays its pull, so with 8 servers the probability is 1 - (1 - P)^8: 0.57, 0.94 and 0.996 for P = 0.1, "
@@ -299,23 +294,18 @@ def table_4(options: Options, tell: TellShare) -> Made:
     )
 
 
-def _soft_over_lazy(found: Mapping[tuple[str, str, str], tuple[float, float]]) -> str:
-    soft, lazy = (found["fluent-ps-32", execution, "P=1"][1] for execution in ("soft", "lazy"))
-    return f"{soft / lazy:.1f}" if lazy else "none are delayed with lazy execution"
-
-
 EXHIBITS = (
     Exhibit(
         name="fluentps-fig9",
         title="delayed pulls under PSSP(3, c) and under SSP with the same regret bound",
-        differs=f"Only the timing is simulated, without training. {MACHINES}",
+        differs=f"Only the timing is simulated, without training. {UNKNOWN_SPEEDS}",
         minutes=0.5,
         make=figure_9,
     ),
     Exhibit(
         name="fluentps-table4",
         title="time and delayed pulls for each P, with the soft barrier and with lazy execution",
-        differs=f"Only the timing is simulated, without training. {MACHINES}",
+        differs=f"Only the timing is simulated, without training. {UNKNOWN_SPEEDS}",
         minutes=2,
         make=table_4,
         numbers=tuple(f"Table IV, {row}" for rows in TABLE_4.values() for row in rows),

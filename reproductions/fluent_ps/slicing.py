@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -14,13 +13,10 @@ from paceline.look.timelines import COLOURS, new_figure
 from paceline.sim import Cluster, Uniform
 from paceline.sim.simulate import simulate
 
-from ..exhibit import Exhibit, Made, Options, beside
+from ..exhibit import Exhibit, Figure, Made, Options, beside
 from ..networks import resnet_cifar
 from ..papers import FLUENT_PS
 from ..verdicts import Measured
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 PAPER = str(FLUENT_PS)
 SERVERS = 8

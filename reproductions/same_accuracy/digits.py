@@ -16,11 +16,8 @@ from paceline.lab import demo
 from ..ensembles.problems import Data, Orders, Weights, sgd
 from ..ensembles.schedules import Batch
 
-
-@cache
-def digits() -> demo.Digits:
-    """Return the images and labels, which all problems share, and none changes."""
-    return demo.load()
+digits = cache(demo.load)
+"""Returns the images and labels, which all problems share, and none changes."""
 
 
 @cache

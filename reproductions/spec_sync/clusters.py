@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING
 
 from paceline.cli.console import TellShare
 from paceline.look.timelines import new_figure
 from paceline.sim import Cluster
 
 from ..comparing import Comparison
-from ..exhibit import Made, Options
+from ..exhibit import Figure, Made, Options
 from .convergence import compared, exhibit_on
 from .workloads import CIFAR_10, PAPER
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 FIGURE_10 = {"BSP": "bsp", "SSP(3)": "ssp:staleness=3", "ASP": "asp", "SpecSync": "spec-sync"}
 FIGURE_11 = {"ASP": "asp", "SpecSync": "spec-sync"}

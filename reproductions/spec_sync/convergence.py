@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -13,7 +12,7 @@ from paceline.look.timelines import COLOURS, new_figure
 from paceline.sim import Cluster
 
 from ..comparing import Comparison, compare
-from ..exhibit import Exhibit, Made, Options, beside
+from ..exhibit import Exhibit, Figure, Made, Options, beside
 from ..papers import SPEC_SYNC, Quote
 from ..training import (
     SHARING,
@@ -27,9 +26,6 @@ from ..training import (
 )
 from ..verdicts import Measured
 from .workloads import CIFAR_10, IMAGENET, MF, PAPER, WITH_DATA, WORKLOADS, Workload
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 def runs_of(

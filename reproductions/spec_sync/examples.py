@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import msgspec
 
 from paceline.cli.console import TellShare
@@ -13,12 +11,9 @@ from paceline.sync.actions import AnswerPull
 from paceline.sync.events import PullRepeated, PushReceived
 from paceline.trace.recording import Trace
 
-from ..exhibit import Exhibit, Made, Options, beside
+from ..exhibit import Exhibit, Figure, Made, Options, beside
 from ..papers import SPEC_SYNC, Quote
 from .workloads import PAPER
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 COMPUTE_S = (2.0, 3.2, 2.8, 2.4)  # worker-1 pushes first, then worker-4, worker-3 and worker-2
 CLUSTER = Cluster(compute_s=COMPUTE_S)

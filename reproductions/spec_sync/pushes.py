@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import median
-from typing import TYPE_CHECKING
 
 from paceline.cli.console import TellShare
 from paceline.look.timelines import COLOURS, new_figure
@@ -13,13 +12,10 @@ from paceline.sync.actions import AnswerPull
 from paceline.sync.events import PullRepeated, PushReceived
 from paceline.trace.recording import Trace
 
-from ..exhibit import Exhibit, Made, Options, beside
+from ..exhibit import Exhibit, Figure, Made, Options, beside
 from ..papers import SPEC_SYNC, Quote
 from ..verdicts import Measured
 from .workloads import PAPER, TIMES
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 def pushes_after_pulls(shard: Trace, intervals: int, width_s: float) -> list[list[int]]:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from paceline.cli.console import TellShare
 from paceline.look.timelines import COLOURS, DASHES, new_figure
 from paceline.studies.statistics import Time, compare_samples, mean_interval
 
-from ..exhibit import Exhibit, Made, Options, beside
+from ..exhibit import Exhibit, Figure, Made, Options, beside
 from ..papers import SPEC_SYNC
 from ..training import TrainingOutcome, run_all, speed_up
 from ..verdicts import Measured
 from .convergence import runs_of
 from .workloads import PAPER, WITH_DATA, WORKLOADS
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 KINDS = {
     "push and pull": ("push", "pull"),

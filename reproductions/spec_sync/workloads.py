@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import msgspec
 import torch
 
@@ -12,16 +10,13 @@ from paceline.look.timelines import COLOURS, new_figure
 from paceline.sim import Cluster, simulate
 
 from ..clusters import part_of, scaled
-from ..exhibit import Exhibit, Made, Options, beside
+from ..exhibit import Exhibit, Figure, Made, Options, beside
 from ..networks import parameter_count
 from ..papers import SPEC_SYNC
 from ..problems import DIGITS, RATINGS, SMALL_RESNET, Problem, Protocol
 from ..problems import WORKLOADS as PUBLISHED
 from ..training import Target
 from ..verdicts import Measured
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 PAPER = str(SPEC_SYNC)
 TABLE_1 = SPEC_SYNC.tables["table1"]

@@ -31,10 +31,8 @@ EVERY_S = 8.0
 """Virtual time between two evaluations: about that of the page."""
 
 
-@functools.cache
-def problem() -> DigitImages:
-    """Return the problem, which all runs of a process share."""
-    return DigitImages()
+problem = functools.cache(DigitImages)
+"""Returns the problem, which all runs of a process share."""
 
 
 def train(rate: float, momentum: float, seed: int) -> None:

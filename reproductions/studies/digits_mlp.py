@@ -31,10 +31,8 @@ EVERY = 3
 """Number of the main worker's steps between two evaluations: about 40 evaluations in a run, as on the page."""
 
 
-@functools.cache
-def problem() -> DigitsMLP:
-    """Return the problem, which all runs of a process share."""
-    return DigitsMLP()
+problem = functools.cache(DigitsMLP)
+"""Returns the problem, which all runs of a process share."""
 
 
 def train(rate: float, workers: int, seed: int) -> None:

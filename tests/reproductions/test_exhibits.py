@@ -14,7 +14,7 @@ from rich.console import Console
 
 from paceline.errors import ConfigurationError
 from paceline.sim import Cluster, simulate
-from reproductions import training
+from reproductions import comparing, training
 from reproductions.catalogue import EXHIBITS, chosen, make
 from reproductions.commands import main
 from reproductions.comparing import EVALUATION, compare
@@ -117,9 +117,10 @@ def test_a_sweep_goes_on_until_the_best_learning_rate_is_not_at_an_end() -> None
     assert at_best.run.seed == EVALUATION  # another seed than that by which the rate was chosen
 
 
-def test_a_sweep_says_if_the_best_learning_rate_is_at_an_end() -> None:
+def test_a_sweep_says_if_the_best_learning_rate_is_at_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparing, "WIDENED", 0)
     run = slow_pair(iterations=2, every_s=1.0, learning_rate=1e-6)
-    found = compare([run], [2e-6], Options(), lambda what, share: None, widened=0)
+    found = compare([run], [2e-6], Options(), lambda what, share: None)
     assert (found.best, found.at_an_end) == ({"bsp": 2e-6}, ["bsp"])
 
 
