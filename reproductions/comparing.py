@@ -11,7 +11,7 @@ from rich.table import Table
 
 from paceline.lab.pool import Tell
 from paceline.look.timelines import COLOURS, DASHES, new_figure
-from paceline.studies.statistics import Ratio, difference
+from paceline.studies.statistics import Ratio, Time, difference
 
 from .exhibit import Axes, Figure, Options, beside, seconds
 from .papers import Quote
@@ -64,18 +64,23 @@ class Comparison(msgspec.Struct, frozen=True):
         """How the models are compared -> the outcomes. The first way is that of the papers."""
         return {AT_COMMON: self.common, AT_BEST: self.at_best}
 
-    def speed_ups(self, label: str, reference: str) -> dict[str, Ratio]:
+    def speed_ups(
+        self,
+        label: str,
+        reference: str,
+        measure: Callable[[TrainingOutcome], Time] = lambda outcome: outcome.time,
+    ) -> dict[str, Ratio]:
         """Return how many times as fast as a reference a model reaches the target, for each way of comparison."""
-        return {how: speed_up(outcomes, label, reference) for how, outcomes in self.panels.items()}
+        return {how: speed_up(outcomes, label, reference, measure) for how, outcomes in self.panels.items()}
 
-    def gains(self, label: str, reference: str) -> dict[str, Measured]:
+    def gains(self, label: str, reference: str) -> list[Measured]:
         """Return by how many percentage points a model's final accuracies are above a reference's, for each way."""
-        found = {}
+        found = []
         for how, outcomes in self.panels.items():
             ours, others = (
                 [o.values[-1] for o in outcomes if o.run.label == name] for name in (label, reference)
             )
-            found[how] = Measured.of(difference(ours, others), how, 100.0)
+            found.append(Measured.of(difference(ours, others), how, 100.0))
         return found
 
     def measured(self, label: str, reference: str) -> list[Measured]:

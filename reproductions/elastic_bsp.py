@@ -249,8 +249,8 @@ def make(figure: AccuracyFigure, options: Options, tell: TellShare) -> Made:
     notes = [
         *found.notes(),
         *(
-            f"The final accuracy of {first} differs from that of BSP by {gain} percentage points ({how})."
-            for how, gain in gains.items()
+            f"The final accuracy of {first} differs from that of BSP by {gain} percentage points ({gain.how})."
+            for gain in gains
         ),
     ]
     faster, more_accurate = (
@@ -260,7 +260,7 @@ def make(figure: AccuracyFigure, options: Options, tell: TellShare) -> Made:
     )
     measured: dict[str, list[Measured]] = {
         key: values
-        for key, values in ((faster, found.measured(first, "BSP")), (more_accurate, list(gains.values())))
+        for key, values in ((faster, found.measured(first, "BSP")), (more_accurate, gains))
         if key in ELASTIC_BSP.numbers
     }
     if figure.number == 14:

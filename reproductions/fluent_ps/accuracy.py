@@ -150,7 +150,7 @@ def figure_10(options: Options, tell: TellShare) -> Made:
     """Compare the models with 64 workers and one server."""
     found = accuracies("AlexNet on CIFAR-10", "fluent-ps-64", SCHEMES, 200, options, tell)
     faster, quoted = _faster(found, "PSSP(3, 0.5)", "SSP(3)"), FLUENT_PS.numbers
-    gains = list(found.gains("PSSP(3, 0.5)", "ASP").values())
+    gains = found.gains("PSSP(3, 0.5)", "ASP")
     return _made(
         "Fig. 10",
         found,
@@ -173,7 +173,7 @@ def figure_10(options: Options, tell: TellShare) -> Made:
 def figure_11(options: Options, tell: TellShare) -> Made:
     """Compare the models with 128 workers and 8 servers."""
     found = accuracies("AlexNet on CIFAR-10", "fluent-ps-128", SCHEMES, 60, options, tell)
-    gains = {label: list(found.gains(label, "ASP").values()) for label in ("PSSP(3, 0.3)", "PSSP(3, 0.5)")}
+    gains = {label: found.gains(label, "ASP") for label in ("PSSP(3, 0.3)", "PSSP(3, 0.5)")}
     best = max(gains.values(), key=lambda each: each[0].value or 0.0)
     return _made(
         "Fig. 11",

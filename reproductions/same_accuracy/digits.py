@@ -34,6 +34,7 @@ class Digits:
     optimizer = "SGD"
     higher_is_better = True
     chance = 0.15
+    rates = (0.0125, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8)
     joint_batch = 128
     epochs = 10
 
@@ -53,7 +54,6 @@ class DigitsMLP(Digits):
     """A network with one hidden layer of 64 neurons, trained by SGD with momentum 0.9."""
 
     name = "digits-mlp"
-    rates = (0.0125, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8)
 
     def settings(self, rate: float, progress: float) -> HyperParameters:
         """Return the hyper-parameters of SGD."""
@@ -102,7 +102,6 @@ class DigitsCNN(Digits):
     """
 
     name = "digits-cnn"
-    rates = (0.0125, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8)
 
     def __init__(self) -> None:
         super().__init__()

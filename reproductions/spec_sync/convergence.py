@@ -14,16 +14,7 @@ from paceline.sim import Cluster
 from ..comparing import Comparison, compare
 from ..exhibit import Exhibit, Figure, Made, Options, beside
 from ..papers import SPEC_SYNC, Quote
-from ..training import (
-    SHARING,
-    TrainingOutcome,
-    TrainingRun,
-    medians,
-    on_data,
-    run_all,
-    speed_up,
-    under_each,
-)
+from ..training import SHARING, TrainingOutcome, TrainingRun, medians, on_data, run_all, under_each
 from ..verdicts import Measured
 from .workloads import CIFAR_10, IMAGENET, MF, PAPER, WITH_DATA, WORKLOADS, Workload
 
@@ -130,8 +121,8 @@ def figure_8(letter: str, workload: Workload, options: Options, tell: TellShare)
     if workload is CIFAR_10:
         saved = {
             label: [
-                Measured.saved(speed_up(outcomes, "Original", label, lambda o: o.iterations), how)
-                for how, outcomes in found.panels.items()
+                Measured.saved(ratio, how)
+                for how, ratio in found.speed_ups("Original", label, lambda o: o.iterations).items()
             ]
             for label in list(schemes)[1:]
         }
