@@ -195,7 +195,7 @@ link is slower than the device. In shared memory, nothing is hidden.
 
 With 100 million weights ({gigabytes:.1f} GB), a copy over PCIe takes {device_ms:.0f} ms, and 10-gigabit Ethernet
 takes {ethernet_ms:.0f} ms in each direction. Over shared memory, there is no link between workers and servers. With
-`--wire bf16`, the links take half of the time.
+`--wire int8`, the links take a quarter of the time.
 
 **The update.** About, for one push, on one core of a virtual machine. Because the speed of such a machine varies,
 the fastest of many updates counts (`python -m benchmarks transport --systems optimizer --rounds 12`):

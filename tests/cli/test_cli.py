@@ -217,7 +217,7 @@ RUN_OPTIONS = {
     "--show-all": "each line with the name of its process",
     "--stall-timeout": "silent for this many seconds",
     "--torchrun-env": "Set RANK, LOCAL_RANK, WORLD_SIZE",
-    "--wire": "Format in which float32 gradients and weights travel",
+    "--wire": "Codec with which gradients and weights travel",
     "--split": "How paceline.distribute divides an epoch",
     "--batch": "Sizes of the batches",
     "--joint-batch": "The batch size in the script is that of",

@@ -161,6 +161,7 @@ SCENARIOS: dict[str, Callable[[], object]] = {
     },
     "conditions": simulated(Conditions(pull=within_two)),
     "a condition that fails": simulated(Conditions(pull=fails_late, pushes="average")),
+    "codecs": simulated("bsp@0,asp@3,bsp@6", wire="int4"),
     "overlap off": simulated("bsp", STEADY, overlap="off"),
     "data": simulated("bsp", data=Dataset(samples=96, batch_size=4, epochs=2), batch="balanced"),
     "joint batches": simulated("bsp", data=Dataset(samples=50, batch_size=7, epochs=2, joint_batch=True)),

@@ -82,7 +82,7 @@ def test_a_worker_with_a_slow_link_is_told_from_one_that_computes_slowly() -> No
         "10.0.0.2 and this machine (8 MB per second on average)."
     )
     assert "--remote-servers 1" in cause.remedies[0]
-    assert cause.remedies[1].startswith("Try --wire bf16")
+    assert cause.remedies[1].startswith("Try --wire int8")
     assert "accumulate the gradients" in cause.remedies[2]
     rounded = structs.replace(known, wire="bf16")
     assert not any("--wire" in remedy for remedy in only(causes_of(rounded)).remedies)

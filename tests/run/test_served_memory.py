@@ -18,7 +18,7 @@ from paceline.core.layout import Layout, Parameter
 from paceline.core.messages import MemoryPlace
 from paceline.errors import ProtocolError
 from paceline.run.worker_links import Outbox
-from paceline.shard.codecs import Codec
+from paceline.shard.codecs import Sender
 from paceline.shard.vectors import sliced, tensors_over
 from paceline.wire.memory import Region, find_memory
 from paceline.wire.transports import is_here, own_addresses
@@ -238,7 +238,7 @@ def test_an_outbox_sends_nothing_to_shards_that_read_the_memory() -> None:
     sent: list[int] = []
     shards = LAYOUT.slice_evenly(2)
     gradients = {"float32": memoryview(bytearray(4000))}
-    codecs = {shard.index: Codec(sliced(tensors_over(gradients), shard)) for shard in shards}
+    codecs = {shard.index: Sender("float32", sliced(tensors_over(gradients), shard)) for shard in shards}
     outbox = Outbox(
         shards, gradients, lambda shard, message, payload: sent.append(shard), early=True, codecs=codecs
     )

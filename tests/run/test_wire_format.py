@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,16 +16,19 @@ from torch import nn
 import paceline
 from paceline import DistributedOptimizer, simulate, worker_index
 from paceline.core.layout import Layout, Parameter, ShardSlice, WireFormat
-from paceline.core.messages import Commit, PullRepeated, Stage
+from paceline.core.messages import Answer, Commit, Stage
 from paceline.errors import ConfigurationError
 from paceline.run import worker as worker_module
 from paceline.run.job import describe
 from paceline.run.job_options import make_job
+from paceline.run.server import ServerHost
 from paceline.run.worker import WorkerSession
-from paceline.shard.codecs import Bfloat16
+from paceline.run.worker_links import WorkerMemory
+from paceline.shard.codecs import BaseReceiver, Receiver, Sender
 from paceline.shard.store import Push, Store
 from paceline.shard.vectors import Vectors
-from paceline.sim import Cluster
+from paceline.sim import Cluster, Presence
+from paceline.sim.virtual_training import Training
 from paceline.sync.events import Edit
 from paceline.trace import replay
 from tests.support.live import train as live_training
@@ -44,7 +48,9 @@ Tensors = list[torch.Tensor]
         ("bf16", "bf16", "bf16", "bf16"),
         ("gradients=bf16", "bf16", "float32", "gradients=bf16,weights=float32"),
         ("weights=bf16,gradients=float32", "float32", "bf16", "gradients=float32,weights=bf16"),
-        ("weights=bf16,gradients=bf16", "bf16", "bf16", "bf16"),
+        ("weights=bf16,gradients=bf16", "bf16", "bf16", "gradients=bf16,weights=bf16"),
+        ("int8", "int8", "int8", "int8"),
+        ("gradients=int8,weights=int4", "int8", "int4", "gradients=int8,weights=int4"),
     ],
 )
 def test_each_direction_has_a_format(text: str, gradients: str, weights: str, written: str) -> None:
@@ -61,33 +67,19 @@ def test_each_direction_has_a_format(text: str, gradients: str, weights: str, wr
 )
 def test_another_notation_is_refused_before_anything_starts(text: str, tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigurationError, match="expected 'float32' or 'bf16', or a format for each direction"
+        ConfigurationError, match="expected one of 'float32', 'bf16', 'int8', 'int4', or a codec for each"
     ):
         make_job(workers=1, wire=text, run_dir=tmp_path / "run")
-    with pytest.raises(ConfigurationError, match="expected 'float32' or 'bf16'"):
+    with pytest.raises(ConfigurationError, match="expected one of 'float32', 'bf16'"):
         simulate(Cluster(compute_s=[1.0]), wire=text)
     assert not Path(tmp_path / "run").exists()
 
 
-def test_what_is_not_the_usual_exchange_is_not_rounded() -> None:
+def test_an_edit_is_not_encoded() -> None:
     both = WireFormat("bf16", "bf16")
-    edit = Commit(0, 1, edit=Edit(number=0, sole=True))
-    gradient, restart = Commit(0, 1), PullRepeated(0, iteration=1)
-    evaluation, before_edit = (
-        PullRepeated(0, iteration=1, restart=False),
-        PullRepeated(0, iteration=1, restart=False, edit=0),
-    )
-    assert gradient.codec(both) == "bf16"
-    assert Stage(0, (1,)).codec(both) == "bf16"
-    assert edit.codec(both) == "float32"
-    assert gradient.codec_of_answer(both) == "bf16"
-    assert restart.codec_of_answer(both) == "bf16"
-    assert {each.codec_of_answer(both) for each in (edit, evaluation, before_edit)} == {"float32"}
-    for message in (gradient, edit):
-        assert message.codec(WireFormat()) == "float32"
-        assert message.codec_of_answer(WireFormat()) == "float32"
-    assert gradient.codec(WireFormat(weights="bf16")) == "float32"
-    assert gradient.codec_of_answer(WireFormat(gradients="bf16")) == "float32"
+    assert Commit(0, 1).codec(both) == Stage(0, (1,)).codec(both) == "bf16"
+    assert Commit(0, 1, edit=Edit(number=0, sole=True)).codec(both) == "float32"
+    assert Commit(0, 1).codec(WireFormat(weights="bf16")) == "float32"
 
 
 def test_only_float32_counts_half() -> None:
@@ -149,8 +141,14 @@ def flat(tensors: Mapping[int, torch.Tensor]) -> Tensors:
     return [tensors[index] for index in sorted(tensors)]
 
 
+def narrowed(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what arrives with the codec bf16."""
+    name = str(tensor.dtype).removeprefix("torch.")
+    return Sender("bf16", {name: tensor}).arriving()[name]
+
+
 def rounded(tensors: Tensors) -> Tensors:
-    return [Bfloat16({"": tensor}).round_trip()[""] for tensor in tensors]
+    return [narrowed(tensor) for tensor in tensors]
 
 
 def same(found: Tensors, expected: Tensors) -> bool:
@@ -352,7 +350,7 @@ def test_an_edit_is_exact_and_begins_with_exact_weights(
     expected = -THIRDS
     expected[:100] *= 2
     assert torch.equal(state["still"], expected)
-    assert not torch.equal(Bfloat16({"": expected}).round_trip()[""], expected)
+    assert not torch.equal(narrowed(expected), expected)
     for before, after in seen.values():
         assert torch.equal(before[1], -THIRDS) or torch.equal(before[1], expected)
         if sync == "bsp":  # every worker pushes its edit, and pulls the edited weights as they are
@@ -387,7 +385,7 @@ def test_an_evaluation_sees_exact_weights(sync: str, host: str, run_on_threads: 
     for before, first, second, evaluated in seen:
         for exact in (before, first, evaluated):  # the first weights are exact, too
             assert torch.equal(exact, -THIRDS)
-        assert torch.equal(second, Bfloat16({"": -THIRDS}).round_trip()[""])
+        assert torch.equal(second, narrowed(-THIRDS))
 
 
 @pytest.mark.parametrize("host", ["live", "simulated"])
@@ -413,7 +411,7 @@ def test_parameters_that_are_added_later_begin_with_exact_weights(
     else:
         simulate(Cluster(compute_s=[1.0, 2.0]), train_fn=lambda: seen.append(train()), wire="bf16")
     assert len(seen) == 2
-    narrow = Bfloat16({"": -THIRDS}).round_trip()[""]
+    narrow = narrowed(-THIRDS)
     for one, two, three, four in seen:
         assert torch.equal(one, -THIRDS)
         assert torch.equal(three, -THIRDS)
@@ -429,7 +427,7 @@ def test_several_optimizers_round_what_each_pulls(transport: str, run_on_threads
         one, two = Vector(), Vector()
         first = DistributedOptimizer(torch.optim.SGD(one.parameters(), lr=0.0), model=one)
         second = DistributedOptimizer(torch.optim.SGD(two.parameters(), lr=0.0), model=two)
-        narrow = Bfloat16({"": -THIRDS}).round_trip()[""]
+        narrow = narrowed(-THIRDS)
         found = []
         for optimizer in (first, second):
             first.zero_grad()
@@ -483,9 +481,190 @@ def test_a_worker_that_joins_late_begins_with_exact_weights(
         assert torch.equal(weights[offset : offset + size], -THIRDS)
     moved = first[1][:size]  # by the updates of worker 0
     assert not torch.equal(moved, THIRDS)
-    assert not torch.equal(moved, Bfloat16({"": moved}).round_trip()[""])
+    assert not torch.equal(moved, narrowed(moved))
     for _, still in after:
-        assert torch.equal(still, -THIRDS if near else Bfloat16({"": -THIRDS}).round_trip()[""])
+        assert torch.equal(still, -THIRDS if near else narrowed(-THIRDS))
+
+
+# -- int8 and int4: weights as differences to a base ---------------------------------------------------------
+
+
+def perceptron(steps: int, dtype: torch.dtype = torch.float32) -> Callable[[], None]:
+    """A script whose result depends only on its workers' indices. A parameter has a gradient in some steps only."""
+
+    def train() -> None:
+        generator = torch.Generator().manual_seed(1)
+        layers = nn.Sequential(nn.Linear(20, 300), nn.ReLU(), nn.Linear(300, 7))
+        model = nn.ModuleDict({"layers": layers})
+        model.sometimes = nn.Parameter(torch.ones(5))
+        for parameter in model.parameters():
+            parameter.data = (0.1 * torch.randn(parameter.shape, generator=generator)).to(dtype)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        optimizer = DistributedOptimizer(sgd, model=model)
+        generator.manual_seed(worker_index())
+        for step in range(steps):
+            x = torch.randn(16, 20, generator=generator).to(dtype)
+            y = torch.randint(0, 7, (16,), generator=generator)
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(layers(x).float(), y)
+            (loss if step % 3 else loss + 0.01 * model.sometimes.float().sum()).backward()
+            optimizer.step()
+
+    return train
+
+
+@pytest.mark.parametrize("wire", ["gradients=int8", "weights=int8", "int4", "gradients=int8,weights=int4"])
+@pytest.mark.parametrize(("servers", "shards"), [(1, 1), (2, 2), (2, 5)])
+def test_a_live_run_is_its_simulation_to_the_bit_for_any_number_of_shards(
+    wire: str, servers: int, shards: int, run_on_threads: RunOnThreads
+) -> None:
+    train = perceptron(20)
+    options: dict[str, Any] = {"sync": "bsp", "wire": wire}
+    live = run_on_threads(
+        train, workers=2, servers=servers, shards=shards, transport="tcp", **options
+    ).state_dict
+    simulated = simulate(Cluster(compute_s=[1.0, 1.5]), train_fn=train, **options).state_dict
+    exact = simulate(Cluster(compute_s=[1.0, 1.5]), "bsp", train_fn=train).state_dict
+    assert simulated is not None
+    assert exact is not None
+    for name, values in live.items():
+        assert torch.equal(values, simulated[name])
+    largest = max((values - exact[name]).abs().max() for name, values in live.items())
+    assert 0.0 < largest < 0.02
+
+
+@pytest.mark.parametrize("wire", ["int8", "int4"])
+def test_parameters_with_two_bytes_are_encoded(wire: str, run_on_threads: RunOnThreads) -> None:
+    train = perceptron(10, torch.bfloat16)
+    options: dict[str, Any] = {"sync": "bsp", "wire": wire}
+    run = run_on_threads(train, workers=2, servers=1, transport="tcp", **options)
+    simulated = simulate(Cluster(compute_s=[1.0, 1.5]), train_fn=train, **options)
+    assert simulated.state_dict is not None
+    for name, values in run.state_dict.items():
+        assert torch.equal(values, simulated.state_dict[name])
+    assert sum(simulated.pull_bytes) < 0.6 * sum(simulated.shard_bytes)
+
+
+def test_a_worker_that_has_come_to_another_base_receives_all_of_it(
+    run_on_threads: RunOnThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, int]] = []
+    decode, repeat = BaseReceiver.decode, ServerHost._repeat_base
+    decoded = itertools.count()
+
+    def damaged(end: BaseReceiver, ranges: Any, *, whole: bool) -> int:
+        if next(decoded) == 12:
+            end.base["float32"][7] += 1.0
+        return decode(end, ranges, whole=whole)
+
+    def watched(host: ServerHost, peer: Any, shard: int) -> None:
+        asked.append((peer.index, shard))
+        repeat(host, peer, shard)
+
+    monkeypatch.setattr(BaseReceiver, "decode", damaged)
+    monkeypatch.setattr(ServerHost, "_repeat_base", watched)
+    train = perceptron(10)
+    options: dict[str, Any] = {"sync": "bsp", "wire": "int4"}
+    run = run_on_threads(train, workers=2, servers=1, transport="tcp", **options)
+    simulated = simulate(Cluster(compute_s=[1.0, 1.5]), train_fn=train, **options)
+    assert simulated.state_dict is not None
+    assert len(asked) == 1
+    for name, values in run.state_dict.items():
+        assert torch.equal(values, simulated.state_dict[name])
+
+
+@pytest.mark.parametrize(
+    ("sync", "options", "pulled"),
+    [
+        ("bsp", {}, {"float32", "int4"}),
+        ("asp", {}, {"float32", "bf16"}),
+        ("bsp@0,asp@4,bsp@8", {}, {"float32", "int4", "bf16"}),
+        ("bsp", {"overlap": "off"}, {"float32", "int4"}),
+        ("bsp", {"slicing": "by-parameter", "shards": 3}, {"float32", "int4"}),
+    ],
+    ids=str,
+)
+def test_the_codec_of_the_weights_depends_on_the_sync_model(
+    sync: str,
+    options: dict[str, Any],
+    pulled: set[str],
+    run_on_threads: RunOnThreads,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = set()
+    decode = WorkerMemory.decode
+
+    def watched(memory: WorkerMemory, answer: Answer) -> bool:
+        found.add(answer.codec)
+        return decode(memory, answer)
+
+    monkeypatch.setattr(WorkerMemory, "decode", watched)
+    run = run_on_threads(
+        perceptron(12), workers=2, servers=2, transport="tcp", wire="int4", sync=sync, **options
+    )
+    assert found == pulled
+    for trace in run.traces:
+        assert replay(trace) == []
+
+
+BASED_SCRIPTS: dict[str, tuple[Callable[[], None], str, Cluster]] = {
+    "steady": (perceptron(30), "bsp", Cluster(compute_s=[1.0, 1.5])),
+    "changes": (perceptron(40), "bsp@0,asp@10,bsp@20", Cluster(compute_s=[1.0, 1.5, 2.0])),
+    "comes and goes": (
+        perceptron(60),
+        "bsp",
+        Cluster(
+            compute_s=[1.0, 1.5, 1.0, 1.2],
+            presence={1: Presence(lost_at_s=20.3, back_after_s=9.0), 2: Presence(joins_at_s=30.1)},
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BASED_SCRIPTS)
+@pytest.mark.parametrize("wire", ["int8", "int4"])
+def test_in_virtual_time_every_worker_comes_to_the_base_by_what_it_receives(
+    name: str, wire: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that has received differences or whole bases has the server's base, whoever comes, goes or changes."""
+    train, sync, cluster = BASED_SCRIPTS[name]
+    receivers: dict[int, BaseReceiver] = {}
+    kinds: Counter[str] = Counter()
+    sent = Training.sent
+
+    def watched(training: Training, worker: int, answer: Answer) -> None:
+        sent(training, worker, answer)
+        if not answer.base:
+            return
+        based = training._bases[answer.shard]
+        whole = answer.codec == "float32"
+        kinds["whole" if whole else "difference"] += 1
+        if worker not in receivers or whole:
+            receivers[worker] = BaseReceiver(
+                wire, {name: torch.zeros_like(each) for name, each in based.vectors.items()}
+            )
+        receiver, ranges = receivers[worker], based.ranges(based.vectors)
+        ends = Receiver("float32", receiver.vectors) if whole else receiver
+        for there, data in zip(ends.memory(ranges), based.payload(based.vectors, whole=whole), strict=True):
+            there[:] = data
+        assert receiver.decode(ranges, whole=whole) == based.checksum(based.vectors)
+
+    monkeypatch.setattr(Training, "sent", watched)
+    simulate(cluster, sync, train_fn=train, wire=wire)
+    assert kinds["whole"] >= cluster.workers
+    assert kinds["difference"] > 10 * kinds["whole"] or name == "changes"
+
+
+@pytest.mark.parametrize("wire", ["weights=int4", "gradients=int8,weights=int4", "weights=int8"])
+@pytest.mark.parametrize("sync", ["asp", "ssp:staleness=2", "bsp@0,asp@9"])
+def test_differences_need_workers_with_equal_weights(wire: str, sync: str, tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigurationError, match=f"under {sync} workers have different ones. Use weights=bf16"
+    ):
+        make_job(workers=2, wire=wire, sync=sync, run_dir=tmp_path / "run")
+    with pytest.raises(ConfigurationError, match="Use weights=bf16"):
+        simulate(Cluster(compute_s=[1.0]), sync, wire=wire)
+    make_job(workers=2, wire="int4", sync=sync, run_dir=tmp_path / "run")
 
 
 # -- shared memory ------------------------------------------------------------------------------------------

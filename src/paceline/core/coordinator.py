@@ -140,7 +140,7 @@ MOST_WARNINGS = 100
 
 @stateful(
     history="cut_off endings faults board waits time_ledger samples",
-    fixed="resumed placement _seed _workers _shards _slicing _overlap _read_sync _shortage _recorder _first "
+    fixed="resumed placement _seed _workers _shards _slicing _block _overlap _read_sync _shortage _recorder _first "
     "_ticks_per_s",
     about={"main": "scripts", "_connected": "connections"},
 )
@@ -153,6 +153,7 @@ class Coordinator:
         servers: number of servers. See `layout.round_robin`.
         shards: number of shards.
         slicing: how the parameters are sliced: "even" or "by-parameter".
+        block: number of values that are encoded together on their way; see `Layout.slice_evenly`.
         overlap: False if no worker may pull until all workers have pushed to all shards.
         seed: random seed for the run, used by the sync models.
         read_sync: function that parses the sync model that a worker requests. It raises `ConfigurationError` if the
@@ -212,6 +213,7 @@ class Coordinator:
         servers: int,
         shards: int,
         slicing: str = "even",
+        block: int = 1,
         overlap: bool = True,
         seed: int = 0,
         read_sync: Callable[[str], Sequence[SyncModel]] = parse_shards,
@@ -258,6 +260,7 @@ class Coordinator:
         self._workers = workers
         self._shards = shards
         self._slicing = slicing
+        self._block = block
         self._overlap = overlap
         self._norms = JointNorms(self.placement)
         self._read_sync = read_sync
@@ -660,7 +663,7 @@ class Coordinator:
             reason = f"its model differs from the model of the run that is resumed: {difference}"
             return self._refuse(list(models), reason, f"worker {initializer}")
         try:
-            slices = model.layout.sliced(self._shards, self._slicing)
+            slices = model.layout.sliced(self._shards, self._slicing, self._block)
         except ConfigurationError as error:
             return self._refuse([initializer], str(error), f"worker {initializer}")
         if reason := self._shortage(model, len(models)):
@@ -740,7 +743,7 @@ class Coordinator:
         if reason := self._shortage(model, len(models)):
             return self._refuse(list(models), reason, "the run")
         self._give_up_cut()
-        slices = model.layout.sliced(self._shards, self._slicing)
+        slices = model.layout.sliced(self._shards, self._slicing, self._block)
         assert self.model is not None
         known = "none" if self.resumed is None else self.resumed.has_of(self.model, model)
         resumed = self._resumed_number if known != "none" else 0

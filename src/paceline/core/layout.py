@@ -45,6 +45,9 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 T = TypeVar("T")
 
+BLOCK = 256
+"""Number of values that the codecs int8 and int4 encode together."""
+
 Range = tuple[str, int, int]
 """A part of a flat vector: its name, the index of the first element, and that of the last element plus one."""
 
@@ -74,8 +77,8 @@ def item_bytes(vector: str) -> int:
 
 
 def encoded_bytes(vector: str, count: int, codec: str) -> int:
-    """Return the size in bytes of so many elements of a vector on their way. Codecs are only for float32 values."""
-    if dtype_of(vector) == "float32":
+    """Return the size in bytes of so many elements of a vector on their way."""
+    if dtype_of(vector) in WireFormat.DTYPES[codec]:
         return WireFormat.SIZES[codec](count)
     return count * item_bytes(vector)
 
@@ -211,6 +214,18 @@ class ShardSlice(msgspec.Struct, frozen=True):
         return tuple(pieces)
 
 
+def absent_ranges(bounds: ShardSlice, present: bytes) -> list[Range]:
+    """Return the parts of a slice whose parameters have no gradient, given 1 or 0 for each parameter of the model.
+
+    >>> layout = Layout.of([Parameter(("a",), (4,), "float32"), Parameter(("b",), (4,), "float32")])
+    >>> absent_ranges(layout.slice_evenly(1)[0], bytes([1, 0]))
+    [('float32', 16, 20)]
+    """
+    if 0 not in present:
+        return []
+    return [(s.dtype, s.start, s.stop) for s in bounds.segments if not present[s.parameter]]
+
+
 class Layout(msgspec.Struct, frozen=True):
     """The position of each parameter in the flat vectors.
 
@@ -250,17 +265,23 @@ class Layout(msgspec.Struct, frozen=True):
         """Total size in bytes of a push to all shards, or of a pull from all shards."""
         return sum(size * item_bytes(dtype) for dtype, size in self.sizes.items())
 
-    def sliced(self, shards: int, slicing: str) -> tuple[ShardSlice, ...]:
-        """Return the slices. `slicing` selects `slice_evenly` ("even") or `slice_by_parameter` ("by-parameter")."""
-        return {"even": self.slice_evenly, "by-parameter": self.slice_by_parameter}[slicing](shards)
+    def sliced(self, shards: int, slicing: str, block: int = 1) -> tuple[ShardSlice, ...]:
+        """Return the slices. `slicing` selects `slice_evenly` ("even") or `slice_by_parameter` ("by-parameter").
 
-    def slice_evenly(self, shards: int) -> tuple[ShardSlice, ...]:
+        Args:
+            shards: number of shards.
+            slicing: one of `SLICINGS`.
+            block: see `slice_evenly`.
+        """
+        return self.slice_evenly(shards, block) if slicing == "even" else self.slice_by_parameter(shards)
+
+    def slice_evenly(self, shards: int, block: int = 1) -> tuple[ShardSlice, ...]:
         """Cut every vector into one range per shard, and return the slices of all shards.
 
-        Each vector is cut only between blocks of 64 bytes, so that every range is aligned. The ranges of one vector
-        differ by at most one block, so the slices of two shards differ by at most 64 bytes for each vector. These are
-        sizes with padding, which are what is stored, sent and updated. The number of parameters' elements may differ
-        more, because each parameter is padded to whole blocks:
+        Each vector is cut only between blocks of 64 bytes, so that every range is aligned, and between blocks of
+        `block` elements, which are encoded together. The ranges of one vector differ by at most one block, which has 64
+        bytes if nothing is encoded. These are sizes with padding, which are what is stored, sent and updated. The
+        number of parameters' elements may differ more, because each parameter is padded to 64 bytes:
 
         >>> scalars = [Parameter((f"scale{i}",), (1,), "float32") for i in range(32)]
         >>> layout = Layout.of([*scalars, Parameter(("weight",), (512,), "float32")])
@@ -272,7 +293,10 @@ class Layout(msgspec.Struct, frozen=True):
         """
         bounds = [
             {
-                dtype: (_bound(size, dtype, shard, shards), _bound(size, dtype, shard + 1, shards))
+                dtype: (
+                    _bound(size, dtype, shard, shards, block),
+                    _bound(size, dtype, shard + 1, shards, block),
+                )
                 for dtype, size in self.sizes.items()
             }
             for shard in range(shards)
@@ -330,9 +354,9 @@ def aligned(size: int, dtype: str) -> int:
     return -(-size // block) * block
 
 
-def _bound(size: int, dtype: str, shard: int, shards: int) -> int:
-    block = _block(dtype)
-    return size // block * shard // shards * block
+def _bound(size: int, dtype: str, shard: int, shards: int, block: int) -> int:
+    block = max(block, _block(dtype))
+    return min(-(-size // block) * shard // shards * block, size)
 
 
 # -- The description of a model, as sent between processes: its parameters, its optimizer, and its other tensors
@@ -521,20 +545,30 @@ def _difference_of_optimizers(expected: OptimizerSpec, found: OptimizerSpec) -> 
     return _difference_of_counts("parameter group", expected.groups, found.groups) or assigned
 
 
-# -- The format in which float32 gradients and weights travel between processes: the option `--wire` ---------
+# -- The format in which gradients and weights travel between processes: the option `--wire` -----------------
 #
-# On a slow link, the transfers of a large model take longer than its gradients. With the format bf16, the
-# sender rounds float32 values to bfloat16, which has the same exponents, and the receiver widens them again.
-# So half as many bytes travel. Each direction has a format of its own: gradients from the workers to the
-# servers, and weights back. The shards hold float32 weights and apply updates to those, so an update that is
-# too small to change a rounded weight is not lost. `core.messages.push` says what is encoded.
+# On a slow link, the transfers of a large model take longer than its gradients. A codec rounds values, so that
+# half of the bytes travel (bf16), a quarter (int8) or a seventh (int4). Each direction has a codec of its own:
+# gradients from the workers to the servers, and weights back. The shards hold the weights as they are and apply
+# updates to those, so an update that is too small to change a rounded weight is not lost.
+# `core.messages.push` says what is encoded.
 #
 # The outbox of a worker encodes a piece when it is sent. Its checksums are those of the bits before. The inbox
 # of a server decodes a piece when its message is complete. In the other direction, a server encodes the
-# weights of a shard once for all answers between two updates. Each `Answer` names its codec, because an answer
-# to an edit, or to a pull for an evaluation, is exact.
+# weights of a shard once for all answers between two updates.
+#
+# With int8 and int4, weights travel as differences to a *base*: what the workers have. Each new version is
+# encoded once, as its difference to the base, and what arrives is the next base. So what rounding has taken from
+# one difference is in the next one. This needs workers that all read the same versions of the weights (see
+# `SyncModel.lockstep`). Under other models, bf16 takes its place. `core.shard.Bases` says who has which base.
 
 DIRECTIONS = ("gradients", "weights")
+
+BASED = {"int8", "int4"}
+"""The codecs with which weights travel as differences to a base."""
+
+FEEDBACK = {"int4"}
+"""The codecs of gradients that add to each gradient what rounding has taken from the one before."""
 
 
 class WireFormat(msgspec.Struct, frozen=True):
@@ -542,27 +576,38 @@ class WireFormat(msgspec.Struct, frozen=True):
 
     Attributes:
         SIZES: codec -> the size in bytes of so many float32 values. `shard.codecs` has a class for each codec.
+        DTYPES: codec -> the dtypes that it encodes. Vectors with other dtypes travel as they are.
         gradients: codec of the gradients that workers send to servers.
         weights: codec of the weights that servers send to workers.
+        fixed: True if the user has named the codec of each direction, so that no other one may take its place.
 
     Example:
-        >>> str(WireFormat.read("gradients=bf16")), str(WireFormat.read("gradients=bf16,weights=bf16"))
+        >>> str(WireFormat.read("gradients=bf16")), WireFormat.read("int4").codec_of_weights(common=False)
         ('gradients=bf16,weights=float32', 'bf16')
     """
 
     SIZES: ClassVar[dict[str, Callable[[int], int]]] = {
         "float32": lambda count: 4 * count,
         "bf16": lambda count: 2 * count,
+        "int8": lambda count: -(-count // BLOCK) * (BLOCK + 4),
+        "int4": lambda count: -(-count // BLOCK) * (BLOCK // 2 + 16),
+    }
+    DTYPES: ClassVar[dict[str, tuple[str, ...]]] = {
+        "float32": ("float32",),
+        "bf16": ("float32",),
+        "int8": ("float32", "float16", "bfloat16"),
+        "int4": ("float32", "float16", "bfloat16"),
     }
 
     gradients: str = "float32"
     weights: str = "float32"
+    fixed: bool = True
 
     @classmethod
     def read(cls, text: str) -> WireFormat:
-        """Parse the notation of the command line: a format, or `gradients=FORMAT,weights=FORMAT`.
+        """Parse the notation of the command line: a codec, or `gradients=CODEC,weights=CODEC`.
 
-        A direction that is not named has the format "float32".
+        A direction that is not named has the codec "float32".
 
         Raises:
             ConfigurationError: the notation is not valid.
@@ -571,27 +616,57 @@ class WireFormat(msgspec.Struct, frozen=True):
         named = dict(pairs) if pairs else dict.fromkeys(DIRECTIONS, text)
         known = named.keys() <= set(DIRECTIONS) and cls.SIZES.keys() >= set(named.values())
         if not known or len(named) < len(pairs):
-            formats = " or ".join(map(repr, cls.SIZES))
             raise ConfigurationError(
-                f"wire is {text!r}, expected {formats}, or a format for each direction, such as "
-                "'gradients=bf16,weights=float32'."
+                f"wire is {text!r}, expected one of {', '.join(map(repr, cls.SIZES))}, or a codec for each direction, "
+                "such as 'gradients=int8,weights=float32'."
             )
-        return cls(**named)
+        return cls(**named, fixed=bool(pairs))
 
     def __str__(self) -> str:
-        if self.gradients == self.weights:
+        if not self.fixed or self.gradients == self.weights == "float32":
             return self.gradients
         return f"gradients={self.gradients},weights={self.weights}"
+
+    def codec_of_weights(self, *, common: bool) -> str:
+        """Return the codec of weights that workers compute with.
+
+        Args:
+            common: True if all workers read the same versions of the weights. Otherwise, differences would need a base
+                for each worker, and bf16 takes their place.
+        """
+        return "bf16" if self.weights in BASED and not common else self.weights
+
+    def require_usable(self, sync: str, *, common: bool) -> None:
+        """Raise `ConfigurationError` if the user has named a codec of the weights that the sync model rules out.
+
+        Args:
+            sync: the sync model.
+            common: see `codec_of_weights`.
+        """
+        if self.fixed and self.weights != (usable := self.codec_of_weights(common=common)):
+            raise ConfigurationError(
+                f"wire is {str(self)!r}, but with {self.weights}, weights travel as differences to weights that all "
+                f"workers have, and under {sync} workers have different ones. Use weights={usable}."
+            )
 
     @property
     def exact(self) -> bool:
         """True if nothing is rounded."""
-        return self == WireFormat()
+        return self.codecs == {"float32"}
 
     @property
     def codecs(self) -> set[str]:
         """The codecs of a run."""
-        return {"float32", self.gradients, self.weights}
+        return {
+            "float32",
+            self.gradients,
+            *(self.codec_of_weights(common=common) for common in (True, False)),
+        }
+
+    @property
+    def block(self) -> int:
+        """Number of values that are encoded together, so shards are cut between such blocks."""
+        return BLOCK if BASED & self.codecs else 1
 
     def sizes(self, slices: Sequence[ShardSlice]) -> dict[str, list[int]]:
         """Return, for each codec of a run, the size of each shard in bytes."""

@@ -39,6 +39,7 @@ from ..sync.events import (
 from ..sync.notation import parse_shards
 from ..sync.ticks import TICKS_PER_S
 from . import messages
+from .layout import WireFormat
 from .messages import (
     Commit,
     Committed,
@@ -76,7 +77,7 @@ _push_received = maker(PushReceived, Commit)
 
 
 @stateful(
-    fixed="_seed _read_sync _recorder_of _ticks_per_s _translated",
+    fixed="_seed _read_sync _recorder_of _ticks_per_s _translated _wire",
     about={"_connected": "connections"},
     makes={"shards": "_new_shard"},
 )
@@ -90,6 +91,7 @@ class Server:
         recorder_of: returns the recorder for a shard; called once for each shard, when its initial weights arrive.
         ticks_per_s: number of ticks per second (see `paceline.sync.ticks`).
         translated: True to translate the hyper-parameters of each update (see `paceline.sync.translation`).
+        wire: the codec of each direction.
 
     Attributes:
         shards: index -> shard, for each shard that has received its initial weights.
@@ -106,6 +108,7 @@ class Server:
         recorder_of: RecorderOf = lambda shard: None,
         ticks_per_s: int = TICKS_PER_S,
         translated: bool = False,
+        wire: WireFormat = WireFormat(),
     ) -> None:
         self.expected: set[int] = set()
         self.initializer = -1
@@ -116,6 +119,7 @@ class Server:
         self._recorder_of = recorder_of
         self._ticks_per_s = ticks_per_s
         self._translated = translated
+        self._wire = wire
         self._models: tuple[SyncModel, ...] = ()
         self._usual_samples: int | None = None
         self._next = 0  # number of the last extension that was announced, which may not be in force yet
@@ -354,10 +358,13 @@ class Server:
             self._ticks_per_s,
             self._translated,
             self._states.get(index, ShardState()),
+            wire=self._wire,
         )
 
     def _welcome(self, shard: Shard, worker: int, now_ticks: int) -> list[Request]:
         """Send a worker its first weights. If it joins a run in progress, it pulls them, so they may be delayed."""
+        if shard.bases is not None:
+            shard.bases.leave(worker)
         if shard.sync.order.phase[worker] != "pushed":
             return [shard.welcome(worker)]
         iteration = shard.sync.last_iteration(worker)

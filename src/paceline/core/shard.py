@@ -46,6 +46,7 @@ from ..sync.plugins import blame, blaming
 from ..sync.ticks import TICKS_PER_S
 from ..sync.translation import Standing
 from .joint_batch import StandingEstimator
+from .layout import BASED, WireFormat
 from .lease import PackedPushed
 from .messages import (
     Answer,
@@ -147,6 +148,7 @@ class Shard:
         state: how far the weights have come with which the shard begins.
         replays: True if the events are those of a trace. They then say how many workers were present at once, because
             the beginning of the trace does not.
+        wire: the codec of each direction.
 
     Attributes:
         index: index of the shard.
@@ -156,6 +158,7 @@ class Shard:
         clipped: holds back requests until means can be clipped.
         standing: estimates the standing of each update; None if hyper-parameters are not translated.
         drawn: what the workers had drawn before their pushes.
+        bases: decides how weights travel; None if they travel as they are.
     """
 
     def __init__(
@@ -170,6 +173,7 @@ class Shard:
         translated: bool = False,
         state: ShardState = BEGINNING,
         replays: bool = False,
+        wire: WireFormat = WireFormat(),
     ) -> None:
         self.index = index
         first = models[index if len(models) > 1 else 0]
@@ -195,6 +199,7 @@ class Shard:
         # pushes that were held when their workers left, for which a cut waits
         self._orphans = set[Key]()
         self._to_mark: dict[int, int] = {}  # worker -> number of a cut of which its next answer tells it
+        self.bases = None if wire.exact else Bases(wire)
 
     @property
     def version(self) -> int:
@@ -253,6 +258,10 @@ class Shard:
             raise
         if type(event) is not PullRequested:
             self._note(event)
+            if self.bases is not None:
+                self.bases.note(event)
+                if self.sync.sync != outcome.model:
+                    self.bases.forget()
         if drawn and type(event) is PushReceived:
             self.drawn.received(event.worker, event.iteration, drawn, self._versions.unapplied)
         edits = (
@@ -473,6 +482,9 @@ class Shard:
         in_place = worker in self._readers and self._lockstep
         version = self._versions.version
         answer = Answer(self.index, iteration, version, v_train, in_place, self.samples, edits)
+        if self.bases is not None and not in_place:
+            codec, base = self.bases.choose(worker, version, common=self._lockstep)
+            answer = msgspec.structs.replace(answer, codec=codec, base=base)
         return answer if self._cut is None and not self._to_mark else self._marked(answer, worker)
 
     def _marked(self, answer: Answer, worker: int) -> Answer:
@@ -1114,3 +1126,80 @@ class Versions:
             self._means += 1
             self._averaged += len(staleness)
         return staleness
+
+
+# -- Says how the weights of a shard travel: as they are, rounded, as a base, or as a difference to a base ---
+
+
+@stateful(fixed="_wire")
+class Bases:
+    """Decides with which codec each answer of a shard travels, and knows which base each worker has (see `layout`).
+
+    Bases are numbered. One that follows the last one is encoded, as a difference. If a number is left out, the base is
+    the weights themselves: nobody has the base before, so everybody receives all of it.
+
+    Args:
+        wire: the codec of each direction.
+
+    Example:
+        >>> bases = Bases(WireFormat.read("int4"))
+        >>> [bases.choose(worker, version=7, common=True) for worker in (0, 1)]
+        [('float32', 2), ('float32', 2)]
+        >>> [bases.choose(worker, version=8, common=True) for worker in (0, 1, 2)]
+        [('int4', 3), ('int4', 3), ('float32', 3)]
+    """
+
+    def __init__(self, wire: WireFormat) -> None:
+        self._wire = wire
+        self._pulls: dict[
+            int, tuple[int | None, bool]
+        ] = {}  # worker -> what it pulls: set, and True for exact weights
+        # set -> number of its last base, and the version of the weights in it; None for one that is left out
+        self._latest: dict[int | None, tuple[int, int | None]] = {}
+        self._held: dict[
+            tuple[int, int | None], int
+        ] = {}  # (worker, set) -> number of the base that the worker has
+
+    def note(self, event: AnyEvent) -> None:
+        """Record an event that the sync model has accepted."""
+        if type(event) is PushReceived:
+            self._pulls[event.worker] = event.set_index, event.edit is not None
+            if event.edit is not None:
+                self.forget()
+        elif type(event) is PullRepeated:  # encoded if the worker computes with the weights
+            self._pulls[event.worker] = None, not event.restart or event.edit is not None
+        elif type(event) is WorkerLost or type(event) is WorkerFinished:
+            self.leave(event.worker)
+
+    def leave(self, worker: int) -> None:
+        """Record that a worker has no base, because it leaves, or connects again."""
+        self._pulls.pop(worker, None)
+        for key in [key for key in self._held if key[0] == worker]:
+            del self._held[key]
+
+    def forget(self) -> None:
+        """Let the next base of each set be the weights themselves."""
+        self._latest = {part: (number + 1, None) for part, (number, _) in self._latest.items()}
+
+    def choose(self, worker: int, version: int, *, common: bool) -> tuple[str, int]:
+        """Return the codec of an answer, and the number of its base; 0 if the answer has nothing to do with a base.
+
+        Args:
+            worker: the worker that receives the answer.
+            version: version of the weights.
+            common: True if all workers read the same versions of the weights.
+        """
+        part, exact = self._pulls.get(worker, (None, False))
+        codec = self._wire.codec_of_weights(common=common)
+        # The base of all sets together is of no use once the sets have bases of their own.
+        if exact or (part is None and self._latest.keys() - {None}):
+            return "float32", 0
+        if codec not in BASED:
+            return ("float32" if worker not in self._pulls else codec), 0
+        number, encoded = self._latest.get(part, (1, None))
+        if encoded != version:
+            number += 1
+            self._latest[part] = number, version
+        held = self._held.get((worker, part))
+        self._held[worker, part] = number
+        return (codec if held == number - 1 else "float32"), number

@@ -633,8 +633,9 @@ def _fewer_bytes(evidence: Evidence) -> list[str]:
         "machine."
     )
     rounding = (
-        "Try --wire bf16: float32 gradients and weights are rounded on their way, so half as many bytes travel. The "
-        "servers keep float32 weights."
+        "Try --wire int8: gradients and weights are rounded on their way, so a quarter of the bytes travels, or half "
+        "of them for weights under models that let workers have different ones. The servers keep the weights as they "
+        "are."
     )
     return [servers, *([rounding] if evidence.wire == "float32" else []), FEWER_STEPS]
 

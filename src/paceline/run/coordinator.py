@@ -298,6 +298,7 @@ class CoordinatorHost(Host):
             servers=job.servers,
             shards=job.shards,
             slicing=job.slicing,
+            block=job.wire.block,
             overlap=job.overlap == "shards",
             seed=job.seed,
             late=range(job.workers) if job.joined else (),

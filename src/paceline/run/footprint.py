@@ -11,8 +11,10 @@ begins, a run still needs this memory (`footprint`):
                  the launcher receives it, and the named tensors that it creates from them
     2 n P        only over streams: the gradient of each worker at the servers, and answers that are still being sent
                  when the weights change
-    n P          if gradients are rounded on their way (`--wire bf16`): half at either end
-    (n + 1) P/2  if weights are: half at each worker, and once at the servers for all of them
+    2 n c P      if gradients are encoded on their way (`--wire`), where c is 1/2 (bf16), 1/4 (int8) or 1/7 (int4)
+    (n + 1) c P  if weights are: at each worker, and once at the servers for all of them
+    n P          if gradients travel as int4: what rounding has taken from the last one, at each worker
+    (n + 1) P    if weights travel as int8 or int4: the base, at each worker, and once at the servers
 
 If workers join from other machines, a machine needs what its servers need for the parameters that they hold
 (`served_shortage`): the weights, the state, and the servers' ends of the streams. The machine that serves the run
@@ -42,7 +44,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..core.layout import ModelSpec, WireFormat, dtype_of
+from ..core.layout import BASED, FEEDBACK, ModelSpec, WireFormat, dtype_of
 
 PROCESS_BYTES = 200 * 1024 * 1024
 """Estimated memory of a process that has imported torch and Paceline.
@@ -97,10 +99,13 @@ def footprint(
 
 def _streams_bytes(size_bytes: int, workers: int, wire: WireFormat, *, ends: int) -> int:
     """Return the memory of streams at the servers or, if `ends` is 2, also at the workers."""
+    receivers = (ends - 1) * workers
+    residuals = receivers if wire.gradients in FEEDBACK else 0
+    bases = 1 + receivers if wire.weights in BASED else 0
     return (
-        2 * workers * size_bytes
+        (2 * workers + residuals + bases) * size_bytes
         + ends * workers * _encoded_bytes(size_bytes, wire.gradients)
-        + (1 + (ends - 1) * workers) * _encoded_bytes(size_bytes, wire.weights)
+        + (1 + receivers) * _encoded_bytes(size_bytes, wire.weights)
     )
 
 

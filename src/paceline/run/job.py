@@ -14,7 +14,7 @@ import msgspec
 
 from ..core.data_feed import Work
 from ..core.guard import GuardMode
-from ..core.layout import Placement, WireFormat, round_robin
+from ..core.layout import BASED, Placement, WireFormat, round_robin
 from ..core.lease import BatchSizing, Split
 from ..errors import ConfigurationError
 from ..settings import SETTINGS
@@ -281,7 +281,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
             ConfigurationError: the run cannot change to these models; the message says why.
         """
         require_shards(models, self.shards)
-        read_schedule(models).require_overlap(self.overlap)
+        schedule = read_schedule(models)
+        schedule.require_overlap(self.overlap)
+        self.wire.require_usable(str(schedule), common=schedule.lockstep)
         launched = [model for step in self.schedule.steps for model in step.models]
         require_named(models, launched, self.imports)
         for model in models:
@@ -409,7 +411,11 @@ def _wire_text(job: Job) -> str:
     """Return the description of the format in which gradients and weights travel."""
     if job.carrier.shares_memory:
         return "nothing travels" if job.wire.exact else f"nothing travels, so {job.wire} has no effect"
-    return "float32" if job.wire.exact else f"{job.wire}, for float32 gradients and weights"
+    if job.wire.exact:
+        return "float32"
+    weights = job.wire.codec_of_weights(common=job.schedule.lockstep)
+    how = ", as differences to what the workers have" if weights in BASED else ""
+    return f"gradients as {job.wire.gradients}, weights as {weights}{how}"
 
 
 def describe(job: Job) -> dict[str, str]:

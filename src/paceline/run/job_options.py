@@ -120,6 +120,7 @@ def make_job(
     schedule = read_schedule(sync)
     schedule.require_runnable(workers, shards)
     schedule.require_overlap(values["overlap"])
+    values["wire"].require_usable(str(schedule), common=schedule.lockstep)
     for reason in (
         descriptor_shortage(
             workers,

@@ -18,12 +18,14 @@ from typing import IO, Any, ClassVar, Generic, NamedTuple, TypeVar, cast
 
 import msgspec
 import torch
+from msgspec.structs import replace
 
 from ..checkpoints.reading import Checkpoint
 from ..core import server as core
-from ..core.layout import Layout, ModelSpec, ShardSlice, of_set
+from ..core.layout import Layout, ModelSpec, ShardSlice, WireFormat, of_set
 from ..core.messages import (
     Answer,
+    BaseRequested,
     Bell,
     Commit,
     ConnectionTraffic,
@@ -102,35 +104,22 @@ Fetch = FetchSnapshot | FetchOptimizerState | FetchBuffers | FetchInitialBuffers
 """The messages that a server answers without its core. It answers one at a time, so that the queue stays short."""
 
 
-class Pull(NamedTuple):
-    """What a worker pulls from a shard.
-
-    Attributes:
-        set_index: the parameter set whose weights are pulled; None for all sets.
-        codec: codec of the weights on their way. See `core.layout`.
-    """
-
-    set_index: int | None = None
-    codec: str = "float32"
-
-
-FIRST = Pull()  # a worker's first weights, also after an extension of the model
-
-
 class ServerCaller(Caller):
     """A connection of a server, with the memory into which the peer's payloads are received.
 
     Attributes:
         inboxes: shard -> (memory for this worker's pushes, the gradient in this memory as tensors).
         payload: the parts of the payload of the current message that are not stored in an inbox.
-        pulls: shard -> the worker's last pull. A shard that is not here has sent no weights except the first.
+        pulls: shard -> the parameter set that the worker has pulled last; None for all sets, as in its first pull.
+        answers: shard -> the last answer with a base of the weights.
     """
 
     def __init__(self, stream: Stream[Message]) -> None:
         super().__init__(stream)
         self.inboxes: dict[int, tuple[Inbox, Vectors]] = {}
         self.payload: list[bytearray] = []
-        self.pulls: dict[int, Pull] = {}
+        self.pulls: dict[int, int | None] = {}
+        self.answers: dict[int, Answer] = {}
 
     @classmethod
     def coordinator(cls, stream: Stream[Any]) -> ServerCaller:
@@ -161,7 +150,11 @@ class ServerHost(Host):
         self._recorders: dict[int, tuple[SegmentedFile, Recorder]] = {}  # shard -> its trace
         self._tend_ticks = 0  # time at which the traces are tended next
         self._core = core.Server(
-            place.job.seed, place.job.read_sync, self._recorder_of, translated=place.job.translated
+            place.job.seed,
+            place.job.read_sync,
+            self._recorder_of,
+            translated=place.job.translated,
+            wire=WireFormat() if place.job.carrier.shares_memory else place.job.wire,
         )
         self._memory: ServerMemory | None = None  # None until training begins
         self._frozen: FrozenValues[ServerCaller] = FrozenValues()  # empty unless this server holds shard 0
@@ -304,8 +297,10 @@ class ServerHost(Host):
             case Stage():
                 peer.inboxes[message.shard][0].take(message.pieces, message.codec(self._job.wire))
             case PullRepeated():
-                peer.pulls[message.shard] = Pull(codec=message.codec_of_answer(self._job.wire))
+                peer.pulls[message.shard] = None
                 self._pass_on(peer, message)
+            case BaseRequested():
+                self._repeat_base(peer, message.shard)
             case InitialState():
                 self._core.require_beginning(message.shard, peer.index)
                 memory.keep_state(message, b"".join(peer.payload))
@@ -418,7 +413,7 @@ class ServerHost(Host):
             case FetchWaits():
                 waits = self._core.waits(timers=bool(self._timers))
                 moved = tuple((w, self._job.ticks_of(peer.moved_s)) for w, peer in self._workers.items())
-                waits = msgspec.structs.replace(waits, traffic=self._traffic(), moved_ticks=moved)
+                waits = replace(waits, traffic=self._traffic(), moved_ticks=moved)
                 return self._hub.send(self._coordinator, waits)
             case ReserveCopies():
                 return self._copies.reserve(self._require_memory().stores)
@@ -467,7 +462,7 @@ class ServerHost(Host):
         push: Push | None = memory.read(commit, gradient)
         inbox.take(commit.pieces, commit.codec(self._job.wire))
         inbox.close(empty=commit.empty, set_index=commit.set_index)
-        peer.pulls[commit.shard] = Pull(commit.set_index, commit.codec_of_answer(self._job.wire))
+        peer.pulls[commit.shard] = commit.set_index
         requests = self._core.handle(worker_peer(peer.index), commit, self._job.now_ticks())
         memory.keep(peer.index, commit, push, peer.payload)
         self.carry_out(requests)
@@ -503,17 +498,25 @@ class ServerHost(Host):
         if not answer.in_place:
             memory = self._require_memory()
             inbox, _ = peer.inboxes[answer.shard]
-            pull = peer.pulls.get(answer.shard, FIRST)
             # Until the worker has connected again, its memory has no room for parameters that were added.
-            pulled = of_set(inbox.gradient, pull.set_index)
+            pulled = of_set(inbox.gradient, peer.pulls.get(answer.shard))
             if inbox.weights is None:
-                payload = memory.weights_to_send(answer.shard, pulled, pull.codec)
-                if pull.codec != answer.codec:
-                    answer = msgspec.structs.replace(answer, codec=pull.codec)
+                part = peer.pulls.get(answer.shard)
+                payload, checksum = memory.weights_to_send(answer, part, pulled)
+                if answer.base:
+                    answer = replace(answer, checksum=checksum)
+                    peer.answers[answer.shard] = answer
             else:
                 for vector in pulled:
                     inbox.weights[vector][:] = memory.weights[answer.shard][vector]
         self._hub.send(peer, answer, payload, lent=answer.shard)
+
+    def _repeat_base(self, peer: ServerCaller, shard: int) -> None:
+        """Send a worker the last base once more, whole, because it has come to another one."""
+        answer = peer.answers.pop(shard, None)
+        if answer is None:
+            raise ProtocolError(f"it asks for the base of shard {shard}, which was not sent")
+        self._answer(worker_peer(peer.index), replace(answer, codec="float32"))
 
     def _send_to_coordinator(self, to: Peer, message: Snapshot) -> None:
         """Send the coordinator the current weights of a shard."""

@@ -27,6 +27,7 @@ from ..core.layout import (
 )
 from ..core.messages import (
     MOST_STATES_BYTES,
+    Answer,
     Commit,
     Content,
     InitialState,
@@ -37,7 +38,7 @@ from ..core.messages import (
     Message,
 )
 from ..errors import ProtocolError
-from ..shard.codecs import CODECS, Codec
+from ..shard.codecs import BaseSender, Receiver, Sender
 from ..shard.optimizers import require_plausible_state
 from ..shard.store import BufferSlots, Push, Store
 from ..shard.vectors import GroupsReader, Vectors, bytes_of, pack, packed_bytes, tensors_over, unpack
@@ -104,7 +105,8 @@ class ServerMemory:
         self._before_update = before_update
         self._wire = wire
         # shard -> by codec, its weights, and those of its vectors that have not changed since they were encoded
-        self._encoded: dict[int, dict[str, tuple[Codec, set[str]]]] = {}
+        self._encoded: dict[int, dict[str, tuple[Sender, set[str]]]] = {}
+        self._bases: dict[int, BaseSender] = {}  # shard -> the common base of its weights, if there is one
         self._plan = _Plan.of(model, slices, master)
         self._next: _Plan | None = None  # the plan for the extended model, until the extension takes effect
         # shard -> initial optimizer state, until the shard's store is created or extended
@@ -278,6 +280,7 @@ class ServerMemory:
             self._slots.extend(model.buffers, first)
         self.stores[index] = store
         self._encoded.pop(index, None)
+        self._bases.pop(index, None)
         self.weights[index] = {vector: bytes_of(weights[vector]) for vector in weights}
 
     def _change(self, index: int) -> None:
@@ -350,19 +353,35 @@ class ServerMemory:
 
     # -- reading ------------------------------------------------------------------------------------------
 
-    def weights_to_send(self, index: int, vectors: Collection[str], codec: str) -> list[memoryview]:
-        """Return the bytes of some vectors of a shard's weights.
+    def weights_to_send(
+        self, answer: Answer, part: int | None, vectors: Collection[str]
+    ) -> tuple[list[memoryview], int]:
+        """Return the bytes of some vectors of a shard's weights, and the checksum of their base.
 
         Weights that do not change meanwhile are encoded once for all workers. The bytes stay as they are until the
         weights are about to change.
+
+        Args:
+            answer: the answer that says how they travel.
+            part: the parameter set to which the vectors belong; None if they are those of all sets.
+            vectors: the vectors.
         """
+        index, weights = answer.shard, self.stores[answer.shard].weights
+        if answer.base:
+            if index not in self._bases:
+                self._bases[index] = BaseSender(self._wire.weights, weights)
+            based = self._bases[index]
+            if based.numbers.get(part, 0) != answer.base:
+                self._before_update(index)  # also here, because a base may change without the weights
+                based.advance(part, answer.base, vectors)
+            return based.payload(vectors, whole=answer.codec == "float32"), based.checksum(vectors)
         encoded = self._encoded.setdefault(index, {})
-        if codec not in encoded:
-            encoded[codec] = CODECS[codec](self.stores[index].weights), set()
-        sender, valid = encoded[codec]
+        if answer.codec not in encoded:
+            encoded[answer.codec] = Sender(answer.codec, weights), set()
+        sender, valid = encoded[answer.codec]
         sender.encode(sender.ranges(vector for vector in vectors if vector not in valid))
         valid.update(vectors)
-        return sender.memory(sender.ranges(vectors))
+        return sender.memory(sender.ranges(vectors)), 0
 
     def snapshot(self, index: int) -> list[memoryview]:
         """Return the weights of a shard and, for shard 0, the pooled buffers of the model."""
@@ -443,7 +462,7 @@ class StreamedInbox:
         self.pieces = shard.pieces(PIECE_BYTES)
         self.missing = set(range(len(self.pieces)))
         vectors = tensors_over(self.gradient)
-        self._codecs = {name: CODECS[name](vectors) for name in {"float32", codec}}
+        self._codecs = {name: Receiver(name, vectors) for name in {"float32", codec}}
         # The ranges of a whole gradient, since most messages bring one.
         self._whole = tuple(range(len(self.pieces))), ranges_of(self.pieces)
 

@@ -229,7 +229,7 @@ class WorkerSession(Session):
         state_of: Callable[[ShardSlice], Vectors],
     ) -> str:
         links, core = self.links, self.core
-        shards = model.layout.sliced(self._job.shards, self._job.slicing)
+        shards = model.layout.sliced(self._job.shards, self._job.slicing, self._job.wire.block)
         links.initial = self._initial(model, shards, weights, buffers, state_of)
         links.coordinator.takes_descriptor = self._job.carrier.shares_memory
         links.carry_out(core.propose(model))
@@ -330,7 +330,7 @@ class WorkerSession(Session):
     def _forget_staged(self) -> None:
         """Forget which parts of the gradient have been sent early. They will be sent again."""
         if self.memory is not None and self.memory.outbox is not None:
-            self.memory.outbox.begin()
+            self.memory.outbox.restart()
 
     @exclusive
     def commit(self, step: TrainingStep) -> None:

@@ -26,9 +26,20 @@ import safetensors.torch
 import torch
 
 from ..core.job_sync import EarlyPause
-from ..core.layout import FrozenSpec, ModelSpec, Range, ShardSlice, of_set, ranges_of, without_last
+from ..core.layout import (
+    BASED,
+    FrozenSpec,
+    ModelSpec,
+    Range,
+    ShardSlice,
+    absent_ranges,
+    of_set,
+    ranges_of,
+    without_last,
+)
 from ..core.messages import (
     Answer,
+    BaseRequested,
     Bell,
     Commit,
     Content,
@@ -48,7 +59,7 @@ from ..core.messages import (
 from ..core.requests import COORDINATOR, Abort, Host, Peer, Proceed, Request
 from ..core.worker import Worker
 from ..errors import DeadlineError, PeerLostError, ProtocolError, TakenOutError
-from ..shard.codecs import CODECS, Codec
+from ..shard.codecs import BaseReceiver, End, Receiver, Sender
 from ..shard.store import write_frozen
 from ..shard.vectors import Vectors, pack, sliced, tensors_over
 from ..train.session import Callbacks
@@ -342,7 +353,11 @@ class Links(Host):
     def _hear_weights(self, answer: Answer) -> None:
         """Handle an answer whose weights have travelled."""
         assert self._memory is not None
-        self._memory.decode(answer)
+        if not self._memory.decode(answer):
+            if answer.codec == "float32":
+                raise ProtocolError(f"the weights of shard {answer.shard} have been damaged on their way")
+            self.to_shard(answer.shard, BaseRequested(answer.shard))
+            return
         if self.tells_arrivals:
             self._tell_arrived(answer)
         self.carry_out(self.core.handle(answer))
@@ -429,7 +444,7 @@ class SlowLink:
     """
 
     def __init__(self, codec: str = "float32") -> None:
-        self._advice = "--wire bf16, " if codec == "float32" else ""
+        self._advice = "--wire int8 (a quarter of the bytes), " if codec == "float32" else ""
         self.over = False
         self._computing_s: list[float] = []
         self._before: Sequence[Sending] = ()
@@ -593,11 +608,17 @@ class WorkerMemory:
         self.gradients = tensors_over(region.gradients)
         self.outbox: Outbox | None = None
         # by codec: shard -> its slice of the weights
-        self._codecs = {
-            codec: self._ends(codec, region.weights)
-            for codec in {"float32", job.wire.weights}
-            if not self.shared
-        }
+        self._codecs: dict[str, dict[int, Receiver]] = {}
+        self._bases: dict[int, BaseReceiver] = {}  # shard -> the base of its weights, if differences travel
+        if not self.shared:
+            weights = self._slices(region.weights)
+            exact = job.wire.exact
+            codecs = {"float32"} if exact else {job.wire.codec_of_weights(common=c) for c in (True, False)}
+            for codec in codecs | {"float32"}:
+                if codec in BASED:
+                    self._bases = {shard: BaseReceiver(codec, each) for shard, each in weights.items()}
+                else:
+                    self._codecs[codec] = {shard: Receiver(codec, each) for shard, each in weights.items()}
         self._master: Master | None = None  # shared memory in which the servers update the weights
         if self.shared:
             if not descriptors:
@@ -607,7 +628,8 @@ class WorkerMemory:
             # Early sending uses the network during the backward pass. If all servers are on this machine, no network
             # is used, and early sending would only take CPU time from the backward pass.
             early = job.overlap == "shards" and not all(local)
-            ends = self._ends(job.wire.gradients, region.gradients)
+            gradients = self._slices(region.gradients)
+            ends = {shard: Sender(job.wire.gradients, each) for shard, each in gradients.items()}
             self.outbox = Outbox(shards, region.gradients, stage, busy, early=early, codecs=ends)
         own = region.descriptor
         self.place = MemoryPlace(os.getpid(), own, name) if offered and own else None
@@ -617,15 +639,15 @@ class WorkerMemory:
         # it would then change under a graph that the script still uses.
         self.follows = self._master is not None and not model.further
 
-    def _ends(self, codec: str, vectors: Mapping[str, memoryview]) -> dict[int, Codec]:
-        """Return, for each shard, this end of the way of its slice of the vectors."""
+    def _slices(self, vectors: Mapping[str, memoryview]) -> dict[int, Vectors]:
+        """Return the slice of each shard."""
         tensors = tensors_over(vectors)
-        return {shard.index: CODECS[codec](sliced(tensors, shard)) for shard in self.shards}
+        return {shard.index: sliced(tensors, shard) for shard in self.shards}
 
     @property
     def encodes_weights(self) -> bool:
         """True if the weights of some shards do not travel as they are."""
-        return len(self._codecs) > 1 and len(self._attached) < len(self.shards)
+        return bool(len(self._codecs) > 1 or self._bases) and len(self._attached) < len(self.shards)
 
     def weights(self, *, in_place: bool) -> Vectors:
         """Return the weights in the memory that the servers update if `in_place` is True, else in the region."""
@@ -671,7 +693,10 @@ class WorkerMemory:
             pieces: tuple[int, ...] = ()
             payload: list[memoryview] = []
             if self.outbox is not None and not empty:
-                pieces, payload = self.outbox.rest(shard.index, set_index, exact=exact)
+                absent = absent_ranges(shard, present)
+                pieces, payload = self.outbox.rest(shard.index, set_index, exact=exact, absent=absent)
+            elif self.outbox is not None:
+                self.outbox.drop(shard.index)
             contents.append(Content(present, groups, pieces, tuple(changed)))
             payloads[shard.index] = payload + pack(list(changed.values())) if changed else payload
         return contents, payloads
@@ -691,18 +716,26 @@ class WorkerMemory:
             return []
         return self.codec(answer).memory(self._pulled(shard))
 
-    def codec(self, answer: Answer) -> Codec:
+    def codec(self, answer: Answer) -> End:
         """Return this end of the way of the weights that come with an answer."""
+        if answer.codec in BASED and answer.shard in self._bases:
+            return self._bases[answer.shard]
         if answer.codec not in self._codecs:
             raise ProtocolError(
                 f"a server sent weights with the codec {answer.codec!r}, which the run does not use"
             )
         return self._codecs[answer.codec][answer.shard]
 
-    def decode(self, answer: Answer) -> None:
-        """Decode the weights that have come with an answer."""
-        if not (self.shared or answer.shard in self._attached):
-            self.codec(answer).decode(self._pulled(answer.shard))
+    def decode(self, answer: Answer) -> bool:
+        """Decode the weights that have come with an answer. Return False if they are not the server's base."""
+        if self.shared or answer.shard in self._attached:
+            return True
+        ranges = self._pulled(answer.shard)
+        if answer.base:
+            whole = answer.codec == "float32"
+            return self._bases[answer.shard].decode(ranges, whole=whole) == answer.checksum
+        self._codecs[answer.codec][answer.shard].decode(ranges)
+        return True
 
     def arrived(self, shard: int, missing_bytes: int) -> list[Range]:
         """Return the ranges of the region that an answer to the current pull fills, except for its last bytes."""
@@ -760,7 +793,7 @@ class Outbox:
         busy: Callable[[int], bool] = lambda shard: False,
         *,
         early: bool,
-        codecs: Mapping[int, Codec],
+        codecs: Mapping[int, Sender],
     ) -> None:
         self._send = send
         self._busy = busy
@@ -791,7 +824,7 @@ class Outbox:
         # True if a piece of this iteration was changed after it had been sent.
         self._changed = False
         self._pause = EarlyPause()
-        self.begin()
+        self._begin()
 
     def leave_out(self, shards: Collection[int]) -> None:
         """Send nothing more to these shards, which read the gradients from memory. Call it before the first piece."""
@@ -804,15 +837,25 @@ class Outbox:
             parameter: [key for key in keys if key[0] not in shards]
             for parameter, keys in self._pieces_of.items()
         }
-        self.begin()
+        self._begin()
 
     @property
     def early(self) -> bool:
         """True if pieces are sent early in the current iteration."""
         return self._early and not self._pause.is_on
 
-    def begin(self) -> None:
-        """Prepare for a new iteration, or for the restart of the current one."""
+    def restart(self) -> None:
+        """Prepare for the restart of the current iteration. What has been sent is not used."""
+        for shard in self._pieces:
+            self.drop(shard)
+        self._begin()
+
+    def drop(self, shard: int) -> None:
+        """Forget what encoding has taken from the gradients of a shard, because a gradient is left out."""
+        if shard in self._pieces:
+            self._codecs[shard].drop()
+
+    def _begin(self) -> None:
         self._missing_counts = dict(self._parameter_counts) if self._early else {}
         self._sent.clear()
         self._due.clear()
@@ -836,12 +879,20 @@ class Outbox:
         self._due = waiting
 
     def rest(
-        self, shard: int, set_index: int | None = None, *, exact: bool = False
+        self,
+        shard: int,
+        set_index: int | None = None,
+        *,
+        exact: bool = False,
+        absent: Sequence[Range] = (),
     ) -> tuple[tuple[int, ...], list[memoryview]]:
         """Return the numbers and the bytes of those pieces of a shard that must be sent with the commit.
 
-        If `set_index` is not None, only the pieces of this parameter set are sent. If `exact` is True, they are not
-        encoded; no piece may then have been sent early.
+        Args:
+            shard: index of the shard.
+            set_index: the parameter set whose pieces are sent; None for all sets.
+            exact: True to send them as they are; no piece may then have been sent early.
+            absent: the parts of the shard's vectors that have no gradient.
         """
         if shard not in self._pieces:
             return (), []
@@ -853,22 +904,27 @@ class Outbox:
             sent = self._sent.get((shard, number))
             if sent is not None and sent == _checksum(*self._bytes(shard, [number])):
                 continue
-            self._changed |= sent is not None
+            if sent is not None:
+                self._changed = True
+                self._codecs[shard].drop(ranges_of([piece]))  # it belongs to what was sent before
             pieces.append(number)
-        return tuple(pieces), self._bytes(shard, pieces) if exact else self._payload(shard, pieces)
+        if exact:
+            self.drop(shard)
+            return tuple(pieces), self._bytes(shard, pieces)
+        return tuple(pieces), self._payload(shard, pieces, absent)
 
     def committed(self) -> None:
         """Record that the iteration was committed, and prepare for the next one."""
         self._pause.ended(changed=self._changed)
         self._changed = False
-        self.begin()
+        self._begin()
 
-    def _payload(self, shard: int, numbers: Sequence[int]) -> list[memoryview]:
+    def _payload(self, shard: int, numbers: Sequence[int], absent: Sequence[Range] = ()) -> list[memoryview]:
         """Return the bytes of some pieces in the format in which they travel."""
         pieces = self._pieces[shard]
         whole = len(numbers) == len(pieces)
         ranges = self._whole[shard] if whole else ranges_of([pieces[number] for number in numbers])
-        return self._codecs[shard].encode(ranges)
+        return self._codecs[shard].encode(ranges, absent)
 
     def _bytes(self, shard: int, numbers: Sequence[int]) -> list[memoryview]:
         pieces = self._pieces[shard]

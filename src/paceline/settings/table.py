@@ -204,14 +204,16 @@ class Settings(TypedDict, total=False):
         str,
         Setting(
             default="float32",
-            doc='format in which float32 gradients and weights travel between processes: "float32", or "bf16" to '
-            "round them to bfloat16, so that half as many bytes travel. The servers keep and update float32 weights. "
-            'A format for each direction is written "gradients=bf16,weights=float32". Without effect if all '
-            'processes share memory (transport "shm").',
-            help="Format in which float32 gradients and weights travel between processes. bf16: rounded to bfloat16, "
-            "so half as many bytes travel, which helps on a slow network. The servers keep and update float32 "
-            "weights. gradients=bf16 or weights=bf16 rounds only one direction. Nothing travels between processes "
-            "that share memory, so bf16 has no effect there.",
+            doc='codec with which gradients and weights travel between processes: "float32", "bf16" for half of the '
+            'bytes, "int8" for a quarter, or "int4" for a seventh. The servers keep and update the weights as they '
+            'are. A codec for each direction is written "gradients=int8,weights=int4". Weights travel as int8 or int4 '
+            "only under models whose workers all have the same weights, such as bsp; under others, bf16 takes their "
+            'place. Without effect if all processes share memory (transport "shm").',
+            help="Codec with which gradients and weights travel between processes. On a slow network, int8 (a quarter "
+            "of the bytes) and int4 (a seventh) make steps faster; bf16 halves the bytes. The servers keep and update "
+            "the weights as they are. gradients=int8,weights=int4 names a codec for each direction. Weights travel as "
+            "int8 or int4 only under models whose workers all have the same weights, such as bsp; under others, bf16 "
+            "takes their place. Nothing travels between processes that share memory, so --wire has no effect there.",
             metavar=f"<{'|'.join(WireFormat.SIZES)}>",
             check=lambda name, value: WireFormat.read(value),
         ),

@@ -1,45 +1,179 @@
-"""Codecs: the formats in which float32 vectors travel between processes, by the names of the option `--wire`.
+"""Codecs: the formats in which vectors travel between processes, by the names of the option `--wire`.
 
-A codec is a subclass of `Codec`. Whoever sends or receives vectors takes the class from `CODECS` by its name, makes an
-object for each end, and knows nothing else of the format. `WireFormat.SIZES` in `core.layout` has the sizes, which
-decide how long transfers take in a simulation, and `core.messages.push` says what is encoded. Vectors with other dtypes
-than float32 always travel as they are.
+A codec is a row of `CODECS`: an object without state, which packs blocks of values into bytes and unpacks them. The two
+ends of a way have state. A `Sender` encodes gradients, and a `Receiver` decodes them; a `BaseSender` and a
+`BaseReceiver` are the ends of the weights' way if both hold a common base. They know nothing of the format, and all
+hosts use them. `WireFormat.SIZES` in `core.layout` has the sizes, which decide how long transfers take in a simulation,
+and `core.messages.push` says what is encoded.
+
+Blocks are counted from the start of a shard's slice. With `--slicing even`, slices are cut between blocks, so blocks
+are the same for any number of shards. Vectors with a dtype that a codec does not encode travel as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
-from ..core.layout import Range
-from .vectors import Vectors, bytes_of
+from ..core.layout import BLOCK, FEEDBACK, Range, WireFormat, dtype_of
+from .vectors import Vectors, bytes_of, checksum
+
+CHUNK = 512 * 1024
+"""Number of values that are packed at a time: few enough for the CPU cache, even with the scratch memory."""
+
+LEAST_SCALE = torch.finfo(torch.float32).tiny
+"""A smaller scale is not precise, so a block with smaller values arrives as zeros."""
+
+MOST_SCALE = torch.finfo(torch.float32).max / 127.4
+"""127 times a larger scale could be infinite."""
 
 
 class Codec:
-    """One end of the way of some vectors. Here, they travel as they are.
+    """A format in which values travel.
 
-    An object belongs to one end of one way, so a subclass may keep what it needs from one message to the next. Both
-    ends have vectors with the same names and sizes. A gradient is encoded in pieces, before all of it is computed.
+    Attributes:
+        block: number of values in a block. A shard's slice is padded to whole blocks on its way.
+        size_bytes: size of an encoded block.
+    """
+
+    block: ClassVar[int] = BLOCK
+    size_bytes: ClassVar[int]
+
+    def __init_subclass__(cls, *, name: str) -> None:
+        CODECS[name] = cls()
+
+    def pack(self, values: Tensor, packed: Tensor, arriving: Tensor) -> None:
+        """Encode some blocks.
+
+        Args:
+            values: the values. Shape: (blocks, `block`); dtype: float32.
+            packed: the result. Shape: (blocks, `size_bytes`); dtype: int8.
+            arriving: scratch memory. Codecs with feedback or a base set it to what arrives at the other end. Shape and
+                dtype: as of `values`.
+        """
+        raise NotImplementedError
+
+    def unpack(self, packed: Tensor, arriving: Tensor) -> None:
+        """Decode what `pack` has encoded. The arguments are those of `pack`."""
+        raise NotImplementedError
+
+
+CODECS: dict[str, Codec | None] = {"float32": None}
+"""Name -> codec; None if values travel as they are. The names are those of `WireFormat.SIZES`."""
+
+
+class Bfloat16(Codec, name="bf16"):
+    """Values are rounded to bfloat16.
+
+    `torch.Tensor.copy_` rounds to the nearest value, ties to even. NaN stays NaN, and a value whose magnitude is above
+    3.39e38, the largest bfloat16, becomes inf.
+
+    >>> Sender("bf16", {"float32": torch.tensor([1.0, 1.001, 1.005])}).arriving()
+    {'float32': tensor([1.0000, 1.0000, 1.0078])}
+    """
+
+    block = 1
+    size_bytes = 2
+
+    def pack(self, values: Tensor, packed: Tensor, arriving: Tensor) -> None:
+        packed.view(torch.bfloat16).copy_(values)
+
+    def unpack(self, packed: Tensor, arriving: Tensor) -> None:
+        arriving.copy_(packed.view(torch.bfloat16))
+
+
+class Int8(Codec, name="int8"):
+    """Each block has a float32 scale, and values are rounded to the nearest of 255 multiples of it, ties to even.
+
+    >>> Sender("int8", {"float32": torch.tensor([127.0, 0.5, -1.6])}).arriving()
+    {'float32': tensor([127.,   0.,  -2.])}
+    """
+
+    size_bytes = 4 + BLOCK
+
+    def pack(self, values: Tensor, packed: Tensor, arriving: Tensor) -> None:
+        scales = torch.amax(torch.abs(values, out=arriving), dim=1, keepdim=True).div_(127)
+        scales, inverse = _usable(scales.clamp_(max=MOST_SCALE))
+        packed[:, :4].view(torch.float32).copy_(scales)
+        torch.mul(values, inverse, out=arriving)
+        packed[:, 4:] = arriving.round_()
+        arriving.mul_(scales)
+
+    def unpack(self, packed: Tensor, arriving: Tensor) -> None:
+        arriving.copy_(packed[:, 4:])
+        arriving.mul_(packed[:, :4].view(torch.float32))
+
+
+class Int4(Codec, name="int4"):
+    """Each 32 values have a bfloat16 scale, and are rounded to the nearest of 15 multiples of it, ties to even.
+
+    The scale is rounded down, so that the largest float32 values do not become infinite.
+    A byte contains the k-th value of a block's first half, in the lower bits, and the k-th one of its second half.
+
+    >>> Sender("int4", {"float32": torch.tensor([7.0, 0.5, -1.6])}).arriving()
+    {'float32': tensor([ 7.,  0., -2.])}
+    """
+
+    scaled: ClassVar[int] = 32  # values with a common scale
+    scales_bytes: ClassVar[int] = 2 * BLOCK // scaled
+    size_bytes = scales_bytes + BLOCK // 2
+
+    def pack(self, values: Tensor, packed: Tensor, arriving: Tensor) -> None:
+        grouped = -1, BLOCK // self.scaled, self.scaled
+        scales = torch.amax(torch.abs(values, out=arriving).view(grouped), dim=2).div_(7)
+        scales.view(torch.int32).bitwise_and_(-1 << 16)  # the upper half of a float32 is a bfloat16
+        scales, inverse = _usable(scales)
+        packed[:, : self.scales_bytes].view(torch.bfloat16).copy_(scales)
+        torch.mul(values.view(grouped), inverse.unsqueeze(2), out=arriving.view(grouped))
+        codes = arriving.round_().to(torch.int8)
+        low, high = codes[:, : BLOCK // 2], codes[:, BLOCK // 2 :]
+        torch.add(low.bitwise_and_(15), high, alpha=16, out=packed[:, self.scales_bytes :])
+        arriving.view(grouped).mul_(scales.unsqueeze(2))
+
+    def unpack(self, packed: Tensor, arriving: Tensor) -> None:
+        scales = packed[:, : self.scales_bytes].view(torch.bfloat16).to(torch.float32)
+        both = packed[:, self.scales_bytes :]
+        arriving[:, : BLOCK // 2] = (both << 4).bitwise_right_shift_(4)
+        arriving[:, BLOCK // 2 :] = both >> 4
+        arriving.view(-1, BLOCK // self.scaled, self.scaled).mul_(scales.unsqueeze(2))
+
+
+def _usable(scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the scales, 0 instead of those that are too small, and their inverses, 0 for a scale of 0."""
+    scales = torch.where(scales < LEAST_SCALE, 0.0, scales)
+    return scales, torch.where(scales == 0, 0.0, scales.reciprocal())
+
+
+class End:
+    """One end of the way of some vectors.
+
+    Both ends have vectors with the same names and sizes. Ranges begin and end between blocks, or at the end of a
+    vector.
 
     Args:
+        codec: name of the codec.
         vectors: the flat vectors, with their own values.
 
     Attributes:
         vectors: the flat vectors.
-        travelling: the memory in which the vectors travel.
         in_place: True if values arrive where they are used, so a part that has arrived is usable at once.
     """
 
-    in_place: ClassVar[bool] = True
-
-    def __init__(self, vectors: Vectors) -> None:
-        self.vectors = self.travelling = vectors
-
-    def __init_subclass__(cls, *, name: str) -> None:
-        CODECS[name] = cls
+    def __init__(self, codec: str, vectors: Vectors) -> None:
+        self.vectors = vectors
+        self._codec = CODECS[codec]
+        self._packed = {}
+        if self._codec is not None:
+            shape = -1, self._codec.size_bytes
+            for name, vector in vectors.items():
+                if dtype_of(name) in WireFormat.DTYPES[codec]:
+                    size = -(-vector.numel() // self._codec.block) * self._codec.size_bytes
+                    self._packed[name] = torch.empty(size, dtype=torch.int8).view(shape)
+        self.in_place = not self._packed
 
     def ranges(self, vectors: Iterable[str]) -> list[Range]:
         """Return the ranges that cover these vectors."""
@@ -49,63 +183,210 @@ class Codec:
         """Return the bytes of these parts in the format in which they travel."""
         found = []
         for name, start, stop in ranges:
-            data, item_bytes = self._bytes[name]
-            found.append(data[start * item_bytes : stop * item_bytes])
+            data, block, size_bytes = self._bytes[name]
+            found.append(data[start // block * size_bytes : -(-stop // block) * size_bytes])
         return found
 
     @cached_property
-    def _bytes(self) -> dict[str, tuple[memoryview, int]]:
-        """Vector -> its bytes as it travels, and the size of a value. For each message, views of tensors are slow."""
-        return {name: (bytes_of(vector), vector.element_size()) for name, vector in self.travelling.items()}
+    def _bytes(self) -> dict[str, tuple[memoryview, int, int]]:
+        """Vector -> its bytes as it travels, and what a block of it is. For each message, views of tensors are slow."""
+        found = {name: (bytes_of(vector), 1, vector.element_size()) for name, vector in self.vectors.items()}
+        if (codec := self._codec) is not None:
+            for name, packed in self._packed.items():
+                found[name] = bytes_of(packed.view(-1)), codec.block, codec.size_bytes
+        return found
 
-    def encode(self, ranges: Sequence[Range]) -> list[memoryview]:
-        """Encode these parts of the vectors, and return the bytes of the result."""
+    def _chunks(self, codec: Codec, ranges: Iterable[Range]) -> Iterator[tuple[str, slice, Tensor, Tensor]]:
+        """Yield the parts of encoded vectors: name, place in the vector, encoded blocks, and scratch memory.
+
+        The scratch memory has room for the values of these blocks. Shape: (blocks, size of a block); dtype: float32.
+        """
+        scratch = torch.empty(0, codec.block)
+        for name, start, stop in ranges:
+            if name not in self._packed:
+                continue
+            for begin in range(start, stop, CHUNK):
+                end = min(begin + CHUNK, stop)
+                packed = self._packed[name][begin // codec.block : -(-end // codec.block)]
+                if len(scratch) < len(packed):
+                    scratch = torch.empty(len(packed), codec.block)
+                yield name, slice(begin, end), packed, scratch[: len(packed)]
+
+    def _unpack(self, ranges: Iterable[Range], targets: Vectors) -> None:
+        """Set these parts of some vectors to what their memory contains."""
+        if (codec := self._codec) is not None:
+            for name, place, packed, scratch in self._chunks(codec, ranges):
+                codec.unpack(packed, scratch)
+                targets[name][place].copy_(scratch.view(-1)[: place.stop - place.start])
+
+
+class Sender(End):
+    """The end that sends. A gradient is encoded in pieces, before all of it is computed.
+
+    If the codec has feedback, what rounding has taken from one message is added to the next one: the residual. It is
+    only worth something while messages follow one another, so whatever interrupts them drops the residual.
+    """
+
+    def __init__(self, codec: str, vectors: Vectors) -> None:
+        super().__init__(codec, vectors)
+        self._feedback = codec in FEEDBACK
+        self._residual: Vectors = {}  # made when it is first needed; whole blocks of float32 values
+
+    def encode(self, ranges: Sequence[Range], absent: Sequence[Range] = ()) -> list[memoryview]:
+        """Encode these parts of the vectors, and return the bytes of the result.
+
+        Args:
+            ranges: the parts.
+            absent: parts of vectors that have no gradient. What arrives there is not used, and their residual stays.
+        """
+        if (codec := self._codec) is not None:
+            absent = [part for part in absent if part[0] in self._packed]
+            for name, start, stop in absent:  # whatever the memory contains would make scales larger
+                self.vectors[name][start:stop] = 0
+            kept = [self._take_residual(part) for part in absent if part[0] in self._residual]
+            for name, place, packed, scratch in self._chunks(codec, ranges):
+                values = self._values(codec, name, place, scratch)
+                codec.pack(values, packed, scratch)
+                if self._feedback:
+                    values.sub_(scratch)
+            for (name, start, stop), residual in kept:
+                self._residual[name][start:stop] = residual
         return self.memory(ranges)
+
+    def _values(self, codec: Codec, name: str, place: slice, scratch: Tensor) -> Tensor:
+        """Return the values to encode, with the shape of the scratch memory: with feedback, those of the residual."""
+        values, size = self.vectors[name][place], place.stop - place.start
+        if not self._feedback:
+            if values.dtype == scratch.dtype and size == scratch.numel():
+                return values.view(scratch.shape)
+            padded = torch.zeros_like(scratch)
+            padded.view(-1)[:size] = values
+            return padded
+        if name not in self._residual:
+            self._residual[name] = torch.zeros(len(self._packed[name]) * codec.block)
+        residual = self._residual[name][place.start : place.start + scratch.numel()]
+        residual[:size].add_(values)
+        return residual.view(scratch.shape)
+
+    def _take_residual(self, part: Range) -> tuple[Range, Tensor]:
+        """Set a part of the residual to 0. Return the part and its former values."""
+        name, start, stop = part
+        residual = self._residual[name][start:stop]
+        values = residual.clone()
+        residual.zero_()
+        return part, values
+
+    def drop(self, ranges: Sequence[Range] | None = None) -> None:
+        """Forget the residual of these parts: what was encoded is not used, or a message was left out.
+
+        Args:
+            ranges: the parts; None for all of them.
+        """
+        for name, start, stop in self.ranges(self._residual) if ranges is None else ranges:
+            if name in self._residual:
+                self._residual[name][start:stop] = 0
+
+    def arriving(self, vectors: Vectors | None = None, absent: Sequence[Range] = ()) -> Vectors:
+        """Send vectors, and return what arrives at the other end. Vectors that are not encoded are not copied.
+
+        Args:
+            vectors: some of the vectors; None for all of them.
+            absent: see `encode`.
+        """
+        sent = self.vectors if vectors is None else vectors
+        ranges = self.ranges(name for name in sent if name in self._packed)
+        self.encode(ranges, absent)
+        arrived = {name: torch.empty_like(self.vectors[name]) for name, *_ in ranges}
+        self._unpack(ranges, arrived)
+        return sent | arrived
+
+
+class Receiver(End):
+    """The end that receives."""
 
     def decode(self, ranges: Iterable[Range]) -> None:
         """Set these parts of the vectors to what their memory contains."""
-
-    def round_trip(self) -> Vectors:
-        """Return what arrives at the other end if all vectors are sent. Vectors that are not encoded are not copied."""
-        return self.vectors
+        self._unpack(ranges, self.vectors)
 
 
-CODECS: dict[str, type[Codec]] = {"float32": Codec}
-"""Name -> codec. The names are those of `WireFormat.SIZES`."""
+class BaseSender(End):
+    """The end of a server that sends weights, as differences to a base that all workers have.
 
+    Each version of the weights is encoded once. The base is what the workers then have, so the next difference contains
+    what rounding has taken from this one. `core.shard.Bases` numbers the bases of each parameter set.
 
-class Bfloat16(Codec, name="bf16"):
-    """Float32 values are rounded to bfloat16, in memory of half the size.
-
-    `torch.Tensor.copy_` rounds to the nearest value, ties to even. NaN stays NaN, and a value whose magnitude is above
-    3.39e38, the largest bfloat16, becomes inf.
-
-    >>> Bfloat16({"float32": torch.tensor([1.0, 1.001, 1.005])}).round_trip()
-    {'float32': tensor([1.0000, 1.0000, 1.0078])}
+    Attributes:
+        base: what the workers have, for the vectors that are encoded, with the dtypes of the weights.
+        numbers: parameter set, None for all of them together -> number of its last base.
     """
 
-    in_place = False
+    def __init__(self, codec: str, vectors: Vectors) -> None:
+        super().__init__(codec, vectors)
+        self.base = {name: torch.zeros_like(vectors[name]) for name in self._packed}
+        self.numbers: dict[int | None, int] = {}
+        self._checksums: dict[tuple[str, ...], int] = {}  # of vectors of the base, once they are known
 
-    def __init__(self, vectors: Vectors) -> None:
-        self.vectors = vectors
-        self._narrow = {
-            name: torch.empty(vector.shape, dtype=torch.bfloat16)
-            for name, vector in vectors.items()
-            if vector.dtype == torch.float32
-        }
-        self.travelling = vectors | self._narrow
+    def advance(self, part: int | None, number: int, vectors: Iterable[str]) -> None:
+        """Make a base with this number: by a difference if it follows the last one, else from the weights themselves.
 
-    def encode(self, ranges: Sequence[Range]) -> list[memoryview]:
-        for name, start, stop in ranges:
-            if name in self._narrow:
-                self._narrow[name][start:stop].copy_(self.vectors[name][start:stop])
-        return self.memory(ranges)
+        Args:
+            part: the parameter set.
+            number: number of the base.
+            vectors: the vectors of the parameter set.
+        """
+        follows = number == self.numbers.get(part, 0) + 1
+        self.numbers[part] = number
+        encoded = [name for name in vectors if name in self._packed]
+        self._checksums.clear()
+        if not follows:
+            for name in encoded:
+                self.base[name].copy_(self.vectors[name])
+        elif (codec := self._codec) is not None:
+            for name, place, packed, scratch in self._chunks(codec, self.ranges(encoded)):
+                base, size = self.base[name][place], place.stop - place.start
+                difference = torch.zeros_like(scratch)
+                difference.view(-1)[:size].copy_(self.vectors[name][place]).sub_(base)
+                codec.pack(difference, packed, scratch)
+                base.add_(scratch.view(-1)[:size])
 
-    def decode(self, ranges: Iterable[Range]) -> None:
-        for name, start, stop in ranges:
-            if name in self._narrow:
-                self.vectors[name][start:stop].copy_(self._narrow[name][start:stop])
+    def payload(self, vectors: Iterable[str], *, whole: bool) -> list[memoryview]:
+        """Return the bytes of the last difference of these vectors or, if `whole` is True, of the base itself."""
+        if not whole:
+            return self.memory(self.ranges(vectors))
+        return [bytes_of(self.base.get(name, self.vectors[name])) for name in vectors]
 
-    def round_trip(self) -> Vectors:
-        self.encode(self.ranges(self._narrow))
-        return self.vectors | {name: narrow.to(torch.float32) for name, narrow in self._narrow.items()}
+    def checksum(self, vectors: Iterable[str]) -> int:
+        """Return the checksum of the base of these vectors."""
+        names = tuple(name for name in vectors if name in self.base)
+        if names not in self._checksums:
+            self._checksums[names] = checksum([self.base[name] for name in names])
+        return self._checksums[names]
+
+
+class BaseReceiver(End):
+    """The end of a worker that receives weights, as differences to the base of a `BaseSender`.
+
+    The base is kept apart from the worker's weights, which a script may change.
+    """
+
+    def __init__(self, codec: str, vectors: Vectors) -> None:
+        super().__init__(codec, vectors)
+        self.base = {name: torch.zeros_like(vectors[name]) for name in self._packed}
+
+    def decode(self, ranges: Iterable[Range], *, whole: bool) -> int:
+        """Set these vectors to the next base, and return the checksum of this base.
+
+        Args:
+            ranges: the ranges of whole vectors.
+            whole: True if the base has arrived in the vectors themselves; False if a difference to the last one has.
+        """
+        ranges = [part for part in ranges if part[0] in self._packed]
+        if whole:
+            for name, *_ in ranges:
+                self.base[name].copy_(self.vectors[name])
+        elif (codec := self._codec) is not None:
+            for name, place, packed, scratch in self._chunks(codec, ranges):
+                codec.unpack(packed, scratch)
+                base = self.base[name][place]
+                self.vectors[name][place].copy_(base.add_(scratch.view(-1)[: place.stop - place.start]))
+        return checksum([self.base[name] for name, *_ in ranges])

@@ -154,6 +154,7 @@ def simulate(
     if joint_batch and data is not None:
         data = msgspec.structs.replace(data, joint_batch=True)
     wire_format = WireFormat.read(wire)
+    wire_format.require_usable(str(schedule), common=schedule.lockstep)
     translated = hyperparameters == "translated"
     mode = guard_mode(guard, translated=translated)
     _require_compatible(cluster, schedule, train_fn, shard_bytes, snapshot_every_s, on_snapshot, data)
@@ -275,7 +276,7 @@ def simulate(
         shards=count,
         shard_bytes=tuple(job.shard_bytes["float32"]),
         push_bytes=tuple(job.shard_bytes[wire_format.gradients]),
-        pull_bytes=tuple(job.shard_bytes[wire_format.weights]),
+        pull_bytes=tuple(job.shard_bytes[wire_format.codec_of_weights(common=schedule.lockstep)]),
         finished_s=tuple(worker.finished_s for worker in job.workers),
         measures=meter.measures(job.cut_off_ticks),
         time_use=time_use(

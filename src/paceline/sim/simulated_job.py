@@ -43,7 +43,6 @@ from ..core.messages import (
     Message,
     ModelExtended,
     Observation,
-    PullRepeated,
     ShardWaits,
     Started,
     StatesDecided,
@@ -171,6 +170,7 @@ class VirtualJob:
             servers=cluster.servers,
             shards=shards,
             slicing=slicing,
+            block=wire.block,
             overlap=overlap,
             seed=seed,
             late=set(range(cluster.workers)) - set(self._first),
@@ -195,7 +195,11 @@ class VirtualJob:
         self._recorders = recorders
         self._servers = [
             Server(
-                seed, recorder_of=recorders.shards.__getitem__, ticks_per_s=ticks_per_s, translated=translated
+                seed,
+                recorder_of=recorders.shards.__getitem__,
+                ticks_per_s=ticks_per_s,
+                translated=translated,
+                wire=wire,
             )
             for _ in range(cluster.servers)
         ]
@@ -583,7 +587,6 @@ class VirtualJob:
         self._driver.joined(worker)
 
     def _new_core(self, worker: int) -> None:
-        self.workers[worker].pull_codec = "float32"
         self.workers[worker].core = Worker(
             self._schedule,
             workers=self._cluster.workers,
@@ -821,7 +824,6 @@ class VirtualJob:
         state = self.workers[worker]
         state.refreshing = True
         self._enter(worker, "exchanging")
-        state.pull_codec = "float32"
         state.core.await_extended_weights()
         self._driver.extended(worker)
         self._start(worker)
@@ -927,7 +929,6 @@ class _WorkerHost(Host):
     def _push(self, to: Peer, commit: Commit) -> None:
         job, worker = self._job, self._worker
         state = job.workers[worker]
-        state.pull_codec = commit.codec_of_answer(job._wire)
         size_bytes = job.shard_bytes[commit.codec(job._wire)][commit.shard]
         if self.shares:
             size_bytes = round(size_bytes * self.shares[commit.shard])
@@ -935,11 +936,7 @@ class _WorkerHost(Host):
         push = self.pushes[commit.shard] if self.pushes else None
         state.to_server[to.index].send(size_bytes, job._at_server, to.index, worker, state.life, commit, push)
 
-    def _pull_again(self, to: Peer, pull: PullRepeated) -> None:
-        self._job.workers[self._worker].pull_codec = pull.codec_of_answer(self._job._wire)
-        self.send(to, pull)
-
-    senders: ClassVar = {Commit: _push, PullRepeated: _pull_again}
+    senders: ClassVar = {Commit: _push}
 
     def proceed(self, request: Proceed) -> None:
         if self._job.workers[self._worker].joining:
@@ -969,9 +966,8 @@ class _ServerHost(Host):
         job, worker = self._job, to.index
         state = job.workers[worker]
         kind = "pull" if state.dropped_s is None else "pull again"
-        codec = state.pull_codec
-        job._driver.sent(worker, answer.shard, codec)
-        self._to_worker(worker, kind, job.shard_bytes[codec][answer.shard], answer)
+        job._driver.sent(worker, answer)
+        self._to_worker(worker, kind, job.shard_bytes[answer.codec][answer.shard], answer)
 
     senders: ClassVar = {Answer: _answer}
 
@@ -1073,6 +1069,8 @@ class _AtOnce(_CoordinatorHost):
         elif to.role == "server":
             requests = job._servers[to.index].handle(self._sender, message, now_ticks)
         elif type(message) in AT_ONCE:
+            if type(message) is Answer:
+                job._driver.sent(to.index, message)
             requests = job.workers[to.index].core.handle(message)
         else:
             super().send(to, message)
@@ -1115,7 +1113,6 @@ class VirtualWorker:
         refreshing: True while the worker pulls without having pushed, because its script evaluates the model.
         standing_in: True from a push that the worker makes while its script waits in a barrier or a reduction, until
             the weights arrive.
-        pull_codec: codec of the weights that the worker pulls.
         joining: True while the worker joins a run in progress, until its weights arrive.
         restarted: pair (time of the abort, time of the restart) for the current iteration; None without a restart.
         finished_s: time at which the most recent iteration ended.
@@ -1145,7 +1142,6 @@ class VirtualWorker:
         self.pushed_s = 0.0
         self.loss: float | None = None
         self.loss_follows = False
-        self.pull_codec = "float32"
         self.unrecorded: IterationRecord | None = None
         self.dropped_s: float | None = None
         self.refreshing = False
@@ -1214,7 +1210,7 @@ class Driver:
     def extended(self, worker: int) -> None:
         """Called when the worker needs memory for the extended model. `answered` follows when its weights arrive."""
 
-    def sent(self, worker: int, shard: int, codec: str) -> None:
+    def sent(self, worker: int, answer: Answer) -> None:
         """Called when a shard sends its current weights to the worker."""
 
     def take_cut(self, shard: int, number: int) -> None:

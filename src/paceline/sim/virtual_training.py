@@ -30,18 +30,19 @@ from ..core.layout import (
     ModelSpec,
     ShardSlice,
     WireFormat,
+    absent_ranges,
     encoded_bytes,
     first_difference,
     of_set,
 )
 from ..core.lease import BatchSizing
-from ..core.messages import Combined, Contributed, KeepWorkerState, LoopPosition, Observation, Warned
+from ..core.messages import Answer, Combined, Contributed, KeepWorkerState, LoopPosition, Observation, Warned
 from ..core.metrics import Noted, Settled, Stopwatch
 from ..core.requests import COORDINATOR, CompleteCut, Request, Send
 from ..core.standstill import unable_to_begin
 from ..core.worker import Worker
 from ..errors import RunFailedError, UsageError, first_line
-from ..shard.codecs import CODECS
+from ..shard.codecs import BaseSender, Sender
 from ..shard.store import BufferSlots, Push, Store, WeightsSnapshot, named_weights
 from ..shard.vectors import GroupsReader, Vectors, sliced, torch_dtype, unpack
 from ..sync import SyncModel
@@ -128,6 +129,7 @@ class Training(Driver):
         self._slots: BufferSlots  # set by `make_stores`
         self._frozen: dict[str, torch.Tensor] = {}  # the frozen parameters, by name
         self._initializer = -1
+        self._bases: dict[int, BaseSender] = {}  # shard -> the base of its weights, if differences travel
         self._copies: dict[int, dict[int, CutShard]] = {}  # number of a cut -> shard -> its copy
         self._copied: dict[str, torch.Tensor] = {}  # the buffers and frozen parameters of the last one
         # number of a cut -> (worker, label) -> what the script held
@@ -189,7 +191,7 @@ class Training(Driver):
                 return self.stores
             self.stores.clear()  # they lack parameters of this model
         self.model = model
-        self.slices = model.layout.sliced(self._count, self._slicing)
+        self.slices = self.sliced(model)
         self._initializer = initializer
         self._resume(self._sessions[initializer])  # the session calls `start_stores`
         return self.stores
@@ -258,13 +260,17 @@ class Training(Driver):
     def _load(self, cut: SimCut) -> None:
         """Create the stores from a cut."""
         self.model = model = cut.job.model
-        self.slices = model.layout.sliced(self._count, self._slicing)
+        self.slices = self.sliced(model)
         self._slots = BufferSlots(model.buffers, [cut.tensors[spec.name].clone() for spec in model.buffers])
         self._frozen = {spec.name: cut.tensors[spec.name].clone() for spec in model.frozen}
         for bounds in self.slices:
             store = Store(bounds, cut.weights(bounds), model.optimizers_over_layout)
             store.load_optimizer_state(cut.optimizer_state(bounds))
             self.stores.append(store)
+
+    def sliced(self, model: ModelSpec) -> tuple[ShardSlice, ...]:
+        """Return the slice of each shard."""
+        return model.layout.sliced(self._count, self._slicing, self.wire.block)
 
     def model_of(self, worker: int) -> ModelSpec:
         """Return the model of a worker that is present from the beginning."""
@@ -323,19 +329,31 @@ class Training(Driver):
     def combined(self, worker: int) -> None:
         self._resume(self._sessions[worker])
 
-    def sent(self, worker: int, shard: int, codec: str) -> None:
-        session = self._sessions.get(worker)
+    def sent(self, worker: int, answer: Answer) -> None:
+        session, shard = self._sessions.get(worker), answer.shard
+        weights = self._arriving(answer, session.pulls if session is not None else None)
         if session is None:  # the worker joins a run in progress, and its script has not begun yet
-            weights = {vector: values.clone() for vector, values in self.stores[shard].weights.items()}
-            self._first_weights.setdefault(worker, {})[shard] = weights
+            cloned = {vector: values.clone() for vector, values in weights.items()}
+            self._first_weights.setdefault(worker, {})[shard] = cloned
         elif session.weights:
-            weights = CODECS[codec](self.stores[shard].weights).round_trip()
             bounds = of_set(self.slices[shard].bounds, session.pulls)
             for vector, (start, stop) in bounds.items():
                 if vector in session.weights:  # else the worker does not know yet that the model was extended
                     session.weights[vector][start:stop] = weights[vector]
                     if session.commits and (told := session.callbacks.on_arrived) is not None:
                         told(vector, start, stop)
+
+    def _arriving(self, answer: Answer, part: int | None) -> Vectors:
+        """Return what a worker receives with an answer. `part` is the parameter set that it pulls; None for all."""
+        weights = self.stores[answer.shard].weights
+        if not answer.base:
+            return weights if answer.codec == "float32" else Sender(answer.codec, weights).arriving()
+        based = self._bases.get(answer.shard)
+        if based is None or based.vectors is not weights:  # the store is new, because the model was extended
+            based = self._bases[answer.shard] = BaseSender(self.wire.weights, weights)
+        if based.numbers.get(part) != answer.base:
+            based.advance(part, answer.base, of_set(weights, part))
+        return weights | based.base
 
     def take_cut(self, shard: int, number: int) -> None:
         store = self.stores[shard]
@@ -580,11 +598,13 @@ class VirtualSession(Session):
 
     def pull_again(self) -> None:
         self.pulls = None
+        self._drop_residuals()
         self._training.job.pull_again(self.worker)
         self._pause()
 
     def refresh(self) -> None:
         self._leave_iteration()
+        self._drop_residuals()
         self._training.job.refresh(self.worker)
         self._pause()
 
@@ -599,6 +619,7 @@ class VirtualSession(Session):
         training = self._training
         self.pulls = None
         pushes = self._pushes(present, (), exact=True) if self.core.edits else []
+        self._drop_residuals()
         if buffers:
             training.keep_buffers(self.worker, buffers)
         training.job.push_edit(self.worker, pushes)
@@ -658,7 +679,9 @@ class VirtualSession(Session):
     def commit(self, step: TrainingStep) -> None:
         training, set_index = self._training, step.flags.set_index
         pushes: list[Push] = []
-        if not step.flags.empty:
+        if step.flags.empty:
+            self._drop_residuals()
+        else:
             pushes = self._pushes(step.present, self._groups.read(step.groups), set_index)
         shares = [self._share(bounds) for bounds in training.slices] if self._sparse and pushes else ()
         self.pulls = set_index
@@ -727,6 +750,10 @@ class VirtualSession(Session):
         for vectors in (self.weights, self.gradients):
             for dtype, size in model.layout.sizes.items():
                 vectors[dtype] = torch.zeros(size, dtype=torch_dtype(dtype))
+        codec = self._training.wire.gradients
+        self._senders = [
+            Sender(codec, sliced(self.gradients, bounds)) for bounds in self._training.sliced(model)
+        ]
 
     def _join(self) -> None:
         """Report the epoch, and request the changes of the sync model that had to wait for the initial weights."""
@@ -748,9 +775,18 @@ class VirtualSession(Session):
         exact: bool = False,
     ) -> list[Push]:
         """Return the push for each shard. If `exact` is True, it travels as it is."""
-        codec = CODECS["float32" if exact else self._training.wire.gradients]
-        pushed = [of_set(sliced(self.gradients, bounds), set_index) for bounds in self._training.slices]
-        return [Push(codec(each).round_trip(), present, groups, set_index or 0) for each in pushed]
+        pushes = []
+        for bounds, sender in zip(self._training.slices, self._senders, strict=True):
+            vectors = of_set(sliced(self.gradients, bounds), set_index)
+            if not exact:
+                vectors = sender.arriving(vectors, absent_ranges(bounds, present))
+            pushes.append(Push(vectors, present, groups, set_index or 0))
+        return pushes
+
+    def _drop_residuals(self) -> None:
+        """Forget what encoding has taken from the last gradients, because the next gradient is left out."""
+        for sender in self._senders:
+            sender.drop()
 
     def _share(self, bounds: ShardSlice) -> float:
         """Return which share of a shard's bytes is pushed if sparse gradients are sent as rows with their indices."""

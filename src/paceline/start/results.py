@@ -194,6 +194,7 @@ def summarize(
             figures["queued_s"] = {str(worker): each.queued / TICKS_PER_S for worker, each in spent.items()}
     except (ConfigurationError, OSError, msgspec.DecodeError) as error:
         faults.append(f"the run's traces cannot be read, so the summary has no statistics: {error}")
+    weights_codec = job.wire.codec_of_weights(common=job.schedule.lockstep)
     summary = {
         "ended": ended,
         **({"failure": failure} if failure else {}),
@@ -208,7 +209,7 @@ def summarize(
         "shards": job.shards,
         "shard_bytes": [bounds.size_bytes for bounds, _ in report.shards],
         "push_bytes": [bounds.encoded_bytes(job.wire.gradients) for bounds, _ in report.shards],
-        "pull_bytes": [bounds.encoded_bytes(job.wire.weights) for bounds, _ in report.shards],
+        "pull_bytes": [bounds.encoded_bytes(weights_codec) for bounds, _ in report.shards],
         "slicing": job.slicing,
         "overlap": job.overlap,
         "transport": job.transport,

@@ -72,6 +72,11 @@ class Schedule(msgspec.Struct, frozen=True):
         """The models of all steps."""
         return tuple(model for step in self.steps for model in step.models)
 
+    @property
+    def lockstep(self) -> bool:
+        """True if all workers always read the same versions of the weights. See `SyncModel.lockstep`."""
+        return not self.auto and all(model.lockstep for model in self.models)
+
     def require_runnable(self, workers: int, shards: int) -> None:
         """Raise `ConfigurationError` if a step cannot run with this many workers and shards."""
         for step in self.steps:
@@ -81,7 +86,7 @@ class Schedule(msgspec.Struct, frozen=True):
 
     def require_overlap(self, overlap: str) -> None:
         """Raise `ConfigurationError` if a step cannot run with this `overlap`: "off" requires `lockstep` models."""
-        if overlap == "off" and (self.auto or not all(model.lockstep for model in self.models)):
+        if overlap == "off" and not self.lockstep:
             raise ConfigurationError(
                 f"overlap is 'off', which requires the sync model bsp, but the sync model is {self}. With 'off', "
                 "workers pull only after all workers have pushed."

@@ -1,7 +1,7 @@
 """Messages during an iteration: pushes and pulls, what the sync model orders, and what a worker reports of its pushes.
 
-Three kinds of messages say with which codec float32 values travel (see `core.layout`). Only the usual exchange of a
-gradient for new weights is encoded. These values always travel as they are:
+`Stage` and `Commit` say with which codec their values travel (see `core.layout`), and an `Answer` names its own. Only
+the usual exchange of a gradient for new weights is encoded. These values always travel as they are:
 
 - the initial weights, on their way to the servers and to the workers, also after a late join or an extension;
 - the values of an edit, the weights in the answer to it, and those that a worker pulls before it edits them;
@@ -89,10 +89,6 @@ class Commit(PushFlags, Message):
         """Return the codec of the pieces."""
         return wire.gradients if self.edit is None else "float32"
 
-    def codec_of_answer(self, wire: WireFormat) -> str:
-        """Return the codec of the weights in the answer."""
-        return wire.weights if self.edit is None else "float32"
-
 
 @sent("server", to="worker")
 class Committed(Message):
@@ -136,10 +132,6 @@ class PullRepeated(Repeat, Message):
 
     shard: Number
 
-    def codec_of_answer(self, wire: WireFormat) -> str:
-        """Return the codec of the weights in the answer. They are encoded if the worker computes with them."""
-        return wire.weights if self.restart and self.edit is None else "float32"
-
 
 @sent("server", to="worker")
 class Answer(Message, omit_defaults=True):
@@ -154,7 +146,10 @@ class Answer(Message, omit_defaults=True):
         in_place: True if the worker must read the weights directly from the servers' memory until its next commit.
         samples: number of samples in all pushes that the shard has received from all workers and not dropped.
         edits: True if the worker, which begins an edit, is the one whose edit counts. Only shard 0 decides this.
-        codec: the codec of the float32 weights in the payload. The host of the server decides this.
+        codec: the codec of the weights in the payload.
+        base: number of the base that the weights are, with "float32", or that the worker has after adding them as
+            differences to its own; 0 if they have nothing to do with a base.
+        checksum: checksum of this base. The host of the server sets it.
         cut: number of a cut that was made immediately before the answer, so that the weights are those of the cut; 0
             if there is none. Only shard 0 says this.
     """
@@ -168,6 +163,15 @@ class Answer(Message, omit_defaults=True):
     edits: bool = False
     codec: str = "float32"
     cut: int = 0
+    base: int = 0
+    checksum: int = 0
+
+
+@sent("worker", to="server", forwarded=False)
+class BaseRequested(Message):
+    """A worker has come to another base than that of the last answer, and needs all of it. See `Answer.checksum`."""
+
+    shard: Number
 
 
 @sent("worker", to="coordinator", during="training")
