@@ -31,6 +31,7 @@ ASP = Candidate(sync="asp", effect="stale", times=2.42)
 STALE, FRESH = EFFECTS["stale"], EFFECTS["fresh"]
 MORE = WireVariant(batch="equal", servers=2, times=2.0)
 FEWER = WireVariant(batch="equal", servers=1, batches_per_push=2, times=1.6)
+CODED = WireVariant(batch="equal", servers=1, wire="int8", times=2.4)
 
 
 def advised(*candidates: Candidate, variants: tuple[WireVariant, ...] = ()) -> Recommendation:
@@ -121,6 +122,15 @@ def test_larger_pushes_change_the_result_so_they_are_no_reason_to_leave_bsp() ->
     assert found.servers is None
 
 
+def test_a_codec_is_named_first_but_is_no_model() -> None:
+    found = advised(on_the_wire(BSP, 0.5), variants=(CODED, FEWER))
+    assert found.text.startswith("Recommended: stay with bsp. ")
+    assert (
+        " 50% of each iteration is on the wire: add --wire int8 (2.4 times as fast as bsp now; " in found.text
+    )
+    assert (found.times, found.servers) == (1.0, None)
+
+
 def test_no_more_machines_are_recommended_than_each_doubling_is_worth() -> None:
     variants = tuple(
         WireVariant(batch="equal", servers=servers, times=times)
@@ -201,6 +211,7 @@ def test_on_a_slow_link_the_figures_are_those_of_simulations_with_more_servers_a
     assert (
         "accumulate 4 batches for each push (2.8 times" in found.text
     )  # 4 x 7.4 s instead of 4 x 1 s + 6.4 s
+    assert "add --wire int8 (2.8 times as fast as bsp now; " in found.text  # 1 s + 6.4 s x 260 / 1024
 
 
 @pytest.mark.usefixtures("one_core")

@@ -67,12 +67,14 @@ class WireVariant(msgspec.Struct, frozen=True, kw_only=True):
         batch: sizes of the workers' batches.
         servers: number of servers, each on a machine of its own.
         batches_per_push: number of batches from which a worker computes a gradient before it pushes.
+        wire: the codec; "" for that of the ranking.
         times: how many times as fast as bsp on the cluster as it is, in samples per second.
     """
 
     batch: BatchSizing
     servers: int
     batches_per_push: int = 1
+    wire: str = ""
     times: float
 
 
@@ -204,12 +206,14 @@ class _Wire(NamedTuple):
         servers: number of servers as it is.
         more: the fastest variant with more servers, if it is worth it.
         fewer: the fastest variant with more batches per push, if it is worth it.
+        coded: the variant with a codec that sends fewer bytes, if it is worth it.
     """
 
     share: float
     servers: int
     more: WireVariant | None = None
     fewer: WireVariant | None = None
+    coded: WireVariant | None = None
 
     @classmethod
     def of(cls, exact: Candidate, variants: Sequence[WireVariant], servers: int) -> _Wire:
@@ -221,11 +225,17 @@ class _Wire(NamedTuple):
             worth = []
         more = [each for each in worth if each.servers > servers]
         fewer = [each for each in worth if each.batches_per_push > 1]
-        return cls(exact.transfer_share, servers, _least(more), _least(fewer))
+        coded = [each for each in worth if each.wire]
+        return cls(exact.transfer_share, servers, _least(more), _least(fewer), _least(coded))
 
     def sentence(self) -> str:
         """Return a sentence about the transfers and what would help; "" if nothing would."""
         options = []
+        if self.coded is not None:
+            options.append(
+                f"add --wire {self.coded.wire} ({self.coded.times:.1f} times as fast as bsp now; gradients and weights "
+                "are rounded on their way)"
+            )
         if self.more is not None:
             options.append(
                 f"put the servers on {self.more.servers} machines instead of {self.servers} "
@@ -286,12 +296,14 @@ def _no_gain(bsp: Candidate, candidates: Sequence[Candidate]) -> str:
 
 FACTORS = (2, 4, 8)  # by how many times the number of servers is multiplied
 BATCHES = (2, 4)  # numbers of batches from which a push is computed
+CODEC = "int8"  # has cost nothing for any optimizer
 
 
 class _Change(NamedTuple):
     batch: BatchSizing
     servers: int
     batches_per_push: int = 1
+    wire: str = ""
 
 
 def wire_variants(
@@ -304,11 +316,12 @@ def wire_variants(
     wire: str = "float32",
     tell: TellCount = lambda done, of, what: None,
 ) -> list[WireVariant]:
-    """Simulate bsp with other numbers of servers and with larger pushes.
+    """Simulate bsp with other numbers of servers, with larger pushes and with a codec.
 
-    Nothing is simulated unless transfers take much of the time under bsp. The number of servers is only changed if
-    the cluster has a limited bandwidth, because the recorded times of messages do not tell how they depend on it. A
-    change is compared with bsp and equal batches in `rows`, and only if the rows contain its own sizes of batches.
+    Nothing is simulated unless transfers take much of the time under bsp. The number of servers and the codec are only
+    changed if the cluster has a limited bandwidth, because the recorded times of messages do not tell how they depend
+    on it. A change is compared with bsp and equal batches in `rows`, and only if the rows contain its own sizes of
+    batches.
 
     Args:
         cluster: the cluster as it is.
@@ -326,12 +339,14 @@ def wire_variants(
         math.isfinite(cluster.bandwidth_of(worker)) for worker in range(cluster.workers)
     )
     servers = [factor * cluster.servers for factor in FACTORS if limited]
+    codecs = [CODEC] if limited and wire == "float32" else []
     changes = [
         change
         for batch in of_bsp
         for change in [
             *(_Change(batch, count) for count in servers if count <= cluster.workers),
             *(_Change(batch, cluster.servers, batches) for batches in BATCHES),
+            *(_Change(batch, cluster.servers, wire=codec) for codec in codecs),
         ]
     ]
     tasks = [_task(change, cluster, of_bsp["equal"].until_s, seed, shards, data, wire) for change in changes]
@@ -341,6 +356,7 @@ def wire_variants(
             batch=change.batch,
             servers=change.servers,
             batches_per_push=change.batches_per_push,
+            wire=change.wire,
             # The gradients of a ranking without data are counted in pushes.
             times=row.speed * (change.batches_per_push if data is None else 1) / speed,
         )
@@ -359,7 +375,7 @@ def _task(
     wire: str,
 ) -> Task:
     """Return the simulation of a change. A push from several batches takes the sum of their compute times."""
-    count = change.batches_per_push
+    count, wire = change.batches_per_push, change.wire or wire
     compute_s = [Sum(base=cluster.compute(worker), count=count) for worker in range(cluster.workers)]
     changed = dataclasses.replace(
         cluster, servers=change.servers, compute_s=cluster.compute_s if count == 1 else compute_s
