@@ -117,6 +117,7 @@ def test_a_job_of_4_that_loses_2_and_gets_2_others(sync: str, mark: str, alone: 
     second = served.join(options=["-n", "2", "--run-dir", "second"])
     await_that(Path("epoch-3").exists, "the third epoch has begun")
     second.kill()  # its workers end with it
+    await_that(lambda: "2 lost" in served.messages, "the run has noticed both losses")
     others = served.join(options=["-n", "2", "--run-dir", "others"])
     ends = [output(each) for each in (first, second, others)]
     served.summary()
