@@ -16,7 +16,7 @@ from paceline.errors import ConfigurationError
         ("--rate fast", "rate is 'fast', expected a rate from 1mbit"),
         ("--rounds 0", "rounds is 0, expected a whole number >= 1"),
         ("--sizes 0", "sizes are .*, expected numbers > 0"),
-        ("--wire fp16", "wire is 'fp16', expected 'float32' or 'bf16'"),
+        ("--wire fp16", "wire is 'fp16', expected one of 'float32', 'bf16', 'int8', 'int4'"),
     ],
 )
 def test_wrong_options_are_refused_before_anything_starts(options: str, words: str) -> None:
