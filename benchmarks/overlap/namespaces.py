@@ -47,7 +47,9 @@ FASTEST_BPS = 100 * 10**9
 SLOWEST_BPS = 10**6
 
 BURST_S = 0.001  # largest burst that may exceed the link's rate, given as the time to send it at this rate
-SMALLEST_BURST_BYTES = 128 * 1024  # two of the largest packets that TCP passes to a device
+SMALLEST_BURST_BYTES = (
+    16 * 1024
+)  # the kernel splits larger packets; an int4 message may have few times as many bytes
 PACKETS = 100_000  # maximum number of packets that netem can hold at a time
 
 
