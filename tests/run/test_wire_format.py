@@ -31,6 +31,7 @@ from paceline.sim import Cluster, Presence
 from paceline.sim.virtual_training import Training
 from paceline.sync.events import Edit
 from paceline.trace import replay
+from tests.support.live import run_program
 from tests.support.live import train as live_training
 
 if TYPE_CHECKING:
@@ -754,3 +755,27 @@ def test_a_run_over_tcp_rounds_and_its_settings_name_the_format(mark: str, tmp_p
     assert result.summary["wire"] == "gradients=bf16,weights=float32"
     assert not any("--wire" in finding for finding in result.summary["findings"])
     assert '"--wire"' in (tmp_path / "run" / "run.json").read_text()
+
+
+SCRIPT = """
+import torch, paceline
+from torch import nn
+
+model = nn.ModuleList([nn.Linear(4, 2), nn.Linear(2, 1).double()])
+optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+for _ in range(3):
+    optimizer.zero_grad()
+    model[1](model[0](torch.ones(1, 4)).double()).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("sync", "weights"), [("bsp", "int8, as differences to what the workers have"), ("asp", "bf16")]
+)
+def test_a_run_says_at_its_beginning_what_travels_how(sync: str, weights: str, mark: str) -> None:
+    Path("train.py").write_text(SCRIPT)
+    options = ["--workers", "2", "--servers", "1", "--transport", "tcp", "--wire", "int8", "--sync", sync]
+    said = run_program("-m", "paceline", "run", *options, "train.py").stderr
+    assert f"on their way: gradients as int8, weights as {weights}; float64 values as they are" in said

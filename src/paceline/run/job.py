@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -14,7 +14,7 @@ import msgspec
 
 from ..core.data_feed import Work
 from ..core.guard import GuardMode
-from ..core.layout import BASED, Placement, WireFormat, round_robin
+from ..core.layout import BASED, Placement, WireFormat, dtype_of, round_robin
 from ..core.lease import BatchSizing, Split
 from ..errors import ConfigurationError
 from ..settings import SETTINGS
@@ -214,6 +214,21 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         """
         return self.translated or self.schedule.auto
 
+    def codecs(self, vectors: Iterable[str] = ()) -> str:
+        """Return what travels with which codec: "gradients as int8, weights as bf16"; "" if nothing is encoded.
+
+        Args:
+            vectors: names of the model's vectors, if they are known. Those that no codec encodes are named.
+        """
+        if self.carrier.shares_memory or self.wire.exact:
+            return ""
+        weights = self.wire.codec_of_weights(common=self.schedule.lockstep)
+        how = ", as differences to what the workers have" if weights in BASED else ""
+        encoded = {dtype for codec in self.wire.codecs for dtype in WireFormat.DTYPES[codec]}
+        others = sorted({dtype_of(vector) for vector in vectors} - encoded)
+        said = f"; {' and '.join(others)} values as they are" if others else ""
+        return f"gradients as {self.wire.gradients}, weights as {weights}{how}{said}"
+
     @property
     def wire_in_vain(self) -> str:
         """A sentence that says that `wire` has no effect, because nothing travels; "" if it has an effect."""
@@ -411,11 +426,7 @@ def _wire_text(job: Job) -> str:
     """Return the description of the format in which gradients and weights travel."""
     if job.carrier.shares_memory:
         return "nothing travels" if job.wire.exact else f"nothing travels, so {job.wire} has no effect"
-    if job.wire.exact:
-        return "float32"
-    weights = job.wire.codec_of_weights(common=job.schedule.lockstep)
-    how = ", as differences to what the workers have" if weights in BASED else ""
-    return f"gradients as {job.wire.gradients}, weights as {weights}{how}"
+    return job.codecs() or "float32"
 
 
 def describe(job: Job) -> dict[str, str]:

@@ -514,13 +514,15 @@ class LiveRun:
         for key, words in self._news():
             if words and key not in self._told:
                 self._told.add(key)
-                self._say(words, style="" if key == "samples" else "yellow")
+                self._say(words, style="" if key in ("samples", "codecs") else "yellow")
 
     def _news(self) -> Iterator[tuple[object, str]]:
         """Yield (key, words) of what the user is told of a run in progress. Nothing with the same key is told again."""
         report, checkpoints = self._coordinator.report, self._coordinator.checkpoints
         if report.started:
             yield "samples", samples_line(self._job, report.samples, self._program)
+            vectors = {vector for bounds, _ in report.shards for vector in bounds.bounds}
+            yield "codecs", self._job.codecs(vectors) and f"on their way: {self._job.codecs(vectors)}"
         yield "hindrance", report.hindrance
         yield from enumerate(map(str, report.choices))
         saved = checkpoints.saved
