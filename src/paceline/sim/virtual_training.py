@@ -627,6 +627,7 @@ class VirtualSession(Session):
 
     def sit_out(self) -> None:
         self._leave_iteration()
+        self._drop_residuals()
         self._training.job.sit_out(self.worker)
         self._pause()
 
