@@ -517,6 +517,7 @@ class ServerHost(Host):
         if answer is None:
             raise ProtocolError(f"it asks for the base of shard {shard}, which was not sent")
         self._answer(worker_peer(peer.index), replace(answer, codec="float32"))
+        del peer.answers[shard]  # once is enough: whoever asks again and again would let the queue grow
 
     def _send_to_coordinator(self, to: Peer, message: Snapshot) -> None:
         """Send the coordinator the current weights of a shard."""
