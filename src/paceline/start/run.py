@@ -521,8 +521,9 @@ class LiveRun:
         report, checkpoints = self._coordinator.report, self._coordinator.checkpoints
         if report.started:
             yield "samples", samples_line(self._job, report.samples, self._program)
-            vectors = {vector for bounds, _ in report.shards for vector in bounds.bounds}
-            yield "codecs", self._job.codecs(vectors) and f"on their way: {self._job.codecs(vectors)}"
+            if "codecs" not in self._told and self._job.codecs():
+                vectors = {vector for bounds, _ in report.shards for vector in bounds.bounds}
+                yield "codecs", f"on their way: {self._job.codecs(vectors)}"
         yield "hindrance", report.hindrance
         yield from enumerate(map(str, report.choices))
         saved = checkpoints.saved
