@@ -3,7 +3,8 @@
 `Stage` and `Commit` say with which codec their values travel (see `core.layout`), and an `Answer` names its own. Only
 the usual exchange of a gradient for new weights is encoded. These values always travel as they are:
 
-- the initial weights, on their way to the servers and to the workers, also after a late join or an extension;
+- the initial weights, on their way to the servers and to the workers, also after a late join or an extension. If
+  weights travel as differences, a worker that joins receives the base as it is;
 - the values of an edit, the weights in the answer to it, and those that a worker pulls before it edits them;
 - the weights that a worker pulls because its script evaluates the model;
 - what readers receive, and so what a run saves;
