@@ -546,6 +546,39 @@ def test_parameters_with_two_bytes_are_encoded(wire: str, run_on_threads: RunOnT
     assert sum(simulated.pull_bytes) < 0.6 * sum(simulated.shard_bytes)
 
 
+@pytest.mark.parametrize("wire", ["int8", "int4"])
+@pytest.mark.parametrize("extends", [False, True], ids=["from the start", "later"])
+def test_several_optimizers_have_bases_of_their_own(
+    wire: str, extends: bool, run_on_threads: RunOnThreads
+) -> None:
+    def train() -> None:
+        generator = torch.Generator().manual_seed(1)
+        models = [nn.Linear(30, 20), nn.Linear(20, 5)]
+        for parameter in (*models[0].parameters(), *models[1].parameters()):
+            parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator)
+        optimizers: list[DistributedOptimizer] = []
+        generator.manual_seed(worker_index())
+        for step in range(16):
+            if step in (0, 5 if extends else 0):
+                for model in models[len(optimizers) :][: 1 if extends else 2]:
+                    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+                    optimizers.append(DistributedOptimizer(sgd, model=model))
+            x = torch.randn(8, 30, generator=generator)
+            for each in models:
+                each.zero_grad()
+            models[1](models[0](x).relu()).square().mean().backward()
+            for optimizer in optimizers[:: 1 + step % 2]:  # the second one makes fewer steps
+                optimizer.step()
+
+    options: dict[str, Any] = {"sync": "bsp", "wire": wire}
+    live = run_on_threads(train, workers=2, servers=2, shards=3, transport="tcp", **options).state_dict
+    simulated = simulate(Cluster(compute_s=[1.0, 1.5]), train_fn=train, **options).state_dict
+    assert simulated is not None
+    assert live.keys() == simulated.keys()
+    for name, values in live.items():
+        assert torch.equal(values, simulated[name])
+
+
 def test_a_worker_that_has_come_to_another_base_receives_all_of_it(
     run_on_threads: RunOnThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
