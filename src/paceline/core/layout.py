@@ -593,7 +593,7 @@ class WireFormat(msgspec.Struct, frozen=True):
         "int4": lambda count: -(-count // BLOCK) * (BLOCK // 2 + 16),
     }
     DTYPES: ClassVar[dict[str, tuple[str, ...]]] = {
-        "float32": ("float32",),
+        "float32": (),
         "bf16": ("float32",),
         "int8": ("float32", "float16", "bfloat16"),
         "int4": ("float32", "float16", "bfloat16"),

@@ -33,7 +33,7 @@ MOST_SCALE = torch.finfo(torch.float32).max / 127.4
 
 
 class Codec:
-    """A format in which values travel.
+    """A format in which values travel. This one encodes no dtype, so all values travel as they are.
 
     Attributes:
         block: number of values in a block. A shard's slice is padded to whole blocks on its way.
@@ -41,7 +41,7 @@ class Codec:
     """
 
     block: ClassVar[int] = BLOCK
-    size_bytes: ClassVar[int]
+    size_bytes: ClassVar[int] = 4 * BLOCK
 
     def __init_subclass__(cls, *, name: str) -> None:
         CODECS[name] = cls()
@@ -62,8 +62,8 @@ class Codec:
         raise NotImplementedError
 
 
-CODECS: dict[str, Codec | None] = {"float32": None}
-"""Name -> codec; None if values travel as they are. The names are those of `WireFormat.SIZES`."""
+CODECS: dict[str, Codec] = {"float32": Codec()}
+"""Name -> codec. The names are those of `WireFormat.SIZES`."""
 
 
 class Bfloat16(Codec, name="bf16"):
@@ -166,13 +166,12 @@ class End:
     def __init__(self, codec: str, vectors: Vectors) -> None:
         self.vectors = vectors
         self._codec = CODECS[codec]
-        self._packed = {}
-        if self._codec is not None:
-            shape = -1, self._codec.size_bytes
-            for name, vector in vectors.items():
-                if dtype_of(name) in WireFormat.DTYPES[codec]:
-                    size = -(-vector.numel() // self._codec.block) * self._codec.size_bytes
-                    self._packed[name] = torch.empty(size, dtype=torch.int8).view(shape)
+        block, size_bytes = self._codec.block, self._codec.size_bytes
+        self._packed = {
+            name: torch.empty(-(-vector.numel() // block), size_bytes, dtype=torch.int8)
+            for name, vector in vectors.items()
+            if dtype_of(name) in WireFormat.DTYPES[codec]
+        }
         self.in_place = not self._packed
 
     def ranges(self, vectors: Iterable[str]) -> list[Range]:
@@ -191,33 +190,32 @@ class End:
     def _bytes(self) -> dict[str, tuple[memoryview, int, int]]:
         """Vector -> its bytes as it travels, and what a block of it is. For each message, views of tensors are slow."""
         found = {name: (bytes_of(vector), 1, vector.element_size()) for name, vector in self.vectors.items()}
-        if (codec := self._codec) is not None:
-            for name, packed in self._packed.items():
-                found[name] = bytes_of(packed.view(-1)), codec.block, codec.size_bytes
+        for name, packed in self._packed.items():
+            found[name] = bytes_of(packed.view(-1)), self._codec.block, self._codec.size_bytes
         return found
 
-    def _chunks(self, codec: Codec, ranges: Iterable[Range]) -> Iterator[tuple[str, slice, Tensor, Tensor]]:
+    def _chunks(self, ranges: Iterable[Range]) -> Iterator[tuple[str, slice, Tensor, Tensor]]:
         """Yield the parts of encoded vectors: name, place in the vector, encoded blocks, and scratch memory.
 
         The scratch memory has room for the values of these blocks. Shape: (blocks, size of a block); dtype: float32.
         """
-        scratch = torch.empty(0, codec.block)
+        block = self._codec.block
+        scratch = None
         for name, start, stop in ranges:
             if name not in self._packed:
                 continue
             for begin in range(start, stop, CHUNK):
                 end = min(begin + CHUNK, stop)
-                packed = self._packed[name][begin // codec.block : -(-end // codec.block)]
-                if len(scratch) < len(packed):
-                    scratch = torch.empty(len(packed), codec.block)
+                packed = self._packed[name][begin // block : -(-end // block)]
+                if scratch is None or len(scratch) < len(packed):
+                    scratch = torch.empty(len(packed), block)
                 yield name, slice(begin, end), packed, scratch[: len(packed)]
 
     def _unpack(self, ranges: Iterable[Range], targets: Vectors) -> None:
         """Set these parts of some vectors to what their memory contains."""
-        if (codec := self._codec) is not None:
-            for name, place, packed, scratch in self._chunks(codec, ranges):
-                codec.unpack(packed, scratch)
-                targets[name][place].copy_(scratch.view(-1)[: place.stop - place.start])
+        for name, place, packed, scratch in self._chunks(ranges):
+            self._codec.unpack(packed, scratch)
+            targets[name][place].copy_(scratch.view(-1)[: place.stop - place.start])
 
 
 class Sender(End):
@@ -239,21 +237,21 @@ class Sender(End):
             ranges: the parts.
             absent: parts of vectors that have no gradient. What arrives there is not used, and their residual stays.
         """
-        if (codec := self._codec) is not None:
+        if self._packed:
             absent = [part for part in absent if part[0] in self._packed]
             for name, start, stop in absent:  # whatever the memory contains would make scales larger
                 self.vectors[name][start:stop] = 0
             kept = [self._take_residual(part) for part in absent if part[0] in self._residual]
-            for name, place, packed, scratch in self._chunks(codec, ranges):
-                values = self._values(codec, name, place, scratch)
-                codec.pack(values, packed, scratch)
+            for name, place, packed, scratch in self._chunks(ranges):
+                values = self._values(name, place, scratch)
+                self._codec.pack(values, packed, scratch)
                 if self._feedback:
                     values.sub_(scratch)
             for (name, start, stop), residual in kept:
                 self._residual[name][start:stop] = residual
         return self.memory(ranges)
 
-    def _values(self, codec: Codec, name: str, place: slice, scratch: Tensor) -> Tensor:
+    def _values(self, name: str, place: slice, scratch: Tensor) -> Tensor:
         """Return the values to encode, with the shape of the scratch memory: with feedback, those of the residual."""
         values, size = self.vectors[name][place], place.stop - place.start
         if not self._feedback:
@@ -263,7 +261,7 @@ class Sender(End):
             padded.view(-1)[:size] = values
             return padded
         if name not in self._residual:
-            self._residual[name] = torch.zeros(len(self._packed[name]) * codec.block)
+            self._residual[name] = torch.zeros(len(self._packed[name]) * self._codec.block)
         residual = self._residual[name][place.start : place.start + scratch.numel()]
         residual[:size].add_(values)
         return residual.view(scratch.shape)
@@ -341,12 +339,12 @@ class BaseSender(End):
         if not follows:
             for name in encoded:
                 self.base[name].copy_(self.vectors[name])
-        elif (codec := self._codec) is not None:
-            for name, place, packed, scratch in self._chunks(codec, self.ranges(encoded)):
+        else:
+            for name, place, packed, scratch in self._chunks(self.ranges(encoded)):
                 base, size = self.base[name][place], place.stop - place.start
                 difference = torch.zeros_like(scratch)
                 difference.view(-1)[:size].copy_(self.vectors[name][place]).sub_(base)
-                codec.pack(difference, packed, scratch)
+                self._codec.pack(difference, packed, scratch)
                 base.add_(scratch.view(-1)[:size])
 
     def payload(self, vectors: Iterable[str], *, whole: bool) -> list[memoryview]:
@@ -384,9 +382,9 @@ class BaseReceiver(End):
         if whole:
             for name, *_ in ranges:
                 self.base[name].copy_(self.vectors[name])
-        elif (codec := self._codec) is not None:
-            for name, place, packed, scratch in self._chunks(codec, ranges):
-                codec.unpack(packed, scratch)
+        else:
+            for name, place, packed, scratch in self._chunks(ranges):
+                self._codec.unpack(packed, scratch)
                 base = self.base[name][place]
                 self.vectors[name][place].copy_(base.add_(scratch.view(-1)[: place.stop - place.start]))
         return checksum([self.base[name] for name, *_ in ranges])
