@@ -8,10 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.layout import Layout, Parameter, WireFormat, ranges_of
+from paceline.core.layout import CODECS, Layout, Parameter, ranges_of
 from paceline.errors import ProtocolError
 from paceline.run.server_memory import StreamedInbox
-from paceline.shard.codecs import CODECS, BaseReceiver, BaseSender, Receiver, Sender
+from paceline.shard.codecs import PACKERS, BaseReceiver, BaseSender, Receiver, Sender
 from paceline.shard.vectors import bytes_of, torch_dtype
 
 NAN, INF = 0x7FC00000, 0x7F800000
@@ -32,12 +32,12 @@ BITS = st.one_of(st.integers(0, 2**32 - 1), st.sampled_from(CORNERS))
 
 
 def test_every_format_has_a_codec_and_its_size() -> None:
-    assert CODECS.keys() == WireFormat.SIZES.keys()
-    for name, size_of in WireFormat.SIZES.items():
+    assert CODECS.keys() == PACKERS.keys()
+    for name, codec in CODECS.items():
         vectors = {"float32": torch.rand(70)}
         sender = Sender(name, vectors)
         sent = sender.encode(sender.ranges(vectors))
-        assert sum(data.nbytes for data in sent) == size_of(70)
+        assert sum(data.nbytes for data in sent) == codec.encoded_bytes(70)
 
 
 # -- int8 and int4 ------------------------------------------------------------------------------------------

@@ -27,9 +27,9 @@ of these vectors without conversion.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import ClassVar, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -44,9 +44,6 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 """Size in bytes of one element of each dtype that a parameter may have. Each key is the name of a dtype in torch."""
 
 T = TypeVar("T")
-
-BLOCK = 256
-"""Number of values that the codecs int8 and int4 encode together."""
 
 Range = tuple[str, int, int]
 """A part of a flat vector: its name, the index of the first element, and that of the last element plus one."""
@@ -78,8 +75,8 @@ def item_bytes(vector: str) -> int:
 
 def encoded_bytes(vector: str, count: int, codec: str) -> int:
     """Return the size in bytes of so many elements of a vector on their way."""
-    if dtype_of(vector) in WireFormat.DTYPES[codec]:
-        return WireFormat.SIZES[codec](count)
+    if dtype_of(vector) in CODECS[codec].dtypes:
+        return CODECS[codec].encoded_bytes(count)
     return count * item_bytes(vector)
 
 
@@ -564,19 +561,46 @@ def _difference_of_optimizers(expected: OptimizerSpec, found: OptimizerSpec) -> 
 
 DIRECTIONS = ("gradients", "weights")
 
-BASED = {"int8", "int4"}
-"""The codecs with which weights travel as differences to a base."""
 
-FEEDBACK = {"int4"}
-"""The codecs of gradients that add to each gradient what rounding has taken from the one before."""
+class Codec(NamedTuple):
+    """What all hosts need to know of a codec. `shard.codecs` has a class for each, which computes with values.
+
+    Attributes:
+        block: number of values that are encoded together.
+        block_bytes: size of an encoded block.
+        dtypes: the dtypes that it encodes. Vectors with other dtypes travel as they are.
+        based: True if weights travel as differences to a base.
+        feedback: True if what rounding has taken from one gradient is added to the next one.
+    """
+
+    block: int
+    block_bytes: int
+    dtypes: tuple[str, ...]
+    based: bool = False
+    feedback: bool = False
+
+    def encoded_bytes(self, count: int) -> int:
+        """Return the size in bytes of so many encoded values.
+
+        >>> CODECS["int8"].encoded_bytes(257)  # two blocks
+        520
+        """
+        return -(-count // self.block) * self.block_bytes
+
+
+CODECS = {
+    "float32": Codec(1, 4, ()),
+    "bf16": Codec(1, 2, ("float32",)),
+    "int8": Codec(256, 256 + 4, ("float32", "float16", "bfloat16"), based=True),
+    "int4": Codec(256, 128 + 16, ("float32", "float16", "bfloat16"), based=True, feedback=True),
+}
+"""Name -> codec. The names are those of `--wire`."""
 
 
 class WireFormat(msgspec.Struct, frozen=True):
     """The codec of float32 values in each direction. With "float32", they travel as they are.
 
     Attributes:
-        SIZES: codec -> the size in bytes of so many float32 values. `shard.codecs` has a class for each codec.
-        DTYPES: codec -> the dtypes that it encodes. Vectors with other dtypes travel as they are.
         gradients: codec of the gradients that workers send to servers.
         weights: codec of the weights that servers send to workers.
         fixed: True if the user has named the codec of each direction, so that no other one may take its place.
@@ -585,19 +609,6 @@ class WireFormat(msgspec.Struct, frozen=True):
         >>> str(WireFormat.read("gradients=bf16")), WireFormat.read("int4").codec_of_weights(common=False)
         ('gradients=bf16,weights=float32', 'bf16')
     """
-
-    SIZES: ClassVar[dict[str, Callable[[int], int]]] = {
-        "float32": lambda count: 4 * count,
-        "bf16": lambda count: 2 * count,
-        "int8": lambda count: -(-count // BLOCK) * (BLOCK + 4),
-        "int4": lambda count: -(-count // BLOCK) * (BLOCK // 2 + 16),
-    }
-    DTYPES: ClassVar[dict[str, tuple[str, ...]]] = {
-        "float32": (),
-        "bf16": ("float32",),
-        "int8": ("float32", "float16", "bfloat16"),
-        "int4": ("float32", "float16", "bfloat16"),
-    }
 
     gradients: str = "float32"
     weights: str = "float32"
@@ -614,10 +625,10 @@ class WireFormat(msgspec.Struct, frozen=True):
         """
         pairs = [part.partition("=")[::2] for part in text.split(",")] if "=" in text else []
         named = dict(pairs) if pairs else dict.fromkeys(DIRECTIONS, text)
-        known = named.keys() <= set(DIRECTIONS) and cls.SIZES.keys() >= set(named.values())
+        known = named.keys() <= set(DIRECTIONS) and CODECS.keys() >= set(named.values())
         if not known or len(named) < len(pairs):
             raise ConfigurationError(
-                f"wire is {text!r}, expected one of {', '.join(map(repr, cls.SIZES))}, or a codec for each direction, "
+                f"wire is {text!r}, expected one of {', '.join(map(repr, CODECS))}, or a codec for each direction, "
                 "such as 'gradients=int8,weights=float32'."
             )
         return cls(**named, fixed=bool(pairs))
@@ -634,7 +645,7 @@ class WireFormat(msgspec.Struct, frozen=True):
             common: True if all workers read the same versions of the weights. Otherwise, differences would need a base
                 for each worker, and bf16 takes their place.
         """
-        return "bf16" if self.weights in BASED and not common else self.weights
+        return "bf16" if CODECS[self.weights].based and not common else self.weights
 
     def require_usable(self, sync: str, *, common: bool) -> None:
         """Raise `ConfigurationError` if the user has named a codec of the weights that the sync model rules out.
@@ -666,7 +677,7 @@ class WireFormat(msgspec.Struct, frozen=True):
     @property
     def block(self) -> int:
         """Number of values that are encoded together, so shards are cut between such blocks."""
-        return BLOCK if BASED & self.codecs else 1
+        return math.lcm(*(CODECS[codec].block for codec in self.codecs))
 
     def sizes(self, slices: Sequence[ShardSlice]) -> dict[str, list[int]]:
         """Return, for each codec of a run, the size of each shard in bytes."""

@@ -46,7 +46,7 @@ from ..sync.plugins import blame, blaming
 from ..sync.ticks import TICKS_PER_S
 from ..sync.translation import Standing
 from .joint_batch import StandingEstimator
-from .layout import BASED, WireFormat
+from .layout import CODECS, WireFormat
 from .lease import PackedPushed
 from .messages import (
     Answer,
@@ -1194,7 +1194,7 @@ class Bases:
         # The base of all sets together is of no use once the sets have bases of their own.
         if exact or (part is None and self._latest.keys() - {None}):
             return "float32", 0
-        if codec not in BASED:
+        if not CODECS[codec].based:
             return ("float32" if worker not in self._pulls else codec), 0
         number, encoded = self._latest.get(part, (1, None))
         if encoded != version:

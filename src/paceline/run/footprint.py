@@ -44,7 +44,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..core.layout import BASED, FEEDBACK, ModelSpec, WireFormat, dtype_of
+from ..core.layout import CODECS, ModelSpec, WireFormat, dtype_of
 
 PROCESS_BYTES = 200 * 1024 * 1024
 """Estimated memory of a process that has imported torch and Paceline.
@@ -100,8 +100,8 @@ def footprint(
 def _streams_bytes(size_bytes: int, workers: int, wire: WireFormat, *, ends: int) -> int:
     """Return the memory of streams at the servers or, if `ends` is 2, also at the workers."""
     receivers = (ends - 1) * workers
-    residuals = receivers if wire.gradients in FEEDBACK else 0
-    bases = 1 + receivers if wire.weights in BASED else 0
+    residuals = receivers if CODECS[wire.gradients].feedback else 0
+    bases = 1 + receivers if CODECS[wire.weights].based else 0
     return (
         (2 * workers + residuals + bases) * size_bytes
         + ends * workers * _encoded_bytes(size_bytes, wire.gradients)
@@ -111,7 +111,7 @@ def _streams_bytes(size_bytes: int, workers: int, wire: WireFormat, *, ends: int
 
 def _encoded_bytes(size_bytes: int, codec: str) -> int:
     """Return the memory for a vector in the format in which it travels; 0 if it travels as it is."""
-    return 0 if codec == "float32" else WireFormat.SIZES[codec](size_bytes) // 4
+    return 0 if codec == "float32" else CODECS[codec].encoded_bytes(size_bytes) // 4
 
 
 def state_vectors(

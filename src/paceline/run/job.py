@@ -14,7 +14,7 @@ import msgspec
 
 from ..core.data_feed import Work
 from ..core.guard import GuardMode
-from ..core.layout import BASED, Placement, WireFormat, dtype_of, round_robin
+from ..core.layout import CODECS, Placement, WireFormat, dtype_of, round_robin
 from ..core.lease import BatchSizing, Split
 from ..errors import ConfigurationError
 from ..settings import SETTINGS
@@ -223,8 +223,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         if self.carrier.shares_memory or self.wire.exact:
             return ""
         weights = self.wire.codec_of_weights(common=self.schedule.lockstep)
-        how = ", as differences to what the workers have" if weights in BASED else ""
-        encoded = {dtype for codec in self.wire.codecs for dtype in WireFormat.DTYPES[codec]}
+        how = ", as differences to what the workers have" if CODECS[weights].based else ""
+        encoded = {dtype for codec in self.wire.codecs for dtype in CODECS[codec].dtypes}
         others = sorted({dtype_of(vector) for vector in vectors} - encoded)
         said = f"; {' and '.join(others)} values as they are" if others else ""
         return f"gradients as {self.wire.gradients}, weights as {weights}{how}{said}"

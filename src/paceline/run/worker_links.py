@@ -27,7 +27,7 @@ import torch
 
 from ..core.job_sync import EarlyPause
 from ..core.layout import (
-    BASED,
+    CODECS,
     FrozenSpec,
     ModelSpec,
     Range,
@@ -608,15 +608,16 @@ class WorkerMemory:
         self.gradients = tensors_over(region.gradients)
         self.outbox: Outbox | None = None
         # by codec: shard -> its slice of the weights
-        self._codecs: dict[str, dict[int, Receiver]] = {}
+        self._codecs: dict[str, Mapping[int, Receiver | BaseReceiver]] = {}
         self._bases: dict[int, BaseReceiver] = {}  # shard -> the base of its weights, if differences travel
         if not self.shared:
             weights = self._slices(region.weights)
             exact = job.wire.exact
             codecs = {"float32"} if exact else {job.wire.codec_of_weights(common=c) for c in (True, False)}
             for codec in codecs | {"float32"}:
-                if codec in BASED:
+                if CODECS[codec].based:
                     self._bases = {shard: BaseReceiver(codec, each) for shard, each in weights.items()}
+                    self._codecs[codec] = self._bases
                 else:
                     self._codecs[codec] = {shard: Receiver(codec, each) for shard, each in weights.items()}
         self._master: Master | None = None  # shared memory in which the servers update the weights
@@ -647,7 +648,7 @@ class WorkerMemory:
     @property
     def encodes_weights(self) -> bool:
         """True if the weights of some shards do not travel as they are."""
-        return bool(len(self._codecs) > 1 or self._bases) and len(self._attached) < len(self.shards)
+        return len(self._codecs) > 1 and len(self._attached) < len(self.shards)
 
     def weights(self, *, in_place: bool) -> Vectors:
         """Return the weights in the memory that the servers update if `in_place` is True, else in the region."""
@@ -718,8 +719,6 @@ class WorkerMemory:
 
     def codec(self, answer: Answer) -> End:
         """Return this end of the way of the weights that come with an answer."""
-        if answer.codec in BASED and answer.shard in self._bases:
-            return self._bases[answer.shard]
         if answer.codec not in self._codecs:
             raise ProtocolError(
                 f"a server sent weights with the codec {answer.codec!r}, which the run does not use"
@@ -731,10 +730,10 @@ class WorkerMemory:
         if self.shared or answer.shard in self._attached:
             return True
         ranges = self._pulled(answer.shard)
-        if answer.base:
-            whole = answer.codec == "float32"
-            return self._bases[answer.shard].decode(ranges, whole=whole) == answer.checksum
-        self._codecs[answer.codec][answer.shard].decode(ranges)
+        end = self._bases[answer.shard] if answer.base else self._codecs[answer.codec][answer.shard]
+        if isinstance(end, BaseReceiver):
+            return end.decode(ranges, whole=answer.codec == "float32") == answer.checksum
+        end.decode(ranges)
         return True
 
     def arrived(self, shard: int, missing_bytes: int) -> list[Range]:

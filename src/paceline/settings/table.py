@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypedDict, TypeVar, get_type_hints
 
 from ..core.guard import ON_NAN, guard_mode
-from ..core.layout import SLICINGS, WireFormat
+from ..core.layout import CODECS, SLICINGS, WireFormat
 from ..core.lease import BATCH_SIZINGS, SPLITS
 from ..errors import unknown_name
 from ..sync import SyncModel
@@ -214,7 +214,7 @@ class Settings(TypedDict, total=False):
             "the weights as they are. gradients=int8,weights=int4 names a codec for each direction. Weights travel as "
             "int8 or int4 only under models whose workers all have the same weights, such as bsp; under others, bf16 "
             "takes their place. Nothing travels between processes that share memory, so --wire has no effect there.",
-            metavar=f"<{'|'.join(WireFormat.SIZES)}>",
+            metavar=f"<{'|'.join(CODECS)}>",
             check=lambda name, value: WireFormat.read(value),
         ),
     ]

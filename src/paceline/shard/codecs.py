@@ -1,10 +1,10 @@
 """Codecs: the formats in which vectors travel between processes, by the names of the option `--wire`.
 
-A codec is a row of `CODECS`: an object without state, which packs blocks of values into bytes and unpacks them. The two
-ends of a way have state. A `Sender` encodes gradients, and a `Receiver` decodes them; a `BaseSender` and a
-`BaseReceiver` are the ends of the weights' way if both hold a common base. They know nothing of the format, and all
-hosts use them. `WireFormat.SIZES` in `core.layout` has the sizes, which decide how long transfers take in a simulation,
-and `core.messages.push` says what is encoded.
+`core.layout.CODECS` has a row for each codec: the dtypes and blocks that it encodes, and their sizes, which decide how
+long transfers take in a simulation. Here, the codec has a `Packer`: an object without state, which packs blocks of
+values into bytes and unpacks them. The two ends of a way have state. A `Sender` encodes gradients, and a `Receiver`
+decodes them; a `BaseSender` and a `BaseReceiver` are the ends of the weights' way if both hold a common base. They know
+nothing of the format, and all hosts use them. `core.messages.push` says what is encoded.
 
 Blocks are counted from the start of a shard's slice. With `--slicing even`, slices are cut between blocks, so blocks
 are the same for any number of shards. Vectors with a dtype that a codec does not encode travel as they are.
@@ -19,7 +19,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..core.layout import BLOCK, FEEDBACK, Range, WireFormat, dtype_of
+from ..core.layout import CODECS, Range, dtype_of
 from .vectors import Vectors, bytes_of, checksum
 
 CHUNK = 512 * 1024
@@ -32,26 +32,18 @@ MOST_SCALE = torch.finfo(torch.float32).max / 127.4
 """127 times a larger scale could be infinite."""
 
 
-class Codec:
-    """A format in which values travel. This one encodes no dtype, so all values travel as they are.
+class Packer:
+    """Packs and unpacks the values of a codec. This one packs none, so all values travel as they are."""
 
-    Attributes:
-        block: number of values in a block. A shard's slice is padded to whole blocks on its way.
-        size_bytes: size of an encoded block.
-    """
-
-    block: ClassVar[int] = BLOCK
-    size_bytes: ClassVar[int] = 4 * BLOCK
-
-    def __init_subclass__(cls, *, name: str) -> None:
-        CODECS[name] = cls()
+    def __init_subclass__(cls, *, codec: str) -> None:
+        PACKERS[codec] = cls()
 
     def pack(self, values: Tensor, packed: Tensor, arriving: Tensor) -> None:
         """Encode some blocks.
 
         Args:
-            values: the values. Shape: (blocks, `block`); dtype: float32.
-            packed: the result. Shape: (blocks, `size_bytes`); dtype: int8.
+            values: the values. Shape: (number of blocks, values in a block); dtype: float32.
+            packed: the result. Shape: (number of blocks, bytes of an encoded block); dtype: int8.
             arriving: scratch memory. Codecs with feedback or a base set it to what arrives at the other end. Shape and
                 dtype: as of `values`.
         """
@@ -62,11 +54,11 @@ class Codec:
         raise NotImplementedError
 
 
-CODECS: dict[str, Codec] = {"float32": Codec()}
-"""Name -> codec. The names are those of `WireFormat.SIZES`."""
+PACKERS = {"float32": Packer()}
+"""Codec -> what packs its values."""
 
 
-class Bfloat16(Codec, name="bf16"):
+class Bfloat16(Packer, codec="bf16"):
     """Values are rounded to bfloat16.
 
     `torch.Tensor.copy_` rounds to the nearest value, ties to even. NaN stays NaN, and a value whose magnitude is above
@@ -76,9 +68,6 @@ class Bfloat16(Codec, name="bf16"):
     {'float32': tensor([1.0000, 1.0000, 1.0078])}
     """
 
-    block = 1
-    size_bytes = 2
-
     def pack(self, values: Tensor, packed: Tensor, arriving: Tensor) -> None:
         packed.view(torch.bfloat16).copy_(values)
 
@@ -86,14 +75,12 @@ class Bfloat16(Codec, name="bf16"):
         arriving.copy_(packed.view(torch.bfloat16))
 
 
-class Int8(Codec, name="int8"):
+class Int8(Packer, codec="int8"):
     """Each block has a float32 scale, and values are rounded to the nearest of 255 multiples of it, ties to even.
 
     >>> Sender("int8", {"float32": torch.tensor([127.0, 0.5, -1.6])}).arriving()
     {'float32': tensor([127.,   0.,  -2.])}
     """
-
-    size_bytes = 4 + BLOCK
 
     def pack(self, values: Tensor, packed: Tensor, arriving: Tensor) -> None:
         scales = torch.amax(torch.abs(values, out=arriving), dim=1, keepdim=True).div_(127)
@@ -108,7 +95,7 @@ class Int8(Codec, name="int8"):
         arriving.mul_(packed[:, :4].view(torch.float32))
 
 
-class Int4(Codec, name="int4"):
+class Int4(Packer, codec="int4"):
     """Each 32 values have a bfloat16 scale, and are rounded to the nearest of 15 multiples of it, ties to even.
 
     The scale is rounded down, so that the largest float32 values do not become infinite.
@@ -119,27 +106,27 @@ class Int4(Codec, name="int4"):
     """
 
     scaled: ClassVar[int] = 32  # values with a common scale
-    scales_bytes: ClassVar[int] = 2 * BLOCK // scaled
-    size_bytes = scales_bytes + BLOCK // 2
+    scales_bytes: ClassVar[int] = 2 * (256 // scaled)
 
     def pack(self, values: Tensor, packed: Tensor, arriving: Tensor) -> None:
-        grouped = -1, BLOCK // self.scaled, self.scaled
+        half, grouped = values.shape[1] // 2, (-1, values.shape[1] // self.scaled, self.scaled)
         scales = torch.amax(torch.abs(values, out=arriving).view(grouped), dim=2).div_(7)
         scales.view(torch.int32).bitwise_and_(-1 << 16)  # the upper half of a float32 is a bfloat16
         scales, inverse = _usable(scales)
         packed[:, : self.scales_bytes].view(torch.bfloat16).copy_(scales)
         torch.mul(values.view(grouped), inverse.unsqueeze(2), out=arriving.view(grouped))
         codes = arriving.round_().to(torch.int8)
-        low, high = codes[:, : BLOCK // 2], codes[:, BLOCK // 2 :]
+        low, high = codes[:, :half], codes[:, half:]
         torch.add(low.bitwise_and_(15), high, alpha=16, out=packed[:, self.scales_bytes :])
         arriving.view(grouped).mul_(scales.unsqueeze(2))
 
     def unpack(self, packed: Tensor, arriving: Tensor) -> None:
         scales = packed[:, : self.scales_bytes].view(torch.bfloat16).to(torch.float32)
         both = packed[:, self.scales_bytes :]
-        arriving[:, : BLOCK // 2] = (both << 4).bitwise_right_shift_(4)
-        arriving[:, BLOCK // 2 :] = both >> 4
-        arriving.view(-1, BLOCK // self.scaled, self.scaled).mul_(scales.unsqueeze(2))
+        half = both.shape[1]
+        arriving[:, :half] = (both << 4).bitwise_right_shift_(4)
+        arriving[:, half:] = both >> 4
+        arriving.view(-1, 2 * half // self.scaled, self.scaled).mul_(scales.unsqueeze(2))
 
 
 def _usable(scales: Tensor) -> tuple[Tensor, Tensor]:
@@ -165,12 +152,13 @@ class End:
 
     def __init__(self, codec: str, vectors: Vectors) -> None:
         self.vectors = vectors
-        self._codec = CODECS[codec]
-        block, size_bytes = self._codec.block, self._codec.size_bytes
+        self._codec, self._packer = CODECS[codec], PACKERS[codec]
         self._packed = {
-            name: torch.empty(-(-vector.numel() // block), size_bytes, dtype=torch.int8)
+            name: torch.empty(
+                -(-vector.numel() // self._codec.block), self._codec.block_bytes, dtype=torch.int8
+            )
             for name, vector in vectors.items()
-            if dtype_of(name) in WireFormat.DTYPES[codec]
+            if dtype_of(name) in self._codec.dtypes
         }
         self.in_place = not self._packed
 
@@ -191,7 +179,7 @@ class End:
         """Vector -> its bytes as it travels, and what a block of it is. For each message, views of tensors are slow."""
         found = {name: (bytes_of(vector), 1, vector.element_size()) for name, vector in self.vectors.items()}
         for name, packed in self._packed.items():
-            found[name] = bytes_of(packed.view(-1)), self._codec.block, self._codec.size_bytes
+            found[name] = bytes_of(packed.view(-1)), self._codec.block, self._codec.block_bytes
         return found
 
     def _chunks(self, ranges: Iterable[Range]) -> Iterator[tuple[str, slice, Tensor, Tensor]]:
@@ -214,7 +202,7 @@ class End:
     def _unpack(self, ranges: Iterable[Range], targets: Vectors) -> None:
         """Set these parts of some vectors to what their memory contains."""
         for name, place, packed, scratch in self._chunks(ranges):
-            self._codec.unpack(packed, scratch)
+            self._packer.unpack(packed, scratch)
             targets[name][place].copy_(scratch.view(-1)[: place.stop - place.start])
 
 
@@ -227,7 +215,7 @@ class Sender(End):
 
     def __init__(self, codec: str, vectors: Vectors) -> None:
         super().__init__(codec, vectors)
-        self._feedback = codec in FEEDBACK
+        self._feedback = self._codec.feedback
         self._residual: Vectors = {}  # made when it is first needed; whole blocks of float32 values
 
     def encode(self, ranges: Sequence[Range], absent: Sequence[Range] = ()) -> list[memoryview]:
@@ -244,7 +232,7 @@ class Sender(End):
             kept = [self._take_residual(part) for part in absent if part[0] in self._residual]
             for name, place, packed, scratch in self._chunks(ranges):
                 values = self._values(name, place, scratch)
-                self._codec.pack(values, packed, scratch)
+                self._packer.pack(values, packed, scratch)
                 if self._feedback:
                     values.sub_(scratch)
             for (name, start, stop), residual in kept:
@@ -344,7 +332,7 @@ class BaseSender(End):
                 base, size = self.base[name][place], place.stop - place.start
                 difference = torch.zeros_like(scratch)
                 difference.view(-1)[:size].copy_(self.vectors[name][place]).sub_(base)
-                self._codec.pack(difference, packed, scratch)
+                self._packer.pack(difference, packed, scratch)
                 base.add_(scratch.view(-1)[:size])
 
     def payload(self, vectors: Iterable[str], *, whole: bool) -> list[memoryview]:
@@ -384,7 +372,7 @@ class BaseReceiver(End):
                 self.base[name].copy_(self.vectors[name])
         else:
             for name, place, packed, scratch in self._chunks(ranges):
-                self._codec.unpack(packed, scratch)
+                self._packer.unpack(packed, scratch)
                 base = self.base[name][place]
                 self.vectors[name][place].copy_(base.add_(scratch.view(-1)[: place.stop - place.start]))
         return checksum([self.base[name] for name, *_ in ranges])

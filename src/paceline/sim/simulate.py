@@ -16,7 +16,7 @@ import msgspec
 
 from ..core.auto import Prospect
 from ..core.guard import DIVERGED, GoodWeights, Guard, guard_mode
-from ..core.layout import Layout, ModelSpec, OptimizerSpec, WireFormat
+from ..core.layout import CODECS, Layout, ModelSpec, OptimizerSpec, WireFormat
 from ..core.lease import BatchSizing
 from ..core.metrics import MetricHistory
 from ..core.requests import Situation
@@ -199,7 +199,7 @@ def simulate(
             ]
             # The whole size counts as float32 values.
             encoded = {
-                codec: [-(-wire_format.SIZES[codec](size) // 4) for size in sizes]
+                codec: [-(-CODECS[codec].encoded_bytes(size) // 4) for size in sizes]
                 for codec in wire_format.codecs
             }
             job = make_job(has_epochs=data is not None)
