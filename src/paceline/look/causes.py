@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from ..core.layout import advise_wire
 from ..core.lease import Split
 from ..errors import ConfigurationError
 from ..sync.model import EFFECTS, backup_quorum
@@ -171,6 +172,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
         cores: number of cores that the processes of the run could use, if all ran on one machine; 0 if unknown.
         queued_s: worker -> seconds in which it could run, but had no core; {} if this is unknown.
         wire: format in which gradients and weights travelled; see `core.layout`.
+        optimizers: name of the optimizer of each parameter set; () if unknown.
+        vectors: name of each vector of the model -> number of its elements; {} if unknown.
         joined: True if machines have joined the run.
         handout: how the data was handed out.
         overlap: False if the run had the option `--overlap off`.
@@ -199,6 +202,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     cores: int = 0
     queued_s: dict[int, float] = {}
     wire: str = "float32"
+    optimizers: tuple[str, ...] = ()
+    vectors: dict[str, int] = {}
     joined: bool = False
     handout: Handout = Handout()
     overlap: bool = True
@@ -332,6 +337,7 @@ FEWER_STEPS = (
     "pushes and pulls for the same data. The joint batch becomes larger, so the learning rate may have to be "
     "adapted."
 )
+ESTIMATE = "the time of the transfers"
 ABORTS = (
     "An abort costs a computation, and gives the next one newer weights. With parameters of the model under "
     "which it aborts less often, less is wasted. The parameters are listed by: paceline sync NAME"
@@ -478,7 +484,7 @@ def _waiting(evidence: Evidence) -> tuple[Cause | None, str]:
         name, slow = "last", 0
     elif kind == "transfer":
         lost_s += evidence.total_s("transfer", workers=guilty)
-        remedies = _fewer_bytes(evidence)
+        remedies = _fewer_bytes(evidence, guilty)
     elif kind == "computing" and evidence.unsplit:
         name = "unsplit"
     elif kind == "computing" and not evidence.knows_computing:
@@ -624,20 +630,20 @@ def _bytes(evidence: Evidence, workers: Collection[int]) -> str:
     )
 
 
-def _fewer_bytes(evidence: Evidence) -> list[str]:
-    """Return what helps against a slow link."""
+def _fewer_bytes(evidence: Evidence, workers: Collection[int]) -> list[str]:
+    """Return what helps against a slow link of these workers."""
     more = evidence.servers + 1 if evidence.servers > 1 else 2
     servers = (
         "Put the servers on several machines, so that no link carries all of the bytes: "
         f"paceline serve --servers {more} --remote-servers {more - 1}, and paceline join --servers 1 on the other "
         "machine."
     )
-    rounding = (
-        "Try --wire int8: gradients and weights are rounded on their way, so a quarter of the bytes travels, or half "
-        "of them for weights under models that let workers have different ones. The servers keep the weights as they "
-        "are."
-    )
-    return [servers, *([rounding] if evidence.wire == "float32" else []), FEWER_STEPS]
+    common, vectors = evidence.lockstep, evidence.vectors
+    advice = advise_wire(evidence.optimizers, evidence.wire, common=common, vectors=vectors)
+    transfer_s = evidence.total_s("transfer", workers=workers)
+    other_s = evidence.total_s("computing", "loading", "waiting", workers=workers)
+    rounding = "" if advice is None else advice.sentence(transfer_s, other_s, advice.both, ESTIMATE)
+    return [servers, *([rounding] if rounding else []), FEWER_STEPS]
 
 
 def _cores(evidence: Evidence) -> Cause | None:
@@ -678,8 +684,8 @@ def _of_kind(evidence: Evidence, name: str) -> Cause | None:
     per = evidence.per_iteration_s(kind)
     facts, remedies = {"each": length(median(per.values()) if per else 0.0)}, list[str]()
     if name == "links":
-        facts["bytes"] = _bytes(evidence, [each.worker for each in evidence.workers])
-        remedies = _fewer_bytes(evidence)
+        everybody = [each.worker for each in evidence.workers]
+        facts["bytes"], remedies = _bytes(evidence, everybody), _fewer_bytes(evidence, everybody)
     elif name == "exchanges":
         remedies = [
             FEWER_STEPS,
@@ -730,9 +736,9 @@ def evidence_of(summary: Mapping[str, Any], run_dir: str, **known: Any) -> Evide
     sync = known.setdefault("sync", str(summary.get("sync", "")))
     joined = known.setdefault("joined", bool(summary.get("joined", summary.get("links"))))
     lockstep, auto = read_model(sync)
-    names = ("failure", "duration_s", "samples", "updates", "restarts", "servers", "cores", "wire")
+    names = ("failure", "duration_s", "samples", "updates", "restarts", "servers", "cores", "wire", "vectors")
     found = {name: summary[name] for name in names if name in summary}
-    found |= {name: tuple(summary[name]) for name in ("program", "noticed") if name in summary}
+    found |= {name: tuple(summary[name]) for name in ("program", "noticed", "optimizers") if name in summary}
     found |= {
         "state": str(summary.get("ended", "finished")),
         "lockstep": lockstep,

@@ -28,7 +28,7 @@ import msgspec
 import torch
 
 from ..core.data_feed import Work
-from ..core.layout import ModelSpec, ShardSlice
+from ..core.layout import ModelSpec, ShardSlice, advise_wire
 from ..core.messages import (
     MOST_LABEL,
     Activity,
@@ -179,7 +179,9 @@ class WorkerSession(Session):
             for address in dict.fromkeys(self.core.started.addresses)
         ]
         local = [is_here(address) for address in addresses]
-        self._slow_link = None if all(local) else SlowLink(self._job.wire.gradients)
+        names, common = [each.name for each in model.optimizers], self._job.schedule.lockstep
+        advice = advise_wire(names, str(self._job.wire), common=common, vectors=model.layout.sizes)
+        self._slow_link = None if all(local) else SlowLink(advice)
         links = self.links
         self.memory = WorkerMemory(
             self._job,

@@ -32,6 +32,7 @@ from ..core.layout import (
     ModelSpec,
     Range,
     ShardSlice,
+    WireAdvice,
     absent_ranges,
     of_set,
     ranges_of,
@@ -424,13 +425,14 @@ SKIPPED_ITERATIONS = 5
 WATCHED_ITERATIONS = 15  # number of iterations after which the measurement ends
 LEAST_BYTES = 65_536  # the time for less data depends on the latency of the link, not on its rate
 FACTOR = 2.0  # sending may take this many times as long as computing before the worker reports it
+ESTIMATE = "the gradients, because the way of the weights is not measured"
 
 
 class SlowLink:
     """Compares the time for which gradients are on their way with the time that a worker computes. It does so once.
 
     Args:
-        codec: the codec of gradients.
+        advice: the wire format that is recommended for the run, if any.
 
     Example:
         >>> watch = SlowLink()
@@ -443,8 +445,8 @@ class SlowLink:
         over: True once the measurement has ended.
     """
 
-    def __init__(self, codec: str = "float32") -> None:
-        self._advice = "--wire int8 (a quarter of the bytes), " if codec == "float32" else ""
+    def __init__(self, advice: WireAdvice | None = None) -> None:
+        self._advice = advice
         self.over = False
         self._computing_s: list[float] = []
         self._before: Sequence[Sending] = ()
@@ -470,11 +472,14 @@ class SlowLink:
         usual_s = median(self._computing_s[SKIPPED_ITERATIONS:])
         if busy_s <= FACTOR * usual_s or sent_bytes < LEAST_BYTES:
             return ""
+        codec = ""
+        if (advice := self._advice) is not None:
+            codec = advice.sentence(busy_s, usual_s, advice.gradients, ESTIMATE)
         return (
             f"the link to the servers is slow for this model: a gradient of {sent_bytes / 1e6:.3g} MB leaves at "
             f"{sent_bytes / busy_s / 1e6:.3g} MB/s, which takes {busy_s:.2g} s, and the computation of an iteration "
-            f"takes {usual_s:.2g} s. Use a faster link, {self._advice}larger batches, or servers on several "
-            "machines."
+            f"takes {usual_s:.2g} s. {f'{codec} Or use' if codec else 'Use'} a faster link, larger batches, or servers "
+            "on several machines."
         )
 
 

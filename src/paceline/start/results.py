@@ -161,6 +161,7 @@ def summarize(
     python = program[:1] == ["function"]
     vain = [job.wire_in_vain] if job.wire_in_vain else []
     core, watch, report = coordinator.core, coordinator.watch, coordinator.report
+    model = report.model
     resumed, data, spent, devices, machines, links = coordinator.ask(
         lambda: (
             core.resumed,
@@ -207,6 +208,8 @@ def summarize(
         "joined": job.joined,
         **({} if job.joined else {"cores": usable_cores()}),
         "shards": job.shards,
+        "optimizers": [] if model is None else [each.name for each in model.optimizers],
+        "vectors": {} if model is None else model.layout.sizes,
         "shard_bytes": [bounds.size_bytes for bounds, _ in report.shards],
         "push_bytes": [bounds.encoded_bytes(job.wire.gradients) for bounds, _ in report.shards],
         "pull_bytes": [bounds.encoded_bytes(weights_codec) for bounds, _ in report.shards],

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from ..core.lease import DataOrder, Split
 from .measures import Measures, missing_updates, unapplied_pushes
 
-OPTION = re.compile(r"--(\w+) ([\w-]+(?::\w+=\w+)?)")
+OPTION = re.compile(r"--(\w+) ([\w-]+(?:[:=,]\w+)*)")
 
 DISTRIBUTE = (
     "The script decides how many iterations each worker makes. If this is a fixed number, the run lasts as long as "
@@ -145,7 +145,7 @@ def how_to_check(
 def in_python(hint: str) -> str:
     """Return a sentence in which options are named as arguments of `paceline.launch`.
 
-    >>> in_python("Try --batch balanced.")
-    "Try batch='balanced'."
+    >>> in_python("Try --batch balanced, or --wire gradients=int8,weights=int4.")
+    "Try batch='balanced', or wire='gradients=int8,weights=int4'."
     """
     return OPTION.sub(r"\1='\2'", hint)
