@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -9,6 +10,8 @@ import pytest
 from rich.console import Console
 
 from paceline.core.lease import BatchSizing
+from paceline.lab.advice import advise
+from paceline.lab.clusters import Changes
 from paceline.lab.comparison import show_recommendation
 from paceline.lab.ranking import rank
 from paceline.lab.recommendation import (
@@ -20,7 +23,7 @@ from paceline.lab.recommendation import (
     wire_variants,
 )
 from paceline.look.tables import Figures
-from paceline.sim import Cluster, Dataset, Uniform
+from paceline.sim import Cluster, Dataset, Uniform, simulate
 from paceline.sync.model import EFFECTS
 from paceline.trace.findings import DISTRIBUTE
 
@@ -31,7 +34,7 @@ ASP = Candidate(sync="asp", effect="stale", times=2.42)
 STALE, FRESH = EFFECTS["stale"], EFFECTS["fresh"]
 MORE = WireVariant(batch="equal", servers=2, times=2.0)
 FEWER = WireVariant(batch="equal", servers=1, batches_per_push=2, times=1.6)
-CODED = WireVariant(batch="equal", servers=1, wire="int8", times=2.4)
+CODED = WireVariant(batch="equal", servers=1, wire="int8", reason="because", times=2.4)
 
 
 def advised(*candidates: Candidate, variants: tuple[WireVariant, ...] = ()) -> Recommendation:
@@ -126,8 +129,9 @@ def test_a_codec_is_named_first_but_is_no_model() -> None:
     found = advised(on_the_wire(BSP, 0.5), variants=(CODED, FEWER))
     assert found.text.startswith("Recommended: stay with bsp. ")
     assert (
-        " 50% of each iteration is on the wire: add --wire int8 (2.4 times as fast as bsp now; " in found.text
-    )
+        " 50% of each iteration is on the wire: add --wire int8, which rounds gradients and weights on their way (2.4 "
+        "times as fast as bsp now; because), or accumulate "
+    ) in found.text
     assert (found.times, found.servers) == (1.0, None)
 
 
@@ -211,7 +215,34 @@ def test_on_a_slow_link_the_figures_are_those_of_simulations_with_more_servers_a
     assert (
         "accumulate 4 batches for each push (2.8 times" in found.text
     )  # 4 x 7.4 s instead of 4 x 1 s + 6.4 s
-    assert "add --wire int8 (2.8 times as fast as bsp now; " in found.text  # 1 s + 6.4 s x 260 / 1024
+    assert "add --wire int8, " in found.text
+    assert "(2.8 times as fast as bsp now; int8 cost " in found.text  # 1 s + 6.4 s x 260 / 1024
+
+
+@pytest.mark.usefixtures("one_core")
+@pytest.mark.parametrize(
+    ("optimizer", "wire", "coded", "times"),
+    [
+        ("SGD", "float32", "int4", 7.4 / (1 + 6.4 * 144 / 1024)),
+        ("mine:Lion", "float32", "int8", 7.4 / (1 + 6.4 * 260 / 1024)),
+        ("SGD", "int8", "int4", (1 + 6.4 * 260 / 1024) / (1 + 6.4 * 144 / 1024)),
+        ("mine:Lion", "int8", "", 0.0),
+        ("SGD", "int4", "", 0.0),
+    ],
+)
+def test_the_codec_that_is_simulated_is_that_for_the_optimizer_of_the_run(
+    optimizer: str, wire: str, coded: str, times: float, tmp_path: Path
+) -> None:
+    made = replace(SLOW_LINK, optimizers=(optimizer,))
+    simulate(made, "bsp", 30, run_dir=tmp_path / "run")
+    recommendation = advise(
+        tmp_path / "run", ["bsp"], changes=Changes(recorded_bandwidth="1gbit"), wire=wire
+    ).recommendation
+    assert recommendation is not None
+    assert (f"add --wire {coded}, " in recommendation.text) == bool(coded)
+    if coded:
+        assert f"({times:.1f} times as fast as bsp now; {coded} cost no measurable" in recommendation.text
+        assert recommendation.text.count(optimizer.rpartition(":")[2]) == 1
 
 
 @pytest.mark.usefixtures("one_core")

@@ -7,6 +7,7 @@ import math
 import runpy
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from math import fsum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +31,15 @@ from ..words import run_name, wrappable
 from .clusters import NO_CHANGES, Changes, describe, describe_data
 from .pool import TellCount, on_all_cores
 from .ranking import failed, figures_of, rank, sweep
-from .recommendation import Candidate, Recommendation, WireVariant, candidates_of, recommend, wire_variants
+from .recommendation import (
+    WIRE_SHARE,
+    Candidate,
+    Recommendation,
+    WireVariant,
+    candidates_of,
+    recommend,
+    wire_variants,
+)
 
 NO_RECOMMENDATION = (
     'No model is recommended, because there are no results for bsp without "!", to compare with.'
@@ -215,6 +224,7 @@ def explore_models(
 #
 # Unlike a ranking by speed, such a run shows how staleness affects the loss.
 
+TRANSFERS = 100  # iterations of the simulations of other transfers
 POINTS = 60  # approximate maximum number of points in a curve
 HYPERPARAMETERS_TEXTS = {
     "translated": "The script's hyper-parameters refer to the joint batch, and are translated for all other updates.",
@@ -236,6 +246,8 @@ class TrainedScript(msgspec.Struct, frozen=True):
         said: the last line that the script has printed, in which many scripts say how accurate their model is; "" if
             there is none.
         guessed: True if the script has logged no loss, and the values are those on which it called `backward()`.
+        optimizers: names of the optimizers that the script created.
+        size_bytes: size of all parameters in bytes.
     """
 
     figures: Figures
@@ -243,6 +255,8 @@ class TrainedScript(msgspec.Struct, frozen=True):
     final_loss: float
     said: str = ""
     guessed: bool = False
+    optimizers: tuple[str, ...] = ()
+    size_bytes: int = 0
 
     @property
     def close_to_final(self) -> float:
@@ -330,7 +344,8 @@ def train_and_compare(
         raise UsageError(
             f"{script} reported no losses to compare: call paceline.log(loss=loss) before each step()."
         )
-    comparison = TrainingComparison(found, _recommended_for_script(rows, cluster))
+    transfers = _Simulated(cluster, TRANSFERS, seed, shards, wire, None, tell)
+    comparison = TrainingComparison(found, _recommended_for_script(rows, transfers))
     write_json(out / "training.json", comparison)
     console.print(_table(cluster, rows, hyperparameters, console.width))
     for sentence in verdicts(rows):
@@ -357,16 +372,25 @@ def _sizings(sync: str) -> tuple[BatchSizing, ...]:
     return ("equal", "balanced") if lockstep and not schedule.auto else ("equal",)
 
 
-def _recommended_for_script(rows: Sequence[TrainedScript], cluster: Cluster) -> Recommendation | None:
-    """Return what the losses recommend. Models that are not exact are judged by when they reach the loss of bsp."""
+def _recommended_for_script(rows: Sequence[TrainedScript], simulated: _Simulated) -> Recommendation | None:
+    """Return what the losses recommend. Models that are not exact are judged by when they reach the loss of bsp.
+
+    What would help against the transfers of the script's model is found without training, in `simulated`.
+    """
     of_bsp = next((row for row in rows if row.figures.name == "bsp"), None)
     if of_bsp is None:
         return None
     own_s = of_bsp.reaches_s(of_bsp.close_to_final) or of_bsp.figures.until_s
     reached_s = {row.figures.name: row.reaches_s(of_bsp.close_to_final) for row in rows}
+    variants: list[WireVariant] = []
+    if of_bsp.figures.transfer_share >= WIRE_SHARE:
+        cluster = replace(simulated.cluster, size_bytes=of_bsp.size_bytes, optimizers=of_bsp.optimizers)
+        simulated = simulated._replace(cluster=cluster)
+        variants = simulated.wire_variants(simulated.ranked(["bsp"]))
     return recommend(
         [_measured(each, own_s, reached_s) for each in candidates_of([row.figures for row in rows])],
-        servers=cluster.servers,
+        variants,
+        servers=simulated.cluster.servers,
         check=str,
     )
 
@@ -435,7 +459,8 @@ def _run(task: _Task) -> TrainedScript | None:
     lines = Path(task.log).read_text(errors="replace").split("\n")
     said = next((line.strip() for line in reversed(lines) if line.strip()), "")
     final_loss = curve[-1][1] if curve else float("nan")
-    return TrainedScript(figures, curve, final_loss, said, loss is not None and loss.guessed)
+    guessed, size_bytes = loss is not None and loss.guessed, sum(result.shard_bytes)
+    return TrainedScript(figures, curve, final_loss, said, guessed, result.optimizers, size_bytes)
 
 
 def verdicts(rows: Sequence[TrainedScript]) -> list[str]:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from ..core.layout import advise_wire
 from ..core.lease import BatchSizing
 from ..sim import Cluster, Dataset, Sum
 from ..sync.model import EFFECTS, Effect, effect_of
@@ -67,7 +68,8 @@ class WireVariant(msgspec.Struct, frozen=True, kw_only=True):
         batch: sizes of the workers' batches.
         servers: number of servers, each on a machine of its own.
         batches_per_push: number of batches from which a worker computes a gradient before it pushes.
-        wire: the codec; "" for that of the ranking.
+        wire: the format in which gradients and weights travel; "" for that of the ranking.
+        reason: why this format, as a clause.
         times: how many times as fast as bsp on the cluster as it is, in samples per second.
     """
 
@@ -75,6 +77,7 @@ class WireVariant(msgspec.Struct, frozen=True, kw_only=True):
     servers: int
     batches_per_push: int = 1
     wire: str = ""
+    reason: str = ""
     times: float
 
 
@@ -233,8 +236,8 @@ class _Wire(NamedTuple):
         options = []
         if self.coded is not None:
             options.append(
-                f"add --wire {self.coded.wire} ({self.coded.times:.1f} times as fast as bsp now; gradients and weights "
-                "are rounded on their way)"
+                f"add --wire {self.coded.wire}, which rounds gradients and weights on their way "
+                f"({self.coded.times:.1f} times as fast as bsp now; {self.coded.reason})"
             )
         if self.more is not None:
             options.append(
@@ -296,7 +299,6 @@ def _no_gain(bsp: Candidate, candidates: Sequence[Candidate]) -> str:
 
 FACTORS = (2, 4, 8)  # by how many times the number of servers is multiplied
 BATCHES = (2, 4)  # numbers of batches from which a push is computed
-CODEC = "int8"  # has cost nothing for any optimizer
 
 
 class _Change(NamedTuple):
@@ -339,14 +341,14 @@ def wire_variants(
         math.isfinite(cluster.bandwidth_of(worker)) for worker in range(cluster.workers)
     )
     servers = [factor * cluster.servers for factor in FACTORS if limited]
-    codecs = [CODEC] if limited and wire == "float32" else []
+    advice = advise_wire(cluster.optimizers, wire) if limited else None
     changes = [
         change
         for batch in of_bsp
         for change in [
             *(_Change(batch, count) for count in servers if count <= cluster.workers),
             *(_Change(batch, cluster.servers, batches) for batches in BATCHES),
-            *(_Change(batch, cluster.servers, wire=codec) for codec in codecs),
+            *([_Change(batch, cluster.servers, wire=advice.wire)] if advice is not None else []),
         ]
     ]
     tasks = [_task(change, cluster, of_bsp["equal"].until_s, seed, shards, data, wire) for change in changes]
@@ -357,6 +359,7 @@ def wire_variants(
             servers=change.servers,
             batches_per_push=change.batches_per_push,
             wire=change.wire,
+            reason=advice.reason if advice is not None and change.wire else "",
             # The gradients of a ranking without data are counted in pushes.
             times=row.speed * (change.batches_per_push if data is None else 1) / speed,
         )

@@ -69,6 +69,8 @@ class Cluster:
         name: name of the cluster, used in titles.
         emulated: description of how unequal machines were emulated in the run from which the cluster was recorded,
             used in captions; "" if the run emulated nothing, or the cluster was not recorded.
+        optimizers: names of the optimizers of the run from which the cluster was recorded. The codec that is
+            recommended for slow links follows from them.
 
     Raises:
         ConfigurationError: an argument is not valid.
@@ -93,6 +95,7 @@ class Cluster:
     uplinks: Sequence[Uplink] = ()
     outside: Mapping[int, Outside] = field(default_factory=dict)
     update_s: Times = 0.0
+    optimizers: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.compute_s, str) or not isinstance(self.compute_s, Sequence) or not self.compute_s:

@@ -207,7 +207,8 @@ def arguments_of_run(run_dir: Path, bandwidth_bps: float) -> dict[str, Any]:
         )
     records = [records_in(path) for path in record_files(run_dir)]
     name = run_dir.name if shards[0].header.is_whole else f"{run_dir.name} (its last iterations)"
-    return _arguments(records, shards, name, _batch_size(run_dir), sizes, bandwidth_bps)
+    arguments = _arguments(records, shards, name, _batch_size(run_dir), sizes, bandwidth_bps)
+    return arguments | {"optimizers": tuple(_summary(run_dir).get("optimizers", ()))}
 
 
 def _arguments(

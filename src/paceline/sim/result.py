@@ -88,6 +88,7 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
         choices: changes of the sync model that the run has made itself, with `sync="auto"`.
         emulated: description of how unequal machines were emulated in the run from which the cluster was recorded; ""
             if the run emulated nothing, or the cluster was not recorded.
+        optimizers: names of the model's optimizers; () if unknown, as in a cluster that was not recorded.
         recording: traces and records in memory; None if they were not kept.
         run_dir: directory with the traces and records that were written during the run; None if none were written.
         state_dict: final weights and buffers, with the names from the model's `state_dict`; None without a training
@@ -118,6 +119,7 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
     balanced: bool = False
     choices: list[ModelChoice] = []
     emulated: str = ""
+    optimizers: tuple[str, ...] = ()
     recording: Recording | None = None
     run_dir: Path | None = None
     state_dict: dict[str, Tensor] | None = None
@@ -257,6 +259,7 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
             "workers": len(self.measures.iterations),
             "servers": self.servers,
             "shards": self.shards,
+            **({"optimizers": list(self.optimizers)} if self.optimizers else {}),
             "shard_bytes": list(self.shard_bytes),
             "push_bytes": list(self.push_bytes),
             "pull_bytes": list(self.pull_bytes),

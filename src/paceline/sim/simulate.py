@@ -163,6 +163,7 @@ def simulate(
     snapshots: list[tuple[float, WeightsSnapshot]] = []
     final: WeightsSnapshot | None = None
     cuts: list[SimCut] = []
+    optimizers = tuple(cluster.optimizers)
     recorders = Recorders(
         schedule,
         cluster.workers,
@@ -264,6 +265,7 @@ def simulate(
                     raise
                 final = training.snapshot()
                 cuts = training.cuts
+                optimizers = tuple(each.name for each in training.model.optimizers)
     meter, kernel = recorders.meter, job.kernel
     most_used = job.coordinator.data.most_used_order()
     end_ticks = kernel.now_ticks if job.cut_off_ticks is None else job.cut_off_ticks
@@ -292,6 +294,7 @@ def simulate(
         balanced=most_used is not None and most_used[0].balanced,
         choices=job.coordinator.auto.choices if job.coordinator.auto is not None else [],
         emulated=cluster.emulated,
+        optimizers=optimizers,
         recording=recorders.recording,
         run_dir=Path(run_dir).absolute() if run_dir is not None else None,
         state_dict=final.state_dict if final is not None else None,
