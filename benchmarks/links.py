@@ -12,7 +12,9 @@ In the second measurement, the link of one of two servers is ten times slower. T
 the beginning of an iteration until the shard answers the pull, according to its trace.
 
 With `--wire`, a format of gradients and weights is compared with float32 instead. Two workers train in lockstep, so
-in each step the server receives two gradients over its link, and sends the weights twice.
+in each step the server receives two gradients over its link, and sends the weights twice. Then four workers, one of
+which computes three times slower, train with a server on a fast link: with float32 and equal batches, and with the
+format and balanced batches.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ import torch
 import typer
 from msgspec import structs
 from rich.console import Console
+from torch.utils.data import DataLoader, TensorDataset
 
 from paceline.cli.console import TellShare
 from paceline.core.layout import WireFormat
@@ -45,6 +48,7 @@ from paceline.sync.actions import AnswerPull
 from paceline.sync.ticks import TICKS_PER_S
 from paceline.trace.recording import read_records
 from paceline.train.optimizer import DistributedOptimizer
+from paceline.train.prepare import prepare
 from paceline.train.session import worker_index
 from paceline.wire.secure import new_secret
 
@@ -71,7 +75,11 @@ IPERF_S = 3
 DELAYED_MB = 8.0  # size of the model in the second measurement
 GOAL = 0.9
 WIRE_WORKERS = 2
-WIRE_GOAL = 0.6  # largest share of the time of float32 that bf16 in both directions may take
+WIRE_GOALS = {"bf16": 0.6, "int4": 0.25}  # largest share of the time of float32 that a format may take
+UNEQUAL = (1.0, 1.0, 1.0, 3.0)  # how slow the workers of the second measurement with a format compute
+SERVER_RATE = "1gbit"  # their server's link
+COMPUTE_S = 0.03  # time in which the fastest of them compute a batch
+BATCH = 12
 
 
 class LinksRow(msgspec.Struct, frozen=True):
@@ -94,18 +102,19 @@ class DelayRow(msgspec.Struct, frozen=True):
 
 
 class WireRow(msgspec.Struct, frozen=True):
-    """The communication time of a step with one format: the median and the extremes of the rounds."""
+    """The time of a step with one format: the median and the extremes of the rounds."""
 
     wire: str
-    communication_ms: float
+    step_ms: float
     low: float
     high: float
-    shares: list[float]  # for each round, the communication time as a share of that of float32
+    shares: list[float]  # for each round, the time as a share of that of float32
 
     @property
     def goal(self) -> str:
-        """Whether the goal is met."""
-        return {"bf16": "met" if median(self.shares) <= WIRE_GOAL else "missed"}.get(self.wire, "-")
+        """The goal, and whether it is met."""
+        goal = WIRE_GOALS.get(self.wire.split()[0])
+        return "-" if goal is None else f"<= {goal:g} {'met' if median(self.shares) <= goal else 'missed'}"
 
 
 COLUMNS: Columns[LinksRow] = {
@@ -126,19 +135,19 @@ DELAY_COLUMNS: Columns[DelayRow] = {
 }
 WIRE_COLUMNS: Columns[WireRow] = {
     "format": lambda row: row.wire,
-    "ms": lambda row: f"{row.communication_ms:.0f}",
+    "ms": lambda row: f"{row.step_ms:.0f}",
     "low - high": lambda row: f"{row.low:.0f} - {row.high:.0f}",
     "share of float32": lambda row: f"{median(row.shares):.2f}",
     "all rounds": lambda row: ", ".join(f"{share:.2f}" for share in row.shares),
-    f"goal <= {WIRE_GOAL:g}": lambda row: row.goal,
+    "goal": lambda row: row.goal,
 }
 Wire = Annotated[
     str,
     typer.Option(
         "--wire",
-        metavar="<bf16>",
-        help="Compare this format of gradients and weights with float32 instead, with two workers and the first "
-        "of the sizes. This takes about 4 minutes on links of 250mbit, and does not need iperf3.",
+        metavar="<bf16|int8|int4>",
+        help="Compare this format of gradients and weights with float32 instead, with two and four workers and the "
+        "first of the sizes. This takes about 4 minutes on links of 250mbit, and does not need iperf3.",
     ),
 ]
 
@@ -161,7 +170,7 @@ def measure(
     if not sizes_mb or min(sizes_mb) <= 0:
         raise ConfigurationError(f"sizes are {sizes_mb}, expected numbers > 0.")
     if not WireFormat.read(wire).exact:
-        return [_measure_wire(tell, rate, sizes_mb[0], rounds, wire, iterations)]
+        return _measure_wire(tell, rate, sizes_mb[0], rounds, wire, iterations)
     if shutil.which("iperf3") is None:
         raise ConfigurationError("this benchmark needs the command iperf3; install it first.")
     with network(2, NetworkLink(rate, 0.0)) as machines:
@@ -213,17 +222,40 @@ def row_of(size_mb: float, tls: bool, times: list[tuple[float, float]]) -> Links
 
 def _measure_wire(
     tell: TellShare, rate: str, size_mb: float, rounds: int, wire: str, iterations: int
-) -> Figures[WireRow]:
-    with network(1 + WIRE_WORKERS, NetworkLink(rate, 0.0)) as machines:
-        settings = {"workers": WIRE_WORKERS, "transport": "tcp", "placement": machines.placement(1)}
+) -> list[Figures[WireRow]]:
+    link = NetworkLink(rate, 0.0)
+    with network(1 + WIRE_WORKERS, link) as machines:
+        settings: dict[str, Any] = {
+            "workers": WIRE_WORKERS,
+            "transport": "tcp",
+            "placement": machines.placement(1),
+        }
 
         def run(each: str) -> float:
             _, times_s = live(train, size_mb, iterations, kind=float, wire=each, **settings)
             return fmean(times_s)
 
         found = in_turns(tell, rounds, {each: each for each in ("float32", wire)}, run)
-    title = f"Communication time of a step with {size_mb:g} MB, {WIRE_WORKERS} workers, links of {rate}"
-    return Figures(title, wire_rows(found), WIRE_COLUMNS, rounds_text(rounds))
+    with network(1 + len(UNEQUAL), link, {0: NetworkLink(SERVER_RATE, 0.0)}) as machines:
+        settings = {"workers": len(UNEQUAL), "transport": "tcp", "placement": machines.placement(1)}
+
+        def run_unequal(case: tuple[str, str]) -> float:
+            form, batch = case
+            given = settings | {"wire": form, "batch": batch}
+            return max(live(train_unequal, size_mb, 2 * iterations, kind=float, **given)[1])
+
+        cases = {"float32": ("float32", "equal"), f"{wire} balanced": (wire, "balanced")}
+        unequal = in_turns(tell, rounds, cases, run_unequal)
+    figures = []
+    for times_s, what in (
+        (found, f"Communication time of a step with {size_mb:g} MB, {WIRE_WORKERS} workers, links of {rate}"),
+        (
+            unequal,
+            f"Time of a step with {size_mb:g} MB, 4 workers 1:1:1:3, links of {rate}, server {SERVER_RATE}",
+        ),
+    ):
+        figures.append(Figures(what, wire_rows(times_s), WIRE_COLUMNS, rounds_text(rounds)))
+    return figures
 
 
 def wire_rows(found: dict[str, list[float]]) -> list[WireRow]:
@@ -294,6 +326,26 @@ def train(size_mb: float, iterations: int) -> float:
     step_s = median_s(step, iterations)
     time.sleep(0.1)
     return step_s - median_s(bare.compute, iterations)
+
+
+def train_unequal(size_mb: float, iterations: int) -> float:
+    """Train with batches that take this worker as long as its speed says. Return the time of a step in seconds."""
+    torch.set_num_threads(1)
+    slow = UNEQUAL[worker_index()]
+    data = TensorDataset(torch.zeros(BATCH * len(UNEQUAL) * iterations, 1))
+    flat = Flat(size_mb, worker_index())
+    _, optimizer, loader = prepare(
+        flat, torch.optim.SGD(flat.parameters(), lr=1e-3), DataLoader(data, batch_size=BATCH)
+    )
+    times_s = []
+    for _ in range(3):  # in the first epoch, batches are not balanced
+        begun_s = time.perf_counter()
+        for (batch,) in loader:
+            time.sleep(COMPUTE_S * slow * len(batch) / BATCH)
+            flat.compute()
+            optimizer.step()
+        times_s.append((time.perf_counter() - begun_s) / iterations)
+    return median(times_s[1:])
 
 
 def _write_time(size_mb: float, iterations: int, file: Path) -> None:

@@ -179,6 +179,7 @@ class ThreadedRun:
     history: MetricHistory = field(default_factory=MetricHistory)  # what the function has logged
     servers: list[ServerHost] = field(default_factory=list)
     lost: list[int] = field(default_factory=list)  # workers
+    repeated_bases: int = 0  # how often a worker had come to another base than its server
 
     @property
     def shards(self) -> list[Trace]:
@@ -294,6 +295,7 @@ def run_on_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunOnThre
         assert not any(thread.is_alive() for thread in servers), "a server hangs"
         outcome.faults = coordinator.core.faults
         outcome.lost = coordinator.core.members.lost
+        outcome.repeated_bases = coordinator.core.repeated_bases
         outcome.samples = coordinator.core.data.counts()
         outcome.traces = read_run(Path(job.run_dir))
         outcome.history = MetricHistory(coordinator.core.history.metrics())

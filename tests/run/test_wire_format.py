@@ -16,14 +16,13 @@ from torch import nn
 import paceline
 from paceline import DistributedOptimizer, simulate, worker_index
 from paceline.core.layout import Layout, Parameter, ShardSlice, WireAdvice, WireFormat, advise_wire
-from paceline.core.messages import Answer, Commit, Stage
+from paceline.core.messages import Answer, BaseRequested, Commit, Message, Stage
 from paceline.errors import ConfigurationError
 from paceline.run import worker as worker_module
 from paceline.run.job import describe
 from paceline.run.job_options import make_job
-from paceline.run.server import ServerHost
 from paceline.run.worker import WorkerSession
-from paceline.run.worker_links import WATCHED_ITERATIONS, SlowLink, WorkerMemory
+from paceline.run.worker_links import WATCHED_ITERATIONS, Links, SlowLink, WorkerMemory
 from paceline.shard.codecs import BaseReceiver, Receiver, Sender
 from paceline.shard.store import Push, Store
 from paceline.shard.vectors import Vectors
@@ -34,6 +33,7 @@ from paceline.trace import replay
 from paceline.wire.preface import Sending
 from tests.support.live import run_program
 from tests.support.live import train as live_training
+from tests.support.marks import thorough
 
 if TYPE_CHECKING:
     from tests.conftest import RunOnThreads
@@ -624,8 +624,17 @@ def test_a_worker_that_joins_late_begins_with_exact_weights(
 # -- int8 and int4: weights as differences to a base ---------------------------------------------------------
 
 
-def perceptron(steps: int, dtype: torch.dtype = torch.float32) -> Callable[[], None]:
-    """A script whose result depends only on its workers' indices. A parameter has a gradient in some steps only."""
+def perceptron(
+    steps: int,
+    dtype: torch.dtype = torch.float32,
+    *,
+    extends_at: int = -1,
+    told: Callable[[int], None] = lambda step: None,
+) -> Callable[[], None]:
+    """A script whose result depends only on its workers' indices. A parameter has a gradient in some steps only.
+
+    In one step, it adds a parameter. `told` is called with the number of each step.
+    """
 
     def train() -> None:
         generator = torch.Generator().manual_seed(1)
@@ -637,11 +646,16 @@ def perceptron(steps: int, dtype: torch.dtype = torch.float32) -> Callable[[], N
         sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         optimizer = DistributedOptimizer(sgd, model=model)
         generator.manual_seed(worker_index())
+        scale = nn.Parameter(torch.ones(7, dtype=dtype))
         for step in range(steps):
+            told(step)
+            if step == extends_at:
+                model.scale = scale
+                optimizer.add_param_group({"params": [scale]})
             x = torch.randn(16, 20, generator=generator).to(dtype)
             y = torch.randint(0, 7, (16,), generator=generator)
             optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(layers(x).float(), y)
+            loss = nn.functional.cross_entropy((layers(x) * scale).float(), y)
             (loss if step % 3 else loss + 0.01 * model.sometimes.float().sum()).backward()
             optimizer.step()
 
@@ -666,6 +680,29 @@ def test_a_live_run_is_its_simulation_to_the_bit_for_any_number_of_shards(
         assert torch.equal(values, simulated[name])
     largest = max((values - exact[name]).abs().max() for name, values in live.items())
     assert 0.0 < largest < 0.02
+
+
+@pytest.mark.parametrize("wire", thorough("int8", "int4"))
+def test_a_long_live_run_is_its_simulation_to_the_bit(wire: str, run_on_threads: RunOnThreads) -> None:
+    train = perceptron(2000, extends_at=700)
+    options: dict[str, Any] = {"sync": "bsp", "wire": wire}
+    live = run_on_threads(train, workers=2, servers=2, transport="tcp", **options)
+    simulated = simulate(Cluster(compute_s=[1.0, 1.5]), train_fn=train, **options).state_dict
+    assert simulated is not None
+    for name, values in live.state_dict.items():
+        assert torch.equal(values, simulated[name])
+    assert live.repeated_bases == 0
+
+
+@pytest.mark.parametrize("wire", thorough("int8", "int4"))
+def test_a_worker_that_joins_a_long_live_run_has_the_base_of_the_others(
+    wire: str, run_on_threads: RunOnThreads
+) -> None:
+    joins = threading.Event()
+    train = perceptron(2000, told=lambda step: joins.set() if step == 500 else None)
+    run = run_on_threads(train, workers=3, servers=2, sync="bsp", wire=wire, late=joins)
+    assert run.results.keys() == {0, 1, 2}
+    assert run.repeated_bases == 0  # each answer has the checksum of the server's base
 
 
 @pytest.mark.parametrize("wire", ["int8", "int4"])
@@ -716,8 +753,7 @@ def test_several_optimizers_have_bases_of_their_own(
 def test_a_worker_that_has_come_to_another_base_receives_all_of_it(
     run_on_threads: RunOnThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[int, int]] = []
-    decode, repeat = BaseReceiver.decode, ServerHost._repeat_base
+    decode = BaseReceiver.decode
     decoded = itertools.count()
 
     def damaged(end: BaseReceiver, ranges: Any, *, whole: bool) -> int:
@@ -725,20 +761,37 @@ def test_a_worker_that_has_come_to_another_base_receives_all_of_it(
             end.base["float32"][7] += 1.0
         return decode(end, ranges, whole=whole)
 
-    def watched(host: ServerHost, peer: Any, shard: int) -> None:
-        asked.append((peer.index, shard))
-        repeat(host, peer, shard)
-
     monkeypatch.setattr(BaseReceiver, "decode", damaged)
-    monkeypatch.setattr(ServerHost, "_repeat_base", watched)
     train = perceptron(10)
     options: dict[str, Any] = {"sync": "bsp", "wire": "int4"}
     run = run_on_threads(train, workers=2, servers=1, transport="tcp", **options)
     simulated = simulate(Cluster(compute_s=[1.0, 1.5]), train_fn=train, **options)
     assert simulated.state_dict is not None
-    assert len(asked) == 1
+    assert run.repeated_bases == 1
     for name, values in run.state_dict.items():
         assert torch.equal(values, simulated.state_dict[name])
+
+
+def test_a_base_is_repeated_once(
+    run_on_threads: RunOnThreads, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A worker that asks again and again could let the queue of its server grow without limit."""
+    decode, send = WorkerMemory.decode, Links.to_shard
+
+    def never(memory: WorkerMemory, answer: Answer) -> bool:
+        return decode(memory, answer) and (answer.base < 5 or answer.codec == "float32")
+
+    def twice(links: Links, shard: int, message: Message, *rest: Any, **options: Any) -> None:
+        for _ in range(1 + (type(message) is BaseRequested)):
+            send(links, shard, message, *rest, **options)
+
+    monkeypatch.setattr(WorkerMemory, "decode", never)
+    monkeypatch.setattr(Links, "to_shard", twice)
+    run = run_on_threads(
+        perceptron(10), workers=2, servers=1, transport="tcp", sync="bsp", wire="int4", keep_errors=True
+    )
+    assert run.errors.keys() == {0, 1}
+    assert "it asks for the base of shard 0, which was not sent" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -775,8 +828,19 @@ def test_the_codec_of_the_weights_depends_on_the_sync_model(
         assert replay(trace) == []
 
 
+COMING_AND_GOING = {
+    0: Presence(lost_at_s=4400.3, back_after_s=9.0),
+    1: Presence(lost_at_s=20.3, back_after_s=3000.0),
+    2: Presence(joins_at_s=30.1),
+}
+
 BASED_SCRIPTS: dict[str, tuple[Callable[[], None], str, Cluster]] = {
     "steady": (perceptron(30), "bsp", Cluster(compute_s=[1.0, 1.5])),
+    "long": (
+        perceptron(10_000, extends_at=2000),
+        "bsp@0,spec-sync@3000,bsp@3100,asp@5000,bsp@5050",
+        Cluster(compute_s=[0.7, 1.0, 0.8], servers=2, presence=COMING_AND_GOING),
+    ),
     "changes": (perceptron(40), "bsp@0,asp@10,bsp@20", Cluster(compute_s=[1.0, 1.5, 2.0])),
     "comes and goes": (
         perceptron(60),
@@ -789,14 +853,14 @@ BASED_SCRIPTS: dict[str, tuple[Callable[[], None], str, Cluster]] = {
 }
 
 
-@pytest.mark.parametrize("name", BASED_SCRIPTS)
+@pytest.mark.parametrize("name", [*(name for name in BASED_SCRIPTS if name != "long"), *thorough("long")])
 @pytest.mark.parametrize("wire", ["int8", "int4"])
 def test_in_virtual_time_every_worker_comes_to_the_base_by_what_it_receives(
     name: str, wire: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker that has received differences or whole bases has the server's base, whoever comes, goes or changes."""
     train, sync, cluster = BASED_SCRIPTS[name]
-    receivers: dict[int, BaseReceiver] = {}
+    receivers: dict[tuple[int, int], BaseReceiver] = {}
     kinds: Counter[str] = Counter()
     sent = Training.sent
 
@@ -804,21 +868,23 @@ def test_in_virtual_time_every_worker_comes_to_the_base_by_what_it_receives(
         sent(training, worker, answer)
         if not answer.base:
             return
-        based = training._bases[answer.shard]
+        based, end = training._bases[answer.shard], (worker, answer.shard)
         whole = answer.codec == "float32"
         kinds["whole" if whole else "difference"] += 1
-        if worker not in receivers or whole:
-            receivers[worker] = BaseReceiver(
+        if end not in receivers or whole:
+            receivers[end] = BaseReceiver(
                 wire, {name: torch.zeros_like(each) for name, each in based.vectors.items()}
             )
-        receiver, ranges = receivers[worker], based.ranges(based.vectors)
+        receiver, ranges = receivers[end], based.ranges(based.vectors)
         ends = Receiver("float32", receiver.vectors) if whole else receiver
         for there, data in zip(ends.memory(ranges), based.payload(based.vectors, whole=whole), strict=True):
             there[:] = data
         assert receiver.decode(ranges, whole=whole) == based.checksum(based.vectors)
 
     monkeypatch.setattr(Training, "sent", watched)
-    simulate(cluster, sync, train_fn=train, wire=wire)
+    run = simulate(cluster, sync, train_fn=train, wire=wire, cut_at_s=[1500.0] if name == "long" else [])
+    for cut in run.cuts:
+        simulate(cluster, "bsp", train_fn=perceptron(50), wire=wire, resumed=cut)
     assert kinds["whole"] >= cluster.workers
     assert kinds["difference"] > 10 * kinds["whole"] or name == "changes"
 

@@ -29,6 +29,7 @@ import safetensors.torch
 
 from paceline.checkpoints.manifest import is_lineage, numbers_in
 from paceline.checkpoints.reading import Checkpoint
+from paceline.core.layout import CODECS
 from paceline.wire.preface import SILENCE_S
 from tests.support.live import MARK, await_that, processes, start_program, started
 from tests.support.marks import chaos, thorough
@@ -103,11 +104,12 @@ def strike(seed: int, mark: str) -> Outcome:
     target, name = draw.choice(TARGETS), draw.choice(SIGNALS)
     index = draw.randrange(servers if target == "server" else workers)
     moment_s = draw.uniform(0.0, LIFETIME_S[target])  # from when it is there
+    codec = draw.choice([*CODECS])
     Path("train.py").write_text(SCRIPT)
     with Path("said").open("w") as said:
         program = start_program(
             *("-P", "-m", "paceline", "run", "--run-dir", "run", "--workers", str(workers)),
-            *("--servers", str(servers), "--transport", transport, "--sync", sync),
+            *("--servers", str(servers), "--transport", transport, "--sync", sync, "--wire", codec),
             *("--pace", ",".join(["0.06"] * workers), "--stall-timeout", str(STALL_TIMEOUT_S), "train.py"),
             stderr=said,
         )
@@ -144,7 +146,7 @@ def strike(seed: int, mark: str) -> Outcome:
         default=0.0,
     )
     who = target if target == "launcher" else f"{target} {index}"
-    job = f"{workers} workers, {servers} servers, {transport}, {sync}"
+    job = f"{workers} workers, {servers} servers, {transport}, {codec}, {sync}"
     what = f"{name} to {who} {moment_s:.2f} s after its start ({job})"
     code = program.returncode
     return Outcome(what, code, time.time() - struck_s, last_s - struck_s, Path("said").read_text(), hit)
@@ -177,6 +179,8 @@ def expected(outcome: Outcome) -> str:
         return "the cause is not named"
     if outcome.code == 0 and target == "launcher" and name not in ("SIGSTOP",) and outcome.went_on_s > 1.0:
         return "it went on"
+    if (summary := Path("run/summary.json")).exists() and json.loads(summary.read_text())["repeated_bases"]:
+        return "a worker has come to another base than its server"
     saved = list(Path("run").glob("weights*.safetensors"))
     if outcome.code in (0, 3) and not saved:
         return "no weights"
@@ -308,10 +312,11 @@ class SharingRun:
         return max(numbers_in(self.shared / self.lineage), default=0) if self.lineage else 0
 
     def start(self, *more: str) -> subprocess.Popen[str]:
-        """Start the run or resume it, under a random model and with random numbers of workers and servers."""
+        """Start the run or resume it, with a random model and codec, and random numbers of workers and servers."""
         chance = self.chance
         options = ["-n", str(chance.randint(1, 2)), "--servers", str(chance.randint(1, 2))]
-        options += ["--sync", chance.choice(MODELS), *more]
+        options += ["--sync", chance.choice(MODELS), "--transport", chance.choice(["tcp", "unix"])]
+        options += ["--wire", chance.choice([*CODECS]), *more]
         self.log.append(" ".join(options))
         return start_program(
             *(
@@ -404,6 +409,7 @@ def test_runs_that_are_killed_share_a_directory_with_one_another_and_with_others
         print(f"\n{run.run_dir}: {share} kills, {len(found['resumptions'])} resumptions: {samples}")
         assert samples["used"] + samples["torn"] == EPOCHS * SAMPLES, (samples, run.log)
         assert sum(samples.values()) == EPOCHS * SAMPLES, (samples, run.log)
+        assert found["repeated_bases"] == 0
         assert found["resumptions"]  # one that is killed before it has described itself is not among them
         own = run.shared / run.lineage
         numbers = numbers_in(own)

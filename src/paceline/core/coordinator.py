@@ -61,6 +61,7 @@ from .lease import DataOrder, PackedPushed
 from .members import Departure, Losses, MainWorker, Members, Quorum, ServerRoster
 from .messages import (
     AllCommitted,
+    BaseRequested,
     ChangePublished,
     Combined,
     Contributed,
@@ -139,7 +140,7 @@ MOST_WARNINGS = 100
 
 
 @stateful(
-    history="cut_off endings faults board waits time_ledger samples",
+    history="cut_off endings faults board waits time_ledger samples repeated_bases",
     fixed="resumed placement _seed _workers _shards _slicing _block _overlap _read_sync _shortage _recorder _first "
     "_ticks_per_s",
     about={"main": "scripts", "_connected": "connections"},
@@ -194,6 +195,7 @@ class Coordinator:
         endings: (worker, incarnation) -> the error that it reported, why it was taken out, or how its process ended,
             once this is known. See `cause`.
         faults: descriptions of the problems that did not end the run, in order of occurrence.
+        repeated_bases: how often a worker has asked for a base again, because it had come to another one.
         board: worker -> the last status that the worker reported.
         waits: server -> the last list of waiting workers that the server sent.
         data: the ledger of the data that the workers use.
@@ -245,6 +247,7 @@ class Coordinator:
         self.cut_off: list[int] = []
         self.endings: dict[tuple[int, int], str] = {}
         self.faults: list[str] = []
+        self.repeated_bases = 0
         self.board: dict[int, Status] = {}
         self.waits: dict[int, Waits] = {}
         self.data = DataLedger(() if resumed is None else resumed.loaders)
@@ -554,6 +557,8 @@ class Coordinator:
                 return [Send(sender, self._enter(worker, message, now_ticks))]
             case EpochReached():
                 return self.loops.reached(worker, message, self.members.present, now_ticks)
+            case BaseRequested():
+                self.repeated_bases += 1
             case StoodIn():
                 return self.collectives.allow_pushes(self.members.live)
             case GradientHashed():

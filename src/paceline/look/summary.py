@@ -44,6 +44,8 @@ def summary_rows(summary: Mapping[str, Any]) -> dict[str, str]:
         shown["resumed"] = convert(resumptions[-1], Resumption).words
     if measured:
         shown |= _figures(summary)
+    if repeated := summary.get("repeated_bases", 0):
+        shown["sent again"] = f"all weights of a shard, {repeated} times, to a worker that had come to others"
     if (main := summary.get("main_worker", 0)) > 0:
         shown["main worker"] = f"worker {main} at the end (see paceline.is_main)"
     if "devices" in summary:

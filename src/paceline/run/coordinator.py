@@ -158,6 +158,7 @@ class StateReport(msgspec.Struct, frozen=True):
         vacant: the servers that machines have yet to bring.
         faults: problems that did not end the run.
         findings: see `Coordinator.findings`.
+        repeated_bases: see `Coordinator.repeated_bases`.
         silent: process that was ever awaited, and has not left -> its incarnation, and what changes when it sends a
             message.
         awaited: the processes for which the run has been waiting for an unusually long time.
@@ -180,6 +181,7 @@ class StateReport(msgspec.Struct, frozen=True):
     vacant: tuple[int, ...]
     faults: tuple[str, ...]
     findings: tuple[str, ...]
+    repeated_bases: int
     silent: Mapping[tuple[str, int], tuple[int, float]]
     awaited: tuple[AwaitedProcess, ...]
     standstill: str
@@ -210,6 +212,7 @@ class StateReport(msgspec.Struct, frozen=True):
             tuple(host.core.servers.vacant),
             tuple(host.core.faults),
             tuple(host.core.findings),
+            host.core.repeated_bases,
             {
                 (role, index): (members.incarnation(index) if role == "worker" else 0, clock)
                 for role, index in host.stalls.ever_awaited

@@ -357,7 +357,9 @@ class Links(Host):
         if not self._memory.decode(answer):
             if answer.codec == "float32":
                 raise ProtocolError(f"the weights of shard {answer.shard} have been damaged on their way")
-            self.to_shard(answer.shard, BaseRequested(answer.shard))
+            request = BaseRequested(answer.shard)
+            self.to_shard(answer.shard, request)
+            self.post(self.coordinator, request)
             return
         if self.tells_arrivals:
             self._tell_arrived(answer)

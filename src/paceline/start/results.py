@@ -217,6 +217,7 @@ def summarize(
         "overlap": job.overlap,
         "transport": job.transport,
         "wire": str(job.wire),
+        "repeated_bases": report.repeated_bases,
         "seed": job.seed,
         "guard": job.guard,
         "samples_per_update": samples_line(job, report.samples, program),

@@ -169,8 +169,12 @@ class Answer(Message, omit_defaults=True):
 
 
 @sent("worker", to="server", forwarded=False)
+@sent("worker", to="coordinator", during="training")
 class BaseRequested(Message):
-    """A worker has come to another base than that of the last answer, and needs all of it. See `Answer.checksum`."""
+    """A worker has come to another base than that of the last answer, and needs all of it. See `Answer.checksum`.
+
+    The coordinator counts these messages.
+    """
 
     shard: Number
 
