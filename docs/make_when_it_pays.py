@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT))  # `reproductions` is not installed
 
 from docs.by_study import of_digits  # noqa: E402
 from docs.on_accelerators import section as on_accelerators  # noqa: E402
+from docs.slow_links import section as on_slow_links  # noqa: E402
 from reproductions.evidence.on_networks import SIX, STUDIES, TWO  # noqa: E402
 from reproductions.evidence.on_quadratics import BATCHES, QUADRATICS  # noqa: E402
 from reproductions.evidence.places import CONTENDERS, PLACES  # noqa: E402
@@ -393,6 +394,7 @@ def text() -> str:
         *LET_THE_RUN_CHOOSE.splitlines(),
         "",
         *on_accelerators(),
+        *on_slow_links(),
         METHOD.format(
             count=count,
             minutes=round(

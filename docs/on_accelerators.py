@@ -1,7 +1,8 @@
 """The section "On accelerators" of `docs/when-it-pays.md`, with a model of a step's time.
 
 The model counts the copies and the update that a step needs besides the computation. Its constants are nominal rates
-of links, and the measured times of an update (see `UPDATE_NS`). `make_when_it_pays.py` writes the section.
+of links, and measured times: of an update (see `UPDATE_NS`) and of encoding (see `ENCODING_NS`).
+`make_when_it_pays.py` writes the section.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import textwrap
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["Case", "ddp_s", "paceline_s", "section"]
+from paceline.core.layout import CODECS
+
+__all__ = ["ENCODING_NS", "Case", "ddp_s", "paceline_s", "section"]
 
 BYTES_PER_WEIGHT = 4  # float32
 DEVICE_RATE = 25e9  # PCIe 4.0 x16, nominal, in bytes per second and direction
@@ -27,6 +30,32 @@ Measured by `python -m benchmarks transport --systems optimizer --rounds 12`: th
 """
 
 LARGE_NS = {optimizer: large_ns for optimizer, (_, large_ns) in UPDATE_NS.items()}
+
+
+class Encoding(NamedTuple):
+    """Times of a codec on one core, in nanoseconds per weight.
+
+    Attributes:
+        encode: to encode a gradient.
+        decode: to decode a gradient at the servers.
+        advance: to encode the difference of new weights to the base, which is done once for all workers.
+        receive: to decode this difference, and to compare checksums.
+    """
+
+    encode: float = 0.0
+    decode: float = 0.0
+    advance: float = 0.0
+    receive: float = 0.0
+
+
+ENCODING_NS = {
+    "float32": Encoding(),
+    "int8": Encoding(encode=0.6, decode=0.3, advance=1.7, receive=1.0),
+    "int4": Encoding(encode=1.1, decode=0.4, advance=1.8, receive=1.2),
+}
+"""Codec -> its times with 100 MB. Measured by `python -m docs.slow_links`: the fastest round, in processor time."""
+
+ENCODED = ("encode gradients", "decode gradients", "encode weights", "decode weights")
 
 LINKS = {
     "10-gigabit Ethernet": 1.25e9,
@@ -56,14 +85,15 @@ class Case(NamedTuple):
         """Size of the weights in bytes."""
         return BYTES_PER_WEIGHT * self.weights
 
-    @property
-    def link_s(self) -> float:
-        """Time for which the link of a machine is busy in each direction, per step, in seconds.
+    def link_s(self, codec: str = "float32") -> float:
+        """Return the time for which the link of a machine is busy in each direction, per step, in seconds.
 
         Each machine has a worker and a server. It sends the gradients of the other servers' shards, and the weights
         of its own shard to the other workers. A ring all-reduce sends the same number of bytes.
         """
-        return 2 * (MACHINES - 1) / MACHINES * self.size_bytes / LINKS[self.link]
+        block, block_bytes = CODECS[codec][:2]
+        size_bytes = self.weights * block_bytes / block
+        return 2 * (MACHINES - 1) / MACHINES * size_bytes / LINKS[self.link]
 
 
 CASES = (
@@ -91,17 +121,21 @@ def update_s(case: Case) -> float:
     return case.weights / MACHINES * per_weight_ns / 1e9
 
 
-def paceline_s(case: Case) -> float:
+def paceline_s(case: Case, codec: str = "float32") -> float:
     """Return the time of a step under `bsp` with balanced batches, in seconds.
 
     What fits beside the backward pass is taken to be hidden: the gradients' way to the host, and from there to the
-    servers. Weights are copied to the device while others still arrive.
+    servers, with encoding and decoding. Weights are copied to the device while others still arrive. They are decoded
+    when all of a shard has arrived, and the shards arrive at the same time.
     """
     fast = MACHINES / 2
     computation_s = case.step_s * (MACHINES / (fast + fast / SLOWER) if case.unequal else 1)
-    device_s, half_link_s = case.size_bytes / DEVICE_RATE, case.link_s / 2
-    exposed_s = max(0.0, max(device_s, half_link_s) - BACKWARD * computation_s)
-    return computation_s + exposed_s + update_s(case) + max(half_link_s, device_s)
+    device_s, half_link_s = case.size_bytes / DEVICE_RATE, case.link_s(codec) / 2
+    encoding = Encoding(*(case.weights * ns / 1e9 for ns in ENCODING_NS[codec]))
+    gradients_s = max(device_s, half_link_s, encoding.encode, encoding.decode)
+    exposed_s = max(0.0, gradients_s - BACKWARD * computation_s)
+    weights_s = encoding.advance / MACHINES + max(half_link_s, device_s) + encoding.receive
+    return computation_s + exposed_s + update_s(case) + weights_s
 
 
 def ddp_s(case: Case) -> float:
@@ -111,7 +145,7 @@ def ddp_s(case: Case) -> float:
     one machine, all-reduce uses PCIe.
     """
     computation_s = case.step_s * (SLOWER if case.unequal else 1)
-    reduce_s = case.link_s or 2 * (MACHINES - 1) / MACHINES * case.size_bytes / DEVICE_RATE
+    reduce_s = case.link_s() or 2 * (MACHINES - 1) / MACHINES * case.size_bytes / DEVICE_RATE
     return computation_s + max(0.0, reduce_s - BACKWARD * computation_s)
 
 
@@ -141,9 +175,25 @@ def section() -> list[str]:
                 ["ns per weight", "25 MB", "100 MB"],
                 [[f"`{name}`", *(f"{ns:.1f}" for ns in figures)] for name, figures in UPDATE_NS.items()],
             )
+        elif block == "ENCODING":
+            lines += table(
+                ["ns per weight", *ENCODED],
+                [[f"`{codec}`", *(f"{ns:.1f}" for ns in ENCODING_NS[codec])] for codec in ("int8", "int4")],
+            )
         elif block == "EXAMPLES":
             lines += table(
-                ["weights", "gradient", "GPUs", "link", "Paceline", "DDP", "ratio", "use"],
+                [
+                    "weights",
+                    "gradient",
+                    "GPUs",
+                    "link",
+                    "Paceline",
+                    "`int8`",
+                    "`int4`",
+                    "DDP",
+                    "ratio",
+                    "use",
+                ],
                 [_row(case) for case in CASES],
             )
         elif block.startswith("|"):
@@ -168,6 +218,7 @@ def _row(case: Case) -> list[str]:
         "half of them 2x slower" if case.unequal else "equal",
         case.link,
         f"{own_s:.3f} s",
+        *(f"{paceline_s(case, codec):.3f} s" if case.link_s() else "-" for codec in ("int8", "int4")),
         f"{other_s:.3f} s",
         f"{ratio:.2f}",
         "Paceline" if ratio <= WORTHWHILE else "DDP with NCCL",
@@ -194,8 +245,17 @@ hidden.
 link is slower than the device. In shared memory, nothing is hidden.
 
 With 100 million weights ({gigabytes:.1f} GB), a copy over PCIe takes {device_ms:.0f} ms, and 10-gigabit Ethernet
-takes {ethernet_ms:.0f} ms in each direction. Over shared memory, there is no link between workers and servers. With
-`--wire int8`, the links take a quarter of the time.
+takes {ethernet_ms:.0f} ms in each direction. Over shared memory, there is no link between workers and servers.
+
+**Codecs.** With `--wire int8`, the links take a quarter of the time, and with `int4`, a seventh. But gradients and
+weights are encoded and decoded on the CPUs, which takes this time on one core (`python -m docs.slow_links`):
+
+ENCODING
+
+Gradients are encoded and decoded beside the backward pass, as far as they fit. Each server encodes its part of the
+weights after the update, and each worker decodes all of them. So with one core for each process, codecs save little
+over 10-gigabit Ethernet, and cost time over faster links. [Over slower links](#on-slow-links), they save most of the
+time.
 
 **The update.** About, for one push, on one core of a virtual machine. Because the speed of such a machine varies,
 the fastest of many updates counts (`python -m benchmarks transport --systems optimizer --rounds 12`):
@@ -217,7 +277,8 @@ received and sent. Devices hold no optimizer states: with Adam, DDP needs 2 P mo
 its own. Of unequal devices, half take twice as long. The optimizer is Adam. Paceline uses `bsp` and balanced batches.
 DDP uses equal batches, so its steps take as long as those of the slow devices. What fits beside the backward pass,
 two thirds of the computation, is taken to be hidden, for both. These times are computed, not measured
-(`docs/on_accelerators.py`). Paceline is recommended if it takes at least 10 % less time:
+(`docs/on_accelerators.py`). Paceline is recommended if it takes at least 10 % less time. The columns `int8` and `int4`
+show its time with a codec, including encoding and decoding:
 
 EXAMPLES
 

@@ -1,0 +1,116 @@
+"""The section "On slow links" of `docs/when-it-pays.md`: what the codecs of `--wire` save.
+
+The times of steps are those of the simulator. It counts no time for encoding. `python -m docs.slow_links` measures this
+time, for `docs.on_accelerators.ENCODING_NS`. `make_when_it_pays.py` writes the section.
+"""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from collections.abc import Callable
+from functools import partial
+
+from docs.on_accelerators import BYTES_PER_WEIGHT, ENCODING_NS, table
+from paceline.core.layout import CODECS
+from paceline.sim import Cluster, simulate
+
+__all__ = ["section"]
+
+WORKERS = 4
+COMPUTE_S = 0.2
+SIZES_MB = (2.4, 25.0, 400.0)
+RATES = {"20 Mbit/s": 20e6, "100 Mbit/s": 100e6, "1 Gbit/s": 1e9, "10 Gbit/s": 10e9}
+ITERATIONS = 10
+
+
+def step_s(size_mb: float, rate_bps: float, wire: str) -> float:
+    """Return the time of a step under `bsp`, without the beginning of the run, in seconds."""
+    cluster = Cluster(
+        compute_s=[COMPUTE_S] * WORKERS, bandwidth_bps=rate_bps, size_bytes=round(size_mb * 1e6)
+    )
+    once_s, twice_s = (simulate(cluster, "bsp", times * ITERATIONS, wire=wire).time_s for times in (1, 2))
+    return (twice_s - once_s) / ITERATIONS
+
+
+def encoding_s(size_mb: float, wire: str) -> float:
+    """Return the time of a step for encoding and decoding, if each process has one core, in seconds."""
+    times = ENCODING_NS[wire]
+    whole_ns = times.encode + WORKERS * times.decode + times.advance + times.receive
+    return size_mb * 1e6 / BYTES_PER_WEIGHT * whole_ns / 1e9
+
+
+def section() -> list[str]:
+    """Return the lines of the section."""
+    rows = [
+        [f"{size_mb:g} MB", link, *(_seconds(step_s(size_mb, rate_bps, wire)) for wire in CODECS)]
+        for size_mb in SIZES_MB
+        for link, rate_bps in RATES.items()
+    ]
+    encoding = [
+        f"{encoding_s(size_mb, 'int8'):.2g} s with `int8` and {encoding_s(size_mb, 'int4'):.2g} s with `int4` for "
+        f"{size_mb:g} MB"
+        for size_mb in SIZES_MB[1:]
+    ]
+    text = (
+        f"The time of a step under `bsp`: {WORKERS} workers and a server, each on a machine of its own, and a "
+        f"computation of {COMPUTE_S:g} s, after which the gradient is sent. These are times of `paceline.simulate` "
+        "(`docs/slow_links.py`):",
+        "A simulation counts no time for encoding. In each step, encoding and decoding take about "
+        f"{', and '.join(encoding)}, if each process has a core. So at 10 Gbit/s, they take back a part of what is "
+        "saved. [Slow links](cluster.md#slow-links-a-quarter-or-a-seventh-of-the-bytes) says which codec suits which "
+        "optimizer.",
+    )
+    before, after = (textwrap.wrap(each, 118, break_on_hyphens=False) for each in text)
+    head = ["weights", "link", *(f"`{wire}`" for wire in CODECS)]
+    return ["## On slow links", "", *before, "", *table(head, rows), *after, ""]
+
+
+def _seconds(time_s: float) -> str:
+    """Return a time with three significant digits at most if it is less than 100 s."""
+    return f"{time_s:,.0f} s" if time_s >= 100 else f"{time_s:.3g} s"
+
+
+# -- the measurement of `ENCODING_NS` ----------------------------------------------------------------------
+
+WEIGHTS = 97_656 * 256  # 100 MB, in whole blocks
+ROUNDS = 12
+
+
+def main() -> None:
+    """Print how long each codec takes at both ends, on one core: the fastest round, in processor time."""
+    import torch
+
+    from paceline.shard.codecs import BaseReceiver, BaseSender, Receiver, Sender
+
+    torch.set_num_threads(1)
+    name, ranges = "float32", [("float32", 0, WEIGHTS)]
+
+    def fastest_ns(work: Callable[[], object]) -> float:
+        times_s = []
+        for _ in range(ROUNDS):
+            begun_s = time.thread_time()
+            work()
+            times_s.append(time.thread_time() - begun_s)
+        return min(times_s) / WEIGHTS * 1e9
+
+    def advance(end: BaseSender) -> None:
+        end.advance(None, end.numbers.get(None, 0) + 1, [name])
+        end.checksum([name])
+
+    for wire in ("int8", "int4"):
+        sender = Sender(wire, {name: torch.randn(WEIGHTS)})
+        receiver = Receiver(wire, {name: torch.zeros(WEIGHTS)})
+        weights = BaseSender(wire, {name: torch.randn(WEIGHTS)})
+        base = BaseReceiver(wire, {name: torch.zeros(WEIGHTS)})
+        times = {
+            "encode": fastest_ns(partial(sender.encode, ranges)),
+            "decode": fastest_ns(partial(receiver.decode, ranges)),
+            "advance": fastest_ns(partial(advance, weights)),
+            "receive": fastest_ns(partial(base.decode, ranges, whole=False)),
+        }
+        print(wire, ", ".join(f"{what} {ns:.1f}" for what, ns in times.items()), "ns per weight")
+
+
+if __name__ == "__main__":
+    main()
