@@ -15,8 +15,8 @@ from paceline.cli.console import run_app
 from .harness import command_of
 
 NAMES = (
-    "transport overlap links step sync zipline simulator guard look unequal what-if advice auto data coordinator "
-    "startup late-join checkpoints ray-startup accelerator"
+    "transport overlap links codecs step sync zipline simulator guard look unequal what-if advice auto data "
+    "coordinator startup late-join checkpoints ray-startup accelerator"
 )
 BENCHMARKS = {name: name.replace("-", "_") for name in NAMES.split()} | {"overlap": "overlap.measurement"}
 """Name of a benchmark -> the module whose function `measure` is declared as a benchmark."""

@@ -23,6 +23,7 @@ OPTIONS = {
     "transport": {"--sizes", "--workers", "--servers", "--rounds", "--systems", "--mxnet"},
     "overlap": {"--rate", "--rounds", "--iterations", "--shards", "--picture", "--mxnet"},
     "links": {"--rate", "--sizes", "--rounds", "--wire"},
+    "codecs": {"--rounds"},
     "step": {"--rounds"},
     "sync": set[str](),
     "zipline": {"--rounds"},

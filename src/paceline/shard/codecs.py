@@ -328,11 +328,13 @@ class BaseSender(End):
             for name in encoded:
                 self.base[name].copy_(self.vectors[name])
         else:
+            difference = torch.empty(CHUNK // self._codec.block, self._codec.block)
             for name, place, packed, scratch in self._chunks(self.ranges(encoded)):
                 base, size = self.base[name][place], place.stop - place.start
-                difference = torch.zeros_like(scratch)
-                difference.view(-1)[:size].copy_(self.vectors[name][place]).sub_(base)
-                self._packer.pack(difference, packed, scratch)
+                flat = difference[: len(packed)].view(-1)
+                torch.sub(self.vectors[name][place].float(), base, out=flat[:size])
+                flat[size:] = 0
+                self._packer.pack(flat.view(scratch.shape), packed, scratch)
                 base.add_(scratch.view(-1)[:size])
 
     def payload(self, vectors: Iterable[str], *, whole: bool) -> list[memoryview]:
