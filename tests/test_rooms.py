@@ -181,7 +181,7 @@ def test_benchmarks_import_only_the_quoted_numbers_from_reproductions() -> None:
 
 MOST = Structure(
     modules=220,
-    nodes=322_725,
+    nodes=322_753,
     names_over_borders=4_036,
     edges=1_581,
     with_one_importer=35,
