@@ -21,6 +21,8 @@ from paceline.lab.demo import DemoSetting, Problem, load, run_trial
 from paceline.look.tables import TrialOutcome
 from paceline.run.job_options import make_job
 
+from .exhibit import plain_table
+
 ABORT_TIMES_S = (0.005, 0.01, 0.015)
 ABORT_RATES = (0.0, 0.25, 0.5)
 
@@ -106,16 +108,9 @@ def _score(outcome: TrialOutcome) -> tuple[float, float]:
 
 
 def _table(found: Search, problem: Problem) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("abort time and rate", no_wrap=True)
-    for heading in (
-        f"s to {problem.target_accuracy:.0%}",
-        "final",
-        "staleness\n(updates)\nmean",
-        "aborts",
-        "wasted",
-    ):
-        table.add_column(heading, justify="right")
+    reached = f"s to {problem.target_accuracy:.0%}"
+    headings = (reached, "final", "staleness\n(updates)\nmean", "aborts", "wasted")
+    table = plain_table("", "abort time and rate", *headings)
     for outcome in found.outcomes:
         picked = outcome.sync.partition("abort_time_s=")[2].replace(",abort_rate=", " s, ")
         reached_s = outcome.time_to_target_s

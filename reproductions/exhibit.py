@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from rich import box
 from rich.table import Table
 
 from paceline.cli.console import TellShare
+from paceline.errors import unknown_name
 
 from .papers import PAPERS, Quote
 from .verdicts import Measured
@@ -111,9 +113,12 @@ class Exhibit(msgspec.Struct, frozen=True, kw_only=True):
         return self.differs if options.data is None else self.with_data
 
 
+_plain = partial(Table, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+
+
 def plain_table(title: str, first: str, *others: str) -> Table:
     """Return a table with these headings. Names are aligned on the left, numbers on the right."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table = _plain(title=title)
     table.add_column(first, no_wrap=True)
     for heading in others:
         table.add_column(heading, justify="left" if heading in ("cluster", "sync model") else "right")
@@ -131,14 +136,7 @@ def beside(
             has no such number. If the paper has no number in a column, the column shows only our numbers.
         columns: headings of the columns.
     """
-    table = Table(
-        title=title,
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-        collapse_padding=True,
-    )
+    table = _plain(title=title, collapse_padding=True)
     table.add_column("", overflow="fold", vertical="bottom", min_width=8)
     printed = [any(pairs[index][0] is not None for pairs in rows.values()) for index in range(len(columns))]
     for heading, has_paper in zip(columns, printed, strict=True):
@@ -151,6 +149,19 @@ def beside(
             cells += ["-" if paper is None else str(paper), ours] if has_paper else [ours]
         table.add_row(label, *cells)
     return table
+
+
+def known(what: str, names: Iterable[str], every: Iterable[str]) -> list[str]:
+    """Return the names that are wanted, in the order of `every`; all of them if none is given.
+
+    Raises:
+        ConfigurationError: a name is unknown.
+    """
+    wanted, every = list(names), list(every)
+    for name in wanted:
+        if name not in every:
+            raise unknown_name(what, name, every)
+    return [name for name in every if not wanted or name in wanted]
 
 
 def seconds(time_s: float) -> str:

@@ -19,6 +19,7 @@ from rich.table import Table
 from paceline.errors import ConfigurationError
 from paceline.lab.demo import DemoSetting, Problem, load, run_trial
 
+from .exhibit import plain_table
 from .grid_search import Measure, Point, Score, learning_rate, search
 from .result_file import append_results, read_results
 
@@ -163,10 +164,9 @@ def _words(score: Score) -> str:
 
 
 def _finals_table(sync: str, finals: Mapping[Point, Score], problem: Problem) -> Table:
-    table = Table(title=f"{sync}: medians of {len(SEEDS)} seeds", title_justify="left")
-    table.add_column("learning rate", justify="right")
-    table.add_column("momentum", justify="right")
-    table.add_column(f"time to {problem.target_accuracy:.0%}, final accuracy")
+    reached = f"time to {problem.target_accuracy:.0%}, final accuracy"
+    title = f"{sync}: medians of {len(SEEDS)} seeds"
+    table = plain_table(title, "learning rate", "momentum", reached)
     for point, score in finals.items():
         table.add_row(f"{learning_rate(point.step):g}", f"{point.momentum:g}", _words(score))
     return table

@@ -10,8 +10,8 @@ import msgspec
 from rich.console import Console
 
 from paceline.cli.console import shown_progress
-from paceline.errors import unknown_name
 
+from ..exhibit import known
 from ..result_file import machine
 from .on_networks import STUDIES
 from .on_quadratics import QUADRATICS
@@ -26,20 +26,13 @@ def chosen(name: str, places: Sequence[str], contenders: Sequence[str]) -> Study
     Raises:
         ConfigurationError: a name is unknown.
     """
-    if name not in EVERY:
-        raise unknown_name("study", name, EVERY)
-    study = EVERY[name]
-    for what, wanted, known in (
-        ("place", places, study.places),
-        ("contender", contenders, study.contenders),
-    ):
-        for each in wanted:
-            if each not in (names := [one.name for one in known]):
-                raise unknown_name(what, each, names)
+    study = EVERY[known("study", [name], EVERY)[0]]
+    places = known("place", places, [each.name for each in study.places])
+    contenders = known("contender", contenders, [each.name for each in study.contenders])
     return msgspec.structs.replace(
         study,
-        places=tuple(place for place in study.places if not places or place.name in places),
-        contenders=tuple(each for each in study.contenders if not contenders or each.name in contenders),
+        places=tuple(each for each in study.places if each.name in places),
+        contenders=tuple(each for each in study.contenders if each.name in contenders),
     )
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from rich.console import Console
 
 from paceline.cli.console import shown_progress
-from paceline.errors import unknown_name
 
+from ..exhibit import known
 from .plan import Scope
 from .summary import cells_of, findings, tables
 from .table import KINDS, make, missing, read, tune
@@ -41,9 +41,7 @@ def make_table(
     Raises:
         ConfigurationError: a kind is unknown.
     """
-    for kind in kinds:
-        if kind not in KINDS:
-            raise unknown_name("kind of hyper-parameters", kind, KINDS)
+    known("kind of hyper-parameters", kinds, KINDS)
     with shown_progress(errors) as tell:
         tell("tuning bsp", 0.0, slow=True)
         tune(scope.problems, path, epochs)

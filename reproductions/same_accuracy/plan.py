@@ -6,11 +6,12 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from paceline.errors import ConfigurationError, unknown_name
+from paceline.errors import ConfigurationError
 from paceline.sim import Cluster
 from paceline.studies.description import Generator, Jitter, Steady, StudyPauses
 
 from ..ensembles.problems import Problem
+from ..exhibit import known
 from .digits import DigitsCNN, DigitsMLP
 from .families import FAMILIES
 from .quadratics import Quadratic
@@ -132,19 +133,11 @@ class Scope(NamedTuple):
             ConfigurationError: a name is unknown.
         """
         return cls(
-            _known("problem", problems, PROBLEMS),
-            _known("cluster", clusters, CLUSTERS),
+            known("problem", problems, PROBLEMS),
+            known("cluster", clusters, CLUSTERS),
             _known_workers(workers),
-            list(dict.fromkeys(["bsp", *_known("model", models, MODELS)])),
+            list(dict.fromkeys(["bsp", *known("model", models, MODELS)])),
         )
-
-
-def _known(what: str, names: Iterable[str], known: Iterable[str]) -> list[str]:
-    wanted, every = list(names), list(known)
-    for name in wanted:
-        if name not in every:
-            raise unknown_name(what, name, every)
-    return [name for name in every if not wanted or name in wanted]
 
 
 def _known_workers(counts: Iterable[int]) -> list[int]:
