@@ -1,4 +1,4 @@
-"""Why translated runs are not as good as those of bsp, as far as it is known: in sentences, for the page."""
+"""Why translated runs are not as good as those of bsp, as far as results show it: in sentences, for the page."""
 
 from __future__ import annotations
 
@@ -11,29 +11,6 @@ from .families import FAMILIES
 from .plan import FACTORS, PROBLEMS, WORKERS, problem_of, sign_of
 from .summary import Cell, part_until
 from .table import Result, Runs
-
-REASONS = (
-    "`rennala` drops every gradient whose weights are outdated: with as many gradients in a mean as there are "
-    "workers, 40 to 46 % of them in the cluster steady 3x. An update makes up for dropped gradients only up to a "
-    "whole step, so an epoch moves the weights less far than under `bsp`. At small rates, which need all epochs, "
-    "little is learned.",
-    "`drop-stragglers` and `ringmaster` drop gradients, too. Their updates make up for the distance, but not for the "
-    "noise, which a mean of three gradients instead of four has 4/3 of. It shows where the loss is mostly noise: on "
-    "the quadratics, at the best rate and half of it.",
-    "Momentum lags behind by half of the delay, which costs about 0.5 m / (1 - m) joint steps at the beginning: 4.5 "
-    "for a momentum of 0.9, and 25 for 0.98 (`digits-mlp-slow`), of 112. Without this correction, larger steps "
-    "oscillate: on `quadratic-256` at the best rate, with 16 workers under `asp` in the cluster steady 3x, the loss "
-    "is 8 % above that of `bsp`, instead of 10 % below it.",
-    "Adamax divides by the largest gradient lately, and Lion takes the sign of a gradient. The noise of a single "
-    "push is larger than that of a joint gradient, which makes the steps of Adamax shorter, and the signs of Lion "
-    "more random. For optimizers that divide by a mean of squares, the noise is taken into account.",
-    "Under `ssp`, `dssp`, `dsps` and `pssp`, the delay of the gradients is not known at the beginning, and is "
-    "predicted as under `asp`: 0.93 joint steps with 16 workers. In the cluster steady 3x, it is only 0.5, because "
-    "the fast workers wait for the slow ones, and most of the difference is noticed after 30 joint steps. Until "
-    "then, momentum builds up more slowly than it should. It shows at small rates: on `quadratic-8` without noise, "
-    "at a quarter of the best rate, with 16 workers under `ssp`, the loss is 2.8 % above that of `bsp`. With a "
-    "constant delay of 0.58, its mean over the run, the loss is the same as that of `bsp`.",
-)
 
 FEWER, MANY = WORKERS[-2:]
 SMALL = min(FACTORS)
@@ -52,7 +29,7 @@ def reasons(cells: Sequence[Cell], results: Mapping[tuple[object, ...], Result])
         results: the results that they were made of, by their keys.
     """
     own = [cell for cell in cells if cell.hyperparameters == "translated"]
-    return [*REASONS, _fewer_steps(), *_quadratics(own, results), *_lost(own, results)]
+    return [_fewer_steps(), *_quadratics(own, results), *_lost(own, results)]
 
 
 def joint_steps(problem: str, workers: int) -> tuple[int, float]:
