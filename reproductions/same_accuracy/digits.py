@@ -20,16 +20,8 @@ digits = cache(demo.load)
 """Returns the images and labels, which all problems share, and none changes."""
 
 
-@cache
-def unfolded() -> tuple[Tensor, Tensor]:
-    """Return the columns of the training images (images, 9, 64), and of those with which a network is tested."""
-    images, tested = digits().train_images, digits().test_images
-    tested = torch.cat([images[:STATISTICS], tested])
-    return functional.unfold(images, 3, padding=1), functional.unfold(tested, 3, padding=1)
-
-
 class Digits:
-    """The images, and what both networks have in common. See `Problem`."""
+    """What both networks have in common (see `Problem`), with the images of a split or, by default, the demo's."""
 
     optimizer = "SGD"
     higher_is_better = True
@@ -38,9 +30,10 @@ class Digits:
     joint_batch = 128
     epochs = 10
 
-    def __init__(self) -> None:
-        self.images, self.labels = digits().train_images, digits().train_labels
-        self.test_images, self.test_labels = digits().test_images, digits().test_labels
+    def __init__(self, split: demo.Digits | None = None) -> None:
+        split = split or digits()
+        self.images, self.labels = split.train_images, split.train_labels
+        self.test_images, self.test_labels = split.test_images, split.test_labels
         self.samples = len(self.labels)
         self._orders = Orders(self.samples)
 
@@ -103,9 +96,12 @@ class DigitsCNN(Digits):
 
     name = "digits-cnn"
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._columns, self._tested = unfolded()
+    def __init__(self, split: demo.Digits | None = None) -> None:
+        super().__init__(split)
+        tested = torch.cat([self.images[:STATISTICS], self.test_images])
+        self._columns, self._tested = (
+            functional.unfold(each, 3, padding=1) for each in (self.images, tested)
+        )
 
     def settings(self, rate: float, progress: float) -> HyperParameters:
         """Return the hyper-parameters of SGD."""
