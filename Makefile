@@ -139,6 +139,7 @@ docs: $(READY)  ## regenerate pages and pictures of the documentation, and run i
 	$(BIN)/python docs/make_papers.py
 	$(BIN)/python docs/make_when_it_pays.py
 	$(BIN)/python docs/make_same_accuracy.py
+	$(BIN)/python docs/make_codecs.py
 	$(BIN)/python docs/make_overview.py
 	$(BIN)/python docs/make_rehearse.py
 	$(MAKE) examples

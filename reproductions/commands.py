@@ -217,21 +217,27 @@ def same_accuracy(
 
 @app.command("wire")
 def wire(
-    wire: Annotated[
-        str,
-        typer.Option("--wire", metavar="<bf16>", help="The format that is compared with float32."),
-    ] = "bf16",
-    seeds: Annotated[int, whole_number_option("--seeds", least=2, help="Number of seeds.")] = 5,
+    problems: Annotated[list[str] | None, only("--problem", "problem", "text-gpt")] = None,
+    codecs: Annotated[list[str] | None, only("--wire", "codec beside float32", "int4")] = None,
+    seeds: Annotated[int, whole_number_option("--seeds", least=2, help="Number of seeds.")] = 6,
+    processes: Annotated[int, whole_number_option("--processes", least=1, help="Number of processes.")] = 1,
+    results: Results = None,
 ) -> None:
-    """Compare how many iterations training needs to the same loss if gradients and weights are rounded on their way.
+    """Compare what is learned if gradients and weights are rounded on their way with what is learned with float32.
 
-    Takes about 5 minutes on an idle machine.
+    All of it takes about 50 minutes of processor time, a run from one second to half a minute. If the command is
+    stopped and started again, it continues with the first missing run. It ends with the tables of the results.
     """
-    from .wire import compare_formats, result_table
+    from .wire import cells, found, make, missing, result_tables
 
-    with interruptible("there are no results"), shown_progress(Console(stderr=True)) as tell:
-        results = compare_formats(wire, seeds, tell=tell)
-    Console().print(result_table(results))
+    path = results or Path(__file__).parent / "results/wire.jsonl"
+    wanted = cells(problems or [], codecs or [])
+    left, errors = missing(wanted, seeds, path), Console(stderr=True)
+    minutes = sum(run.cost_s for run in left) / 60
+    errors.print(f"{len(left)} runs are missing: about {minutes:.0f} min of processor time")
+    with interruptible("all results so far have been kept"), shown_progress(errors) as tell:
+        make(left, path, processes, tell)
+    Console().print(*result_tables(found(wanted, seeds, path)), sep="\n\n")
 
 
 @app.command("tune-demo")

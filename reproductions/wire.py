@@ -1,199 +1,261 @@
-"""Whether training with rounded gradients and weights (`--wire bf16`) needs more iterations to reach the same loss.
+"""What the codecs of `--wire` cost in the quality of the result: each run beside one with float32, in virtual time.
 
-Two small problems, a convolutional network on digits and a byte-level transformer, are trained by four workers under
-bsp, in virtual time, with float32 and with another format. For each seed, both runs begin with the same weights and
-see the same batches. After each update, the loss on the validation data is computed from the servers' weights. The
-*iterations to the target* are the number of updates until the mean of the last 10 of these losses is at most the
-target. Rounding is that of a live run (`paceline.shard.codecs`).
+Both runs of a pair begin with the same weights and compute gradients from the same batches, in the same order. Codecs
+round as in a live run (`paceline.shard.codecs`). All workers share a joint batch. The learning rate falls to 0 in
+ten steps at a time, and the quality is the mean of the last five of 50 evaluations with the weights of the servers.
+What a *cell* has lost is the mean of the paired differences over the seeds: more than 0 is worse than float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from statistics import median
-from typing import Any
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
-import msgspec
 import torch
 from rich.table import Table
-from torch import nn
+from torch import Tensor
+from torch.utils.data import DataLoader
 
 import paceline
-from paceline.cli.console import TellShare
-from paceline.core.layout import WireFormat
-from paceline.errors import ConfigurationError
-from paceline.shard.store import WeightsSnapshot
-from paceline.studies.statistics import Ratio, compare_samples
+from paceline.core.layout import CODECS
+from paceline.lab import demo
+from paceline.lab.pool import Tell, in_processes, work_off
+from paceline.sim import Cluster, Presence
 
-from .evidence import batched
-from .evidence.images import DigitImages
-from .evidence.language import ByteTransformer
-from .evidence.schedules import Gradient
-from .exhibit import plain_table
+from .ensembles.problems import Orders
+from .ensembles.schedules import Batch
+from .evidence.batched import AsModule, Weights
+from .evidence.language import CONTEXT, ByteTransformer, library_text, sequences
+from .exhibit import known, plain_table
+from .kept_runs import KeptRuns, key_of
+from .result_file import rounded
+from .same_accuracy.digits import DigitsCNN, DigitsMLP, digits
 
-WORKERS = 4
-SMOOTHED = 10
-"""Number of the last losses whose mean must reach the target."""
-
-MOST = 1.05
-"""The goal: the ratio of the iterations to the target, and the upper end of its interval, are at most this."""
-
-
-class Problem(msgspec.Struct, frozen=True):
-    """What is learned.
-
-    Attributes:
-        name: name of the problem.
-        learned: function that returns the network with its data.
-        optimizer: function that returns the optimizer of some parameters.
-        target: the loss on the validation data that must be reached.
-        iterations: number of iterations of a run.
-    """
-
-    name: str
-    learned: Callable[[], batched.Problem]
-    optimizer: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
-    target: float
-    iterations: int
+PART = 10  # steps with the same learning rate, which are an epoch of the simulated run
+EVALUATIONS, LAST = 50, 5
+VERDICTS = (
+    "met",
+    "missed",
+    "open",
+)  # whether what is lost is below the goal; open: within two standard errors of it
 
 
-PROBLEMS = (
-    Problem(
-        "digits, CNN",
-        DigitImages,
-        lambda parameters: torch.optim.SGD(parameters, lr=0.02, momentum=0.9),
-        target=0.12,
-        iterations=160,
-    ),
-    Problem(
-        "text, transformer",
-        ByteTransformer,
-        lambda parameters: torch.optim.AdamW(parameters, lr=3e-3, betas=(0.9, 0.95)),
-        target=3.3,
-        iterations=240,
-    ),
-)
+class Learned(NamedTuple):
+    """A network with its data: inputs and targets, and functions of the weights. A quality is in points, or a loss."""
+
+    data: Sequence[Tensor]
+    initial: Callable[[int], Weights]
+    loss: Callable[..., Tensor]
+    quality: Callable[[Weights], Tensor]
 
 
-class WireResult(msgspec.Struct, frozen=True):
-    """The results of one problem.
+def _digits(kind: type[DigitsMLP | DigitsCNN], samples: int) -> Learned:
+    """Learn from few images: with as many as in the demo, no codec changes what is left to get wrong."""
+    images = torch.cat([digits().train_images, digits().test_images])
+    labels = torch.cat([digits().train_labels, digits().test_labels])
+    problem: Any = kind(demo.Digits(images[:samples], labels[:samples], images[samples:], labels[samples:]))
 
-    Attributes:
-        problem: name of the problem.
-        wire: the format that is compared with float32.
-        target: the loss on the validation data that must be reached.
-        exact: iterations to the target with float32, for each seed; inf if it is not reached.
-        rounded: the same with the other format.
-    """
+    def stacked(weights: Weights) -> Weights:
+        return {name: value.unsqueeze(0) for name, value in weights.items()}
+
+    return Learned(
+        [part[0] for part in problem.data([0], Batch(0, 0, samples))],
+        problem.initial,
+        lambda weights, x, y: problem.losses(stacked(weights), x.unsqueeze(0), y.unsqueeze(0)).mean(),
+        lambda weights: 100 * problem.quality(stacked(weights)),
+    )
+
+
+def _text(samples: int) -> Learned:
+    problem = ByteTransformer()
+    data = sequences(library_text(samples * CONTEXT + 1), CONTEXT)
+    return Learned(data, problem.initial, problem.loss, problem.validation)
+
+
+class Problem(NamedTuple):
+    """What is learned from so many samples, with so many of them in a joint batch."""
+
+    learned: Callable[[int], Learned]  # all runs of a process share what it returns
+    samples: int
+    joint_batch: int
+    relative: bool  # True if a loss is compared, in percent; False if an accuracy is, in points
+    most: float  # the goal: at most so much is lost
+
+
+PROBLEMS = {
+    "digits-mlp": Problem(cache(partial(_digits, DigitsMLP)), 600, 128, False, 0.5),
+    "digits-cnn": Problem(cache(partial(_digits, DigitsCNN)), 600, 128, False, 0.5),
+    "text-gpt": Problem(cache(_text), 15_000, 16, True, 1.0),
+}
+OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any], dict[str, float]]] = {
+    "sgd": (torch.optim.SGD, {"momentum": 0.9}, {"digits-mlp": 0.2, "digits-cnn": 0.1, "text-gpt": 0.2}),
+    "adamw": (torch.optim.AdamW, {"betas": (0.9, 0.95), "weight_decay": 0.1}, dict.fromkeys(PROBLEMS, 0.01)),
+}
+"""Name -> optimizer, its settings, and the first learning rates: near the best ones of a single process."""
+
+WITHOUT_FEEDBACK = "int4 without feedback"
+ALL = ("bf16", "int8", "int4", WITHOUT_FEEDBACK, "gradients=int8,weights=int4")
+ASP = "gradients=int4,weights=bf16"
+
+
+class Place(NamedTuple):
+    """Workers, and with which codecs they train. The cluster states the times of whole joint batches."""
+
+    cluster: Cluster
+    codecs: Sequence[str] = ("int8", "int4")
+    steps: int = 200
+    sync: str = "bsp"
+    batch: Any = "equal"
+    only: tuple[str, str] | None = None  # a problem and an optimizer
+
+
+FOUR = Cluster([4.0] * 4)  # a step takes a second
+REPLACED = Cluster([4.0] * 5, presence={3: Presence(lost_at_s=100.5), 4: Presence(joins_at_s=110.25)})
+PLACES = {
+    "4 workers": Place(FOUR, ALL),
+    "16 workers": Place(Cluster([16.0] * 16), ALL),
+    "speeds 3:3:3:1, balanced": Place(Cluster([4.0, 4.0, 4.0, 12.0]), batch="balanced"),
+    "one of 4 replaced": Place(REPLACED),
+    "4 workers, asp": Place(FOUR, [ASP], sync="asp"),
+    "4 workers, 5000 steps": Place(FOUR, steps=5000, only=("digits-mlp", "sgd")),
+}
+
+
+class Run(NamedTuple):
+    """A training run, by the names of what it consists of. The one with the seed 0 stands for its cell."""
 
     problem: str
-    wire: str
-    target: float
-    exact: tuple[float, ...]
-    rounded: tuple[float, ...]
+    optimizer: str
+    place: str
+    codec: str
+    seed: int = 0
+
+    def __str__(self) -> str:
+        return f"{', '.join(self[:4])}, seed {self.seed}"
 
     @property
-    def ratio(self) -> Ratio:
-        """The ratio of the iterations to the target, with its interval."""
-        return compare_samples(self.rounded, self.exact)
+    def parameters(self) -> object:
+        """What decides its result, apart from the code."""
+        _, settings, rates = OPTIMIZERS[self.optimizer]
+        learned = *PROBLEMS[self.problem][1:3], rates[self.problem], settings
+        return *self, *learned, *PLACES[self.place][2:5]
 
     @property
-    def verdict(self) -> str:
-        """Whether the goal is met: "met", "missed", or "open" if the interval contains the limit."""
-        ratio = self.ratio
-        return "met" if ratio.high <= MOST else "missed" if ratio.low > MOST else "open"
+    def cost_s(self) -> float:
+        """Approximate processor time, in seconds: 2 ms for each gradient."""
+        return 0.002 * PLACES[self.place].steps * PLACES[self.place].cluster.workers
 
 
-def compare_formats(
-    wire: str,
-    seeds: int,
-    problems: Sequence[Problem] = PROBLEMS,
-    tell: TellShare = lambda what, share, slow=False: None,
-) -> list[WireResult]:
-    """Train each problem with float32 and with another format, and compare the iterations to the target.
-
-    Args:
-        wire: the other format, in the notation of the command line.
-        seeds: number of seeds.
-        problems: the problems.
-        tell: function that shows the progress.
-
-    Raises:
-        ConfigurationError: the format is unknown, or is float32.
-    """
-    if WireFormat.read(wire).exact:
-        raise ConfigurationError("wire is 'float32', with which it is compared; expected another format.")
-    results = []
-    for place, problem in enumerate(problems):
-        learned = problem.learned()
-        losses: dict[str, list[list[float]]] = {"float32": [], wire: []}
-        for seed in range(seeds):
-            for index, each in enumerate(losses):
-                done = (place + (seed + index / 2) / seeds) / len(problems)
-                tell(f"{problem.name}, seed {seed + 1} of {seeds}, {each}", done, slow=True)
-                losses[each].append(_losses(problem, learned, seed, each))
-        exact, rounded = (
-            tuple(_iterations_to(problem.target, run) for run in runs) for runs in losses.values()
-        )
-        results.append(WireResult(problem.name, wire, problem.target, exact, rounded))
-    return results
-
-
-def _losses(problem: Problem, learned: batched.Problem, seed: int, wire: str) -> list[float]:
-    """Return the loss on the validation data after each update."""
-
-    def train() -> None:
-        model = batched.AsModule(learned.initial(seed))
-        inner = problem.optimizer(list(model.parameters()))
-        optimizer = paceline.DistributedOptimizer(inner, model=model)
-        worker = paceline.worker_index()
-        for iteration in range(problem.iterations):
-            number = WORKERS * iteration + worker
-            gradient = Gradient(worker, iteration, number, iteration, 1 / WORKERS, 1.0)
-            optimizer.zero_grad()
-            learned.loss(model.weights, *learned.batch(seed, gradient)).backward()
-            optimizer.step()
-
-    seen = batched.AsModule(learned.initial(seed))
-    losses: list[float] = []
-
-    def look(time_s: float, snapshot: WeightsSnapshot) -> bool:
-        seen.load_state_dict(snapshot.state_dict)
-        with torch.inference_mode():
-            losses.append(float(learned.validation(seen.weights)))
-        return False
-
-    cluster = paceline.Cluster(compute_s=[1.0] * WORKERS)
-    settings: dict[str, Any] = {"wire": wire, "snapshot_every_s": 1.0, "on_snapshot": look}
-    paceline.simulate(cluster, "bsp", train_fn=train, seed=seed, **settings)
-    return losses
-
-
-def _smoothed(losses: Sequence[float]) -> list[float]:
-    """Return the mean of the last losses after each update."""
+def cells(problems: Sequence[str] = (), codecs: Sequence[str] = ()) -> list[Run]:
+    """Return the cells with some problems and codecs, or with all of them. An unknown name is an error."""
+    problems, codecs = known("problem", problems, PROBLEMS), known("codec", codecs, [*ALL, ASP])
     return [
-        sum(losses[max(0, end - SMOOTHED) : end]) / min(end, SMOOTHED) for end in range(1, len(losses) + 1)
+        Run(problem, optimizer, name, codec)
+        for name, place in PLACES.items()
+        for problem in problems
+        for optimizer in OPTIMIZERS
+        for codec in place.codecs
+        if codec in codecs and place.only in (None, (problem, optimizer))
     ]
 
 
-def _iterations_to(target: float, losses: Sequence[float]) -> float:
-    """Return the number of updates until the target is reached; inf if it is not."""
-    return next((float(n) for n, loss in enumerate(_smoothed(losses)) if loss <= target), float("inf"))
+def missing(wanted: Sequence[Run], seeds: int, path: Path) -> list[Run]:
+    """Return the runs of some cells that a file of results lacks: one seed of all cells before the next one."""
+    kept = KeptRuns(path)
+    both = dict.fromkeys(cell._replace(codec=codec) for cell in wanted for codec in ("float32", cell.codec))
+    runs = (run._replace(seed=seed) for seed in range(seeds) for run in both)
+    return [run for run in runs if kept.get(run.parameters) is None]
 
 
-def result_table(results: Sequence[WireResult]) -> Table:
-    """Return the table of the results."""
-    made = plain_table(
-        f"Iterations to the same loss, {WORKERS} workers, {len(results[0].exact)} seeds, medians",
-        *("problem", "loss", "float32", results[0].wire, "ratio [95 %]", f"goal <= {MOST:g}"),
-    )
-    for result in results:
-        made.add_row(
-            result.problem,
-            f"{result.target:g}",
-            f"{median(result.exact):g}",
-            f"{median(result.rounded):g}",
-            f"{result.ratio.ratio:.3f} [{result.ratio.low:.3f}, {result.ratio.high:.3f}]",
-            result.verdict,
-        )
-    return made
+def make(runs: Sequence[Run], path: Path, processes: int, tell: Tell) -> None:
+    """Train in some processes, and append each result to a file as soon as its run has ended."""
+    kept = KeptRuns(path)
+
+    def keep(run: Run, outcome: dict[str, Any]) -> None:
+        kept.keep({key_of(run.parameters): outcome})
+
+    with in_processes(processes) as pool:
+        for failure in work_off(train, runs, keep, tell, pool=pool, cost_of=lambda run: run.cost_s):
+            raise failure.error
+
+
+def found(wanted: Sequence[Run], seeds: int, path: Path) -> dict[Run, tuple[float, float, str]]:
+    """Return what the cells with two pairs of runs or more have lost: mean, its standard error, and the verdict."""
+    kept, results = KeptRuns(path), {}
+    for cell in wanted:
+        problem, lost = PROBLEMS[cell.problem], []
+        for seed in range(seeds):
+            pair = [cell._replace(codec=codec, seed=seed).parameters for codec in ("float32", cell.codec)]
+            values = [fmean(each["values"]) for run in pair if (each := kept.get(run)) is not None]
+            if len(values) == 2:
+                exact, coded = values
+                lost.append(100 * (coded / exact - 1) if problem.relative else exact - coded)
+        if len(lost) > 1:
+            error = stdev(lost) / math.sqrt(len(lost)) if math.isfinite(sum(lost)) else 0.0
+            more = fmean(lost) - problem.most
+            results[cell] = fmean(lost), error, VERDICTS[2 if abs(more) <= 2 * error else more > 0]
+    return results
+
+
+def result_tables(results: Mapping[Run, tuple[float, float, str]]) -> list[Table]:
+    """Return a table for each problem: a row for each place and optimizer, a column for each codec."""
+    tables = []
+    for name in dict.fromkeys(cell.problem for cell in results):
+        unit = "percent of the loss" if PROBLEMS[name].relative else "points of accuracy"
+        title = f"{unit} lost on {name}, mean ± standard error; the goal is at most {PROBLEMS[name].most:g}"
+        used = {cell.codec for cell in results if cell.problem == name}
+        codecs = [codec for codec in (*ALL, ASP) if codec in used]
+        tables.append(plain_table(title, "workers, optimizer", *codecs))
+        for row in dict.fromkeys(cell[:3] for cell in results if cell.problem == name):
+            lost = [results.get(Run(*row, codec)) for codec in codecs]
+            texts = ["" if each is None else "{:+z.2f} ± {:.2f} {}".format(*each) for each in lost]
+            tables[-1].add_row(f"{row[2]}, {row[1]}", *texts)
+    return tables
+
+
+def train(run: Run) -> dict[str, Any]:
+    """Carry out a run. Return what is kept of it: its name, its last qualities, and its processor time."""
+    begun_s = time.process_time()
+    torch.set_num_threads(1)
+    problem, place = PROBLEMS[run.problem], PLACES[run.place]
+    kind, settings, rates = OPTIMIZERS[run.optimizer]
+    learned, joint, rate = problem.learned(problem.samples), problem.joint_batch, rates[run.problem]
+    orders, passes = Orders(problem.samples), -(-place.steps * joint // problem.samples)
+    order = torch.cat([orders.of(run.seed, index) for index in range(passes)])
+
+    def train_fn() -> None:
+        model = AsModule(learned.initial(run.seed))
+        inner = kind(model.parameters(), lr=rate, **settings)
+        optimizer = paceline.DistributedOptimizer(inner, model=model)
+        numbers: Any = range(PART * joint)
+        loader = paceline.distribute(DataLoader(numbers, joint, collate_fn=torch.tensor))
+        for part in paceline.epochs(place.steps // PART):
+            inner.param_groups[0]["lr"] = rate * (1 - part * PART / place.steps)
+            for indices in loader:
+                chosen = order[part * PART * joint + indices]
+
+                def closure(chosen: Tensor = chosen) -> Tensor:
+                    optimizer.zero_grad()
+                    loss = learned.loss(model.weights, *(each[chosen] for each in learned.data))
+                    loss.backward()
+                    return loss
+
+                optimizer.step(closure)
+
+    wire = run.codec.removesuffix(" without feedback")
+    arguments: dict[str, Any] = {"wire": wire, "seed": run.seed, "batch": place.batch, "joint_batch": True}
+    arguments |= {"train_fn": train_fn, "snapshot_every_s": place.steps / EVALUATIONS}
+    with patch.dict(CODECS, int4=CODECS["int4"]._replace(feedback=run.codec != WITHOUT_FEEDBACK)):
+        result = paceline.simulate(place.cluster, place.sync, **arguments)
+    seen, values = AsModule(learned.initial(run.seed)), []
+    for _, snapshot in result.snapshots[-LAST:]:
+        seen.load_state_dict(snapshot.state_dict)
+        with torch.inference_mode():
+            values.append(rounded(float(learned.quality(seen.weights)), 7))
+    return {"run": str(run), "values": values, "took_s": round(time.process_time() - begun_s, 2)}

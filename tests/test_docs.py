@@ -27,6 +27,7 @@ EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
         "make_papers.py",
         "make_when_it_pays.py",
         "make_same_accuracy.py",
+        "make_codecs.py",
         "make_overview.py",
     ],
 )

@@ -1,0 +1,110 @@
+"""Write `docs/codecs.md` from the results of the training runs: `python docs/make_codecs.py`.
+
+    python -m reproductions wire
+    python docs/make_codecs.py
+
+The results are in `reproductions/results/wire.jsonl`. With --check, nothing is written, and the exit code is 0 if the
+page matches the results, 1 otherwise. Every number of the results is computed from them, and the page says which of
+them are missing.
+"""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))  # `reproductions` is not installed
+
+from docs.make_same_accuracy import bullets, markdown  # noqa: E402
+from reproductions.kept_runs import KeptRun  # noqa: E402
+from reproductions.result_file import read_results  # noqa: E402
+from reproductions.wire import ALL, ASP, cells, found, missing, result_tables  # noqa: E402
+
+RESULTS = ROOT / "reproductions" / "results" / "wire.jsonl"
+TARGET = ROOT / "docs" / "codecs.md"
+SEEDS = 6
+
+QUESTION = (
+    "What do the codecs of [`--wire`](cluster.md#slow-links-a-quarter-or-a-seventh-of-the-bytes) cost in the quality "
+    "of the result? Each run is compared with a run with float32 that has the same seed, the same batches in the same "
+    "order, and the same hyper-parameters. A *cell* is a problem with an optimizer, some workers and a codec. The goal "
+    "is met if at most 0.5 points of accuracy, or 1 % of the loss, are lost."
+)
+
+METHOD = (
+    "*Problems.* `digits-mlp`: 64-64-10 network on scikit-learn's digits; `digits-cnn`: two convolutions with "
+    "BatchNorm on the same images. Joint batch 128. 600 images are learned, and the accuracy is that on the other "
+    "1,197: with more images to learn from, nearly all runs get the same few images wrong, whatever the codec. "
+    "`text-gpt`: a transformer with one layer and about 60,000 parameters on the bytes of Python's standard library, "
+    "joint batch 16 sequences of 64 bytes. The loss is that on 8,192 bytes that follow.",
+    "*Optimizers.* `sgd`: momentum 0.9. `adamw`: betas 0.9 and 0.95, weight decay 0.1. The learning rates are near the "
+    "best ones of a single process with float32 and other seeds. They fall to 0 over the 200 joint steps of a run, or "
+    "the 5,000 of the long one.",
+    "*Workers.* All of them share the joint batch. Under `bsp` if nothing else is said. *Balanced*: one of four "
+    "workers is three times slower, and has a third of the samples of each other one. *Replaced*: one of four workers "
+    "is lost in the middle of the run, and another joins ten steps later. Under `asp`, runs are compared with `asp` "
+    "and float32.",
+    "*Runs.* In virtual time, with `paceline.simulate(wire=...)`, so rounding is that of a live run between machines. "
+    "*int4 without feedback* is no codec of `--wire`: it forgets what rounding has taken from a gradient.",
+    "*Result.* The mean of the last five of 50 evaluations, with the weights of the servers. A table shows the mean of "
+    "what is lost over the seeds and its standard error; what is below 0 is better than float32. *Open*: the goal is "
+    "within two standard errors of the mean.",
+)
+
+
+def findings() -> list[str]:
+    """Return for each codec how many cells meet the goal, and which do not."""
+    results = found(cells(), SEEDS, RESULTS)
+    lines = []
+    for codec in (*ALL, ASP):
+        own = {cell: lost for cell, lost in results.items() if cell.codec == codec}
+        count = Counter(verdict for *_, verdict in own.values())
+        others = [
+            f"{cell.problem}, {cell.optimizer}, {cell.place} ({mean:+z.2f} ± {error:.2f}, {verdict})"
+            for cell, (mean, error, verdict) in own.items()
+            if verdict != "met"
+        ]
+        kind = f"{codec} under asp" if codec == ASP else codec
+        but = f" Not met: {'; '.join(others)}." if others else ""
+        lines.append(f"`{kind}`: the goal is met in {count['met']} of {len(own)} cells.{but}")
+    return lines
+
+
+def text() -> str:
+    """Return the page."""
+    kept = read_results(RESULTS, KeptRun)
+    minutes = sum(run.outcome["took_s"] for run in kept) / 60
+    left = missing(cells(), SEEDS, RESULTS)
+    results = found(cells(), SEEDS, RESULTS)
+    counted = (
+        f"{len(results)} of {len(cells())} cells with up to {SEEDS} seeds: {len(kept)} training runs, which have taken "
+        f"{minutes:.0f} minutes of processor time. {len(left)} runs are missing."
+    )
+    lines = ["# What codecs cost", "", *textwrap.wrap(QUESTION, 118, break_on_hyphens=False), ""]
+    lines += [*bullets(findings()), "", *textwrap.wrap(counted, 118), "", "## How it was measured", ""]
+    for paragraph in METHOD:
+        lines += [*textwrap.wrap(paragraph, 118), ""]
+    again = "The following commands repeat the runs, and write this page. Runs that a file contains are not repeated:"
+    lines += [*textwrap.wrap(again, 118), ""]
+    lines += [
+        "    python -m reproductions wire --results DIR/wire.jsonl",
+        "    python docs/make_codecs.py",
+        "",
+    ]
+    lines += ["## Results", "", *(line for table in result_tables(results) for line in markdown(table))]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def main() -> int:
+    """Write the page or, with --check, only check it. Return the exit code."""
+    if "--check" in sys.argv[1:]:
+        return TARGET.read_text() != text()
+    TARGET.write_text(text())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
