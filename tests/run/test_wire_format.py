@@ -971,7 +971,7 @@ def test_half_as_many_bytes_are_simulated(wire: str, push: float, pull: float) -
 def test_a_run_that_shares_memory_says_that_the_format_has_had_no_effect(mark: str) -> None:
     result = paceline.launch(live_training(), args=(3,), workers=1, servers=1, transport="shm", wire="bf16")
     assert result.summary["wire"] == "bf16"
-    assert any("--wire bf16 had no effect" in finding for finding in result.summary["findings"])
+    assert any("--wire bf16 has no effect" in finding for finding in result.summary["findings"])
 
 
 @pytest.mark.processes

@@ -235,8 +235,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         if not self.carrier.shares_memory or self.wire.exact:
             return ""
         return (
-            f"--wire {self.wire} had no effect, because all processes of the run share memory (transport "
-            f"{self.transport!r}), so gradients and weights did not travel."
+            f"--wire {self.wire} has no effect, because all processes of the run share memory (transport "
+            f"{self.transport!r}), so gradients and weights do not travel. With --transport tcp, they would be rounded."
         )
 
     @property

@@ -524,6 +524,7 @@ class LiveRun:
             if "codecs" not in self._told and self._job.codecs():
                 vectors = {vector for bounds, _ in report.shards for vector in bounds.bounds}
                 yield "codecs", f"on their way: {self._job.codecs(vectors)}"
+            yield "wire", self._job.wire_in_vain
         yield "hindrance", report.hindrance
         yield from enumerate(map(str, report.choices))
         saved = checkpoints.saved
