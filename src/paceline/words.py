@@ -188,16 +188,16 @@ class Sentence:
 # -- The names of runs in tables and pictures that compare them ----------------------------------------------
 
 
-def run_name(sync: str, batch: str, hyperparameters: str = "raw") -> str:
-    """Return the name of a run: its sync model, with what is special about its batches and hyper-parameters.
+def run_name(sync: str, batch: str, hyperparameters: str = "raw", wire: str = "float32") -> str:
+    """Return the name of a run: its sync model, with what is special about the run.
 
     >>> run_name("bsp", "equal"), run_name("bsp", "balanced")
     ('bsp', 'bsp, balanced batches')
-    >>> run_name("asp", "equal", "translated")
-    'asp, translated'
+    >>> run_name("asp", "equal", "translated", "int8")
+    'asp, translated, int8'
     """
     notes = ["balanced batches"] * (batch == "balanced") + ["translated"] * (hyperparameters == "translated")
-    return ", ".join([sync, *notes])
+    return ", ".join([sync, *notes, *([wire] if wire != "float32" else [])])
 
 
 def wrappable(name: str) -> str:

@@ -373,6 +373,22 @@ def test_the_batches_of_a_study_may_be_joint_ones(joint: bool, tmp_path: Path) -
     assert {each.value for each in outcome.curve} == {4.0 if joint else 8.0}
 
 
+def test_models_may_be_compared_by_what_travels(tmp_path: Path) -> None:
+    study = small(models=["bsp", {"sync": "bsp", "wire": "int4"}, {"sync": "asp", "wire": "int8"}])
+    assert [each.name for each in study.contenders] == ["bsp", "bsp, int4", "asp, int8"]
+    assert [len(each) for each in study.identity["models"]] == [
+        6,
+        7,
+        7,
+    ]  # of former studies, it stays the same
+    write(carried_out(study, tmp_path), tmp_path)
+    outcomes = {row["model"]: row for row in rows_of(tmp_path) if row["purpose"] == "evaluation"}
+    assert outcomes.keys() == {"bsp", "bsp, int4", "asp, int8"}
+    exact, coded = (float(outcomes[name]["final_loss"]) for name in ("bsp", "bsp, int4"))
+    assert exact != coded
+    assert coded == pytest.approx(exact, rel=0.1)
+
+
 def holding(content: object) -> Callable[..., object]:
     """A training function that cannot be used without this object."""
     return lambda rate, iterations: content
@@ -386,6 +402,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"models": [3]}, "models[0] is a whole number"),
     ({"models": ["bsp", "bsp"]}, "two models are called 'bsp'"),
     ({"models": [{"sync": "asp", "nam": "x"}]}, "unknown entry in models[0] 'nam'; did you mean 'name'?"),
+    ({"models": [{"sync": "bsp", "wire": "int3"}]}, "the model 'bsp, int3': wire is 'int3', expected one of"),
+    ({"models": [{"sync": "asp", "wire": "weights=int4"}]}, "Use weights=bf16"),
     ({"models": ["drop-stragglers:quorum=9"]}, "quorum is 9, expected at most 3"),
     ({"grid": {"rate": []}}, "grid.rate is empty, so the study has no runs"),
     ({"grid": {"rate": [0.1, 0.1]}}, "grid.rate contains a value twice"),

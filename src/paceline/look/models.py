@@ -233,8 +233,8 @@ def styles_of(names: Iterable[str]) -> dict[str, Style]:
 def _model(name: str) -> str:
     """Return the model of a run, or the whole notation if the run has several models.
 
-    >>> _model("ssp:staleness=3, balanced batches"), _model("bsp@0,asp@50, translated")
+    >>> _model("ssp:staleness=3, balanced batches"), _model("bsp@0,asp@50, translated, int8")
     ('ssp', 'bsp@0,asp@50')
     """
-    sync = re.sub(r", (balanced batches|translated)", "", name)
+    sync = name.partition(", ")[0]
     return sync if "@" in sync or "|" in sync else sync.partition(":")[0]

@@ -143,6 +143,7 @@ class CellTask(NamedTuple):
         budget: where the run ends.
         metric: the metric that is kept.
         joint_batch: True if the batch sizes of loaders are those of joint batches.
+        wire: format in which gradients and weights travel.
     """
 
     cell: Cell
@@ -155,6 +156,7 @@ class CellTask(NamedTuple):
     budget: Budget
     metric: str
     joint_batch: bool = False
+    wire: str = "float32"
 
 
 def prepare() -> None:
@@ -185,6 +187,7 @@ def run_cell(task: CellTask) -> Outcome:
             hyperparameters=task.hyperparameters,
             batch=task.batch,
             joint_batch=task.joint_batch,
+            wire=task.wire,
             on_nan="skip",
         )
     return _outcome(result, task.metric)
@@ -358,6 +361,7 @@ def task_of(study: Study, cell: Cell) -> CellTask:
         budget=study.budget,
         metric=study.target.metric,
         joint_batch=study.joint_batch,
+        wire=contender.wire,
     )
 
 

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 import msgspec
 from msgspec import Meta
 
+from ..core.layout import WireFormat
 from ..core.lease import BATCH_SIZINGS, BatchSizing
 from ..errors import ConfigurationError, unknown_name
 from ..lab.clusters import load_cluster
@@ -50,6 +51,7 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     batch: BatchSizing = "equal"
     hyperparameters: Hyperparameters | None = None
     grid: Grid | None = None
+    wire: str = "float32"
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -124,6 +126,7 @@ class Contender(NamedTuple):
         batch: "equal" or "balanced".
         hyperparameters: "translated" or "raw".
         points: the hyper-parameters among which its best are chosen.
+        wire: format in which gradients and weights travel, in the notation of `--wire`.
     """
 
     name: str
@@ -132,6 +135,13 @@ class Contender(NamedTuple):
     batch: BatchSizing
     hyperparameters: Hyperparameters
     points: tuple[Point, ...]
+    wire: str = "float32"
+
+    @property
+    def identity(self) -> list[Any]:
+        """What identifies it, as plain values. Studies from before there was a wire format can go on, too."""
+        plain: list[Any] = msgspec.to_builtins(self._replace(style=""))
+        return plain if self.wire != "float32" else plain[:-1]
 
 
 class Study(NamedTuple):
@@ -182,7 +192,7 @@ class Study(NamedTuple):
         return {
             "train": [self.trained.kind, Path(self.trained.name).name, self.trained.digest],
             "arguments": dict(self.arguments),
-            "models": [msgspec.to_builtins(each._replace(style="")) for each in self.contenders],
+            "models": [each.identity for each in self.contenders],
             "clusters": {name: _digest(cluster) for name, cluster in self.clusters.items()},
             "seeds": list(self.seeds),
             "tuning_seeds": list(self.tuning_seeds),
@@ -356,9 +366,10 @@ def _contenders(file: StudyFile) -> tuple[Contender, ...]:
     mixed = len(set(meanings)) > 1
     found = []
     for entry, meaning in zip(entries, meanings, strict=True):
-        style = run_name(entry.sync, entry.batch, meaning if mixed else "raw")
+        style = run_name(entry.sync, entry.batch, meaning if mixed else "raw", entry.wire)
         grid = file.grid if entry.grid is None else entry.grid
-        found.append(Contender(entry.name or style, style, entry.sync, entry.batch, meaning, _points(grid)))
+        name = entry.name or style
+        found.append(Contender(name, style, entry.sync, entry.batch, meaning, _points(grid), entry.wire))
     for name in (names := [each.name for each in found]):
         if names.count(name) > 1:
             raise ConfigurationError(
@@ -370,7 +381,7 @@ def _contenders(file: StudyFile) -> tuple[Contender, ...]:
 def _whole_name(key: str, name: str, contenders: Sequence[Contender]) -> str:
     """Return the whole name of a model, which may be stated without its hyper-parameters if this is unambiguous."""
     names = [each.name for each in contenders]
-    alike = [each.name for each in contenders if run_name(each.sync, each.batch) == name]
+    alike = [each.name for each in contenders if run_name(each.sync, each.batch, wire=each.wire) == name]
     if name not in names and len(alike) != 1:
         raise unknown_name(f"model in {key}", name, names)
     return name if name in names else alike[0]
@@ -398,6 +409,7 @@ def _require_runnable(contender: Contender, clusters: Mapping[str, Cluster]) -> 
     try:
         load_models(contender.sync)
         schedule = read_schedule(contender.sync)
+        WireFormat.read(contender.wire).require_usable(contender.sync, common=schedule.lockstep)
         for cluster in clusters.values():
             schedule.require_runnable(cluster.workers, cluster.servers)
     except ConfigurationError as error:
