@@ -53,7 +53,7 @@ ENCODING_NS = {
     "int8": Encoding(encode=0.6, decode=0.3, advance=1.7, receive=1.0),
     "int4": Encoding(encode=1.1, decode=0.4, advance=1.8, receive=1.2),
 }
-"""Codec -> its times with 100 MB. Measured by `python -m docs.slow_links`: the fastest round, in processor time."""
+"""Codec -> its times. Measured by `python -m benchmarks codecs`."""
 
 ENCODED = ("encode gradients", "decode gradients", "encode weights", "decode weights")
 
@@ -248,7 +248,7 @@ With 100 million weights ({gigabytes:.1f} GB), a copy over PCIe takes {device_ms
 takes {ethernet_ms:.0f} ms in each direction. Over shared memory, there is no link between workers and servers.
 
 **Codecs.** With `--wire int8`, the links take a quarter of the time, and with `int4`, a seventh. But gradients and
-weights are encoded and decoded on the CPUs, which takes this time on one core (`python -m docs.slow_links`):
+weights are encoded and decoded on the CPUs, which takes this time on one core (`python -m benchmarks codecs`):
 
 ENCODING
 

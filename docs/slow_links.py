@@ -1,15 +1,12 @@
 """The section "On slow links" of `docs/when-it-pays.md`: what the codecs of `--wire` save.
 
-The times of steps are those of the simulator. It counts no time for encoding. `python -m docs.slow_links` measures this
-time, for `docs.on_accelerators.ENCODING_NS`. `make_when_it_pays.py` writes the section.
+The times of steps are those of the simulator. It counts no time for encoding, which `docs.on_accelerators.ENCODING_NS`
+contains. `make_when_it_pays.py` writes the section.
 """
 
 from __future__ import annotations
 
 import textwrap
-import time
-from collections.abc import Callable
-from functools import partial
 
 from docs.on_accelerators import BYTES_PER_WEIGHT, ENCODING_NS, table
 from paceline.core.layout import CODECS
@@ -69,48 +66,3 @@ def section() -> list[str]:
 def _seconds(time_s: float) -> str:
     """Return a time with three significant digits at most if it is less than 100 s."""
     return f"{time_s:,.0f} s" if time_s >= 100 else f"{time_s:.3g} s"
-
-
-# -- the measurement of `ENCODING_NS` ----------------------------------------------------------------------
-
-WEIGHTS = 97_656 * 256  # 100 MB, in whole blocks
-ROUNDS = 12
-
-
-def main() -> None:
-    """Print how long each codec takes at both ends, on one core: the fastest round, in processor time."""
-    import torch
-
-    from paceline.shard.codecs import BaseReceiver, BaseSender, Receiver, Sender
-
-    torch.set_num_threads(1)
-    name, ranges = "float32", [("float32", 0, WEIGHTS)]
-
-    def fastest_ns(work: Callable[[], object]) -> float:
-        times_s = []
-        for _ in range(ROUNDS):
-            begun_s = time.thread_time()
-            work()
-            times_s.append(time.thread_time() - begun_s)
-        return min(times_s) / WEIGHTS * 1e9
-
-    def advance(end: BaseSender) -> None:
-        end.advance(None, end.numbers.get(None, 0) + 1, [name])
-        end.checksum([name])
-
-    for wire in ("int8", "int4"):
-        sender = Sender(wire, {name: torch.randn(WEIGHTS)})
-        receiver = Receiver(wire, {name: torch.zeros(WEIGHTS)})
-        weights = BaseSender(wire, {name: torch.randn(WEIGHTS)})
-        base = BaseReceiver(wire, {name: torch.zeros(WEIGHTS)})
-        times = {
-            "encode": fastest_ns(partial(sender.encode, ranges)),
-            "decode": fastest_ns(partial(receiver.decode, ranges)),
-            "advance": fastest_ns(partial(advance, weights)),
-            "receive": fastest_ns(partial(base.decode, ranges, whole=False)),
-        }
-        print(wire, ", ".join(f"{what} {ns:.1f}" for what, ns in times.items()), "ns per weight")
-
-
-if __name__ == "__main__":
-    main()
