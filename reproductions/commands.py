@@ -237,7 +237,8 @@ def wire(
     errors.print(f"{len(left)} runs are missing: about {minutes:.0f} min of processor time")
     with interruptible("all results so far have been kept"), shown_progress(errors) as tell:
         make(left, path, processes, tell)
-    Console().print(*result_tables(found(wanted, seeds, path)), sep="\n\n")
+    for table in result_tables(found(wanted, seeds, path)):
+        Console(width=None if sys.stdout.isatty() else 140).print(table, "")
 
 
 @app.command("tune-demo")

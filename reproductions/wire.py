@@ -60,15 +60,11 @@ def _digits(kind: type[DigitsMLP | DigitsCNN], samples: int) -> Learned:
     images = torch.cat([digits().train_images, digits().test_images])
     labels = torch.cat([digits().train_labels, digits().test_labels])
     problem: Any = kind(demo.Digits(images[:samples], labels[:samples], images[samples:], labels[samples:]))
-
-    def stacked(weights: Weights) -> Weights:
-        return {name: value.unsqueeze(0) for name, value in weights.items()}
-
     return Learned(
         [part[0] for part in problem.data([0], Batch(0, 0, samples))],
         problem.initial,
-        lambda weights, x, y: problem.losses(stacked(weights), x.unsqueeze(0), y.unsqueeze(0)).mean(),
-        lambda weights: 100 * problem.quality(stacked(weights)),
+        lambda own, x, y: problem.losses({n: v[None] for n, v in own.items()}, x[None], y[None]).mean(),
+        lambda own: 100 * problem.quality({n: v[None] for n, v in own.items()}),
     )
 
 
@@ -211,7 +207,8 @@ def result_tables(results: Mapping[Run, tuple[float, float, str]]) -> list[Table
         title = f"{unit} lost on {name}, mean ± standard error; the goal is at most {PROBLEMS[name].most:g}"
         used = {cell.codec for cell in results if cell.problem == name}
         codecs = [codec for codec in (*ALL, ASP) if codec in used]
-        tables.append(plain_table(title, "workers, optimizer", *codecs))
+        headings = [codec.replace(",", ",\n").replace(" ", "\n") for codec in codecs]
+        tables.append(plain_table(title, "workers, optimizer", *headings))
         for row in dict.fromkeys(cell[:3] for cell in results if cell.problem == name):
             lost = [results.get(Run(*row, codec)) for codec in codecs]
             texts = ["" if each is None else "{:+z.2f} ± {:.2f} {}".format(*each) for each in lost]
