@@ -33,6 +33,7 @@ def test_the_package_exports_these_names_and_no_others() -> None:
         "prepare",
         "reduce",
         "register_elementwise",
+        "register_tensorwise",
         "save",
         "set_sync",
         "sim",

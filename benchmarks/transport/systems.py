@@ -22,7 +22,7 @@ from paceline.core.layout import Layout, OptimizerSpec, Parameter
 from paceline.core.requests import Host
 from paceline.core.shard import Shard
 from paceline.errors import DeadlineError, RunFailedError
-from paceline.shard.optimizers import read_groups, require_elementwise
+from paceline.shard.optimizers import read_groups, server_optimizer
 from paceline.shard.store import Push, Store
 from paceline.start.local import HostMachine
 from paceline.sync import ASP
@@ -236,7 +236,7 @@ def _update(turn: Turn, index: int, out: Path) -> Times:
     size = layout.sizes["float32"]
     optimizer = make([torch.zeros(1) for _ in parts])
     groups = read_groups(optimizer)
-    spec = OptimizerSpec(require_elementwise(optimizer), groups, (0,) * len(parts))
+    spec = OptimizerSpec(server_optimizer(optimizer).name, groups, (0,) * len(parts))
     shard = Shard(0, [ASP()])
     store = Store(bounds, {"float32": torch.zeros(size)}, [spec])
     shard.handle(WorkerJoined(now_ticks=0, worker=0))

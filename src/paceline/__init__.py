@@ -29,6 +29,7 @@ _HOMES = {
     "prepare": "train.prepare",
     "reduce": "train.collectives",
     "register_elementwise": "shard.foreign",
+    "register_tensorwise": "shard.foreign",
     "save": "train.collectives",
     "set_sync": "train.session",
     "simulate": "sim",
@@ -58,6 +59,7 @@ __all__ = [
     "prepare",
     "reduce",
     "register_elementwise",
+    "register_tensorwise",
     "save",
     "set_sync",
     "sim",
@@ -72,7 +74,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from . import errors, sim, sync, zipline
-    from .shard.foreign import register_elementwise
+    from .shard.foreign import register_elementwise, register_tensorwise
     from .shard.lars import LARS
     from .sim import Cluster, SimResult, simulate
     from .start.launch import launch

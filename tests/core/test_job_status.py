@@ -48,7 +48,7 @@ WORKERS = (0, 1, 2)
 def server() -> Server:
     """A server under BSP that has the first pushes of workers 0 and 2, and waits for that of worker 1."""
     server = Server()
-    slices = MODEL.layout.sliced(1, "even")
+    slices = MODEL.layout.slice_evenly(1)
     server.handle(COORDINATOR, CreateShards(MODEL, slices, "bsp", WORKERS, 0), 0)
     server.handle(worker_peer(0), messages.InitialWeights(0), 0)
     for worker in WORKERS:
@@ -93,7 +93,7 @@ def test_each_worker_has_a_row_that_says_for_whom_it_waits(core: Coordinator) ->
 
 def test_the_staleness_is_the_number_of_updates_since_the_worker_has_received_the_weights() -> None:
     server = Server()
-    server.handle(COORDINATOR, CreateShards(MODEL, MODEL.layout.sliced(1, "even"), "asp", (0, 1), 0), 0)
+    server.handle(COORDINATOR, CreateShards(MODEL, MODEL.layout.slice_evenly(1), "asp", (0, 1), 0), 0)
     server.handle(worker_peer(0), messages.InitialWeights(0), 0)
     for worker in (0, 1):
         server.connected(worker, 0)

@@ -174,7 +174,7 @@ def server_of(sync: str, workers: int = 2) -> Server:
     server = Server()
     model = ModelSpec(Layout((), (), {}), OptimizerSpec("", (), ()), ())
     server.handle(
-        COORDINATOR, CreateShards(model, model.layout.sliced(1, "even"), sync, tuple(range(workers)), 0), 0
+        COORDINATOR, CreateShards(model, model.layout.slice_evenly(1), sync, tuple(range(workers)), 0), 0
     )
     server.handle(worker_peer(0), InitialWeights(0), 0)
     return server

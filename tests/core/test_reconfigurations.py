@@ -59,7 +59,7 @@ class Run:
         assert joined.worker == worker
 
     def extend(self) -> None:
-        self.queue.extend(LAYOUT.sliced(1, "even"), {0: MODEL, 1: MODEL})
+        self.queue.extend(LAYOUT.slice_evenly(1), {0: MODEL, 1: MODEL})
 
     def complete_extension(self) -> None:
         _, extension = self.queue.extended(0, ExtensionReady(0, self.queue.extensions + 1))

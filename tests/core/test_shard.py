@@ -14,7 +14,7 @@ from paceline.core.messages import Answer
 from paceline.core.requests import Host, Peer
 from paceline.core.shard import Shard
 from paceline.errors import InvalidEventError, ProtocolError
-from paceline.shard.optimizers import ELEMENTWISE, read_groups, require_elementwise
+from paceline.shard.optimizers import ELEMENTWISE, read_groups, server_optimizer
 from paceline.shard.store import Push, Store
 from paceline.shard.vectors import Vectors
 from paceline.sync import ASP, BSP, SSP, Conditions, ElasticBSP, PullState, PushState, SyncModel
@@ -114,7 +114,7 @@ class Job:
         optimizer = factory([weight.clone() for weight in weights])
         self.groups = read_groups(optimizer)
         group_of = [i for i, group in enumerate(optimizer.param_groups) for _ in group["params"]]
-        spec = OptimizerSpec(require_elementwise(optimizer), self.groups, tuple(group_of))
+        spec = OptimizerSpec(server_optimizer(optimizer).name, self.groups, tuple(group_of))
         flat = self.flatten(weights)
         self.slices = self.layout.slice_evenly(shards)
         self.shards = []

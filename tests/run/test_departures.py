@@ -37,7 +37,7 @@ MODEL = ModelSpec(
 def server_with_a_held_push() -> Server:
     """Return a server of a run under BSP: worker 0 has pushed with two batches drawn, and worker 1 has not."""
     server = Server()
-    slices = MODEL.layout.sliced(1, "even")
+    slices = MODEL.layout.slice_evenly(1)
     server.handle(COORDINATOR, CreateShards(MODEL, slices, "bsp", (0, 1), 0), 0)
     server.handle(worker_peer(0), messages.InitialWeights(0), 0)
     for worker in (0, 1):

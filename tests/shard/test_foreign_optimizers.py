@@ -20,7 +20,7 @@ from paceline.shard.optimizers import (
     join_state,
     make_optimizer,
     read_groups,
-    require_elementwise,
+    server_optimizer,
     slice_state,
 )
 from paceline.shard.slice_optimizers import optimizer_of_slice
@@ -97,6 +97,18 @@ class Normalized(torch.optim.SGD):
         return super().step(closure)
 
 
+class JointlyNormalized(torch.optim.SGD):
+    """Divides the gradients of all parameters by their common norm."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([gradient.norm() for gradient in gradients]).norm() + 1e-6
+        for gradient in gradients:
+            gradient.div_(norm)
+        return super().step(closure)
+
+
 class Centered(Rule):
     """Gradient centralization: subtracts the mean over all but the first dimension."""
 
@@ -162,7 +174,7 @@ class NeedsClosure(Rule):
 
 @pytest.fixture(autouse=True)
 def _forget_classes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(foreign, "_registered", set())
+    monkeypatch.setattr(foreign, "_registered", {})
     monkeypatch.setattr(foreign, "_classes", {})
     monkeypatch.setattr(foreign, "_sources", [])
 
@@ -188,7 +200,7 @@ def test_a_class_that_passes_the_test_is_accepted(case: str) -> None:
     optimizer = ACCEPTED[case]()
     before = [p.clone() for group in optimizer.param_groups for p in group["params"]]
     generator = torch.get_rng_state()
-    assert require_elementwise(optimizer) == class_name(type(optimizer))
+    assert server_optimizer(optimizer).name == class_name(type(optimizer))
     after = [p for group in optimizer.param_groups for p in group["params"]]
     assert all(torch.equal(a, b) and b.grad is None for a, b in zip(before, after, strict=True))
     assert not optimizer.state
@@ -196,9 +208,8 @@ def test_a_class_that_passes_the_test_is_accepted(case: str) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[], torch.optim.Optimizer], str]] = {
-    "norm of the gradient": (lambda: Normalized(parameters(), lr=0.1), "depends on others.*shape"),
-    "mean over rows": (lambda: Centered(parameters()), r"depends on others.*of shape \[4, 3\]"),
-    "even with a tiny rate": (lambda: Centered(parameters(), lr=1e-9), "depends on others"),
+    "norm of the gradient": (lambda: JointlyNormalized(parameters(), lr=0.1), "depends on others.*shape"),
+    "even with a tiny rate": (lambda: JointlyNormalized(parameters(), lr=1e-9), "depends on others"),
     "settings outside the groups": (lambda: Hidden(parameters(), power=3), "built from its hyper-parameters"),
     "a list in the state": (lambda: Logged(parameters()), "state 'norms' is of type list"),
     "a wrapper": (
@@ -214,12 +225,12 @@ REFUSED: dict[str, tuple[Callable[[], torch.optim.Optimizer], str]] = {
 def test_a_class_that_fails_the_test_is_refused_with_what_differed(case: str) -> None:
     make, reason = REFUSED[case]
     with pytest.raises(ConfigurationError, match=reason):
-        require_elementwise(make())
+        server_optimizer(make())
 
 
 def test_a_subclass_that_overrides_no_update_runs_as_its_base() -> None:
     optimizer = Renamed(parameters(), 0.25)
-    assert require_elementwise(optimizer) == "AdamW"
+    assert server_optimizer(optimizer).name == "AdamW"
     [group] = read_groups(optimizer)
     assert (group["lr"], group["weight_decay"]) == (0.25, 0.3)
     assert "note" not in group
@@ -231,17 +242,40 @@ def test_a_scheduler_on_the_optimizer_is_not_called_by_the_test() -> None:
     first = optimizer.param_groups[0]["params"][0]
     first.grad = torch.ones_like(first)
     before = first.clone()
-    require_elementwise(optimizer)
+    server_optimizer(optimizer)
     assert torch.equal(first, before)
     assert scheduler.last_epoch == 0
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Normalized(parameters(), lr=0.1),
+        lambda: Centered(parameters()),
+        lambda: Centered(parameters(), lr=1e-9),
+        lambda: Centered(parameters()[:1]),
+    ],
+)
+def test_a_class_that_updates_each_tensor_by_itself_needs_whole_tensors(
+    make: Callable[[], torch.optim.Optimizer],
+) -> None:
+    optimizer = make()
+    assert server_optimizer(optimizer) == (class_name(type(optimizer)), True)
+
+
+def test_a_class_may_be_registered_for_whole_tensors() -> None:
+    paceline.register_tensorwise(JointlyNormalized)
+    assert server_optimizer(JointlyNormalized(parameters(), lr=0.1)).whole
+    with pytest.raises(UsageError, match="expected an optimizer class"):
+        paceline.register_tensorwise(3)  # type: ignore[type-var]
+
+
 def test_a_registered_class_need_not_give_the_same_on_slices() -> None:
     paceline.register_elementwise(Centered)
-    assert require_elementwise(Centered(parameters())) == class_name(Centered)
+    assert server_optimizer(Centered(parameters())).name == class_name(Centered)
     paceline.register_elementwise(Hidden)
     with pytest.raises(ConfigurationError, match="built from its hyper-parameters"):
-        require_elementwise(Hidden(parameters(), power=3))  # this cannot be vouched for
+        server_optimizer(Hidden(parameters(), power=3))  # this cannot be vouched for
     with pytest.raises(UsageError, match="expected an optimizer class"):
         paceline.register_elementwise(3)  # type: ignore[type-var]
 
@@ -274,9 +308,9 @@ def test_what_the_refusal_of_sparse_adam_advises_works_alone_and_in_a_run(sparse
     embedding = torch.nn.Embedding(6, 2, sparse=sparse)
     refused = torch.optim.SparseAdam(embedding.parameters())
     with pytest.raises(ConfigurationError, match="use Adam, and create the embeddings with sparse=False"):
-        require_elementwise(refused)
+        server_optimizer(refused)
     optimizer = torch.optim.Adam(embedding.parameters())
-    require_elementwise(optimizer)
+    server_optimizer(optimizer)
     embedding(torch.tensor([1, 4])).sum().backward()
     if not sparse:
         optimizer.step()
@@ -318,7 +352,7 @@ def test_in_a_run_the_methods_of_the_wrapped_optimizer_are_refused() -> None:
 
 def test_the_state_of_slices_joins_to_that_of_the_whole_and_back() -> None:
     optimizer = Lion(parameters())
-    name = require_elementwise(optimizer)
+    name = server_optimizer(optimizer).name
     tensors = optimizer.param_groups[0]["params"]
     layout = Layout.of([Parameter((f"p{i}",), tuple(p.shape), "float32") for i, p in enumerate(tensors)])
     spec = OptimizerSpec(name, read_groups(optimizer), (0,) * len(tensors))
@@ -357,10 +391,10 @@ def test_a_counter_in_a_group_is_kept_when_the_learning_rate_changes() -> None:
 
     weight = nn.Parameter(torch.zeros(4))
     optimizer = Counting([weight], lr=1.0)
-    name = require_elementwise(optimizer)
+    name = server_optimizer(optimizer).name
     assert foreign.counters_of(optimizer) == ["k"]  # a run refuses to save its state
     lion = Lion(parameters())
-    require_elementwise(lion)
+    server_optimizer(lion)
     assert foreign.counters_of(lion) == []
     layout = Layout.of([Parameter(("p",), (4,), "float32")])
     [bounds] = layout.slice_evenly(1)
@@ -468,7 +502,7 @@ def test_unknown_hyper_parameters_are_refused_by_name() -> None:
 
 
 def test_arguments_of_the_constructor_come_from_the_first_group() -> None:
-    name = require_elementwise(Hidden(parameters()))
+    name = server_optimizer(Hidden(parameters())).name
     optimizer = make_optimizer(name, ({"lr": 0.5},), [[torch.zeros(1)]])
     assert optimizer.defaults["lr"] == 0.5
 

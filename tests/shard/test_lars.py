@@ -13,7 +13,7 @@ from torch import nn
 
 from paceline import LARS, DistributedOptimizer, worker_index
 from paceline.errors import ConfigurationError, NonFiniteGradientError
-from paceline.shard.optimizers import make_optimizer, read_groups, require_elementwise
+from paceline.shard.optimizers import make_optimizer, read_groups, server_optimizer
 
 if TYPE_CHECKING:
     from tests.conftest import RunOnThreads
@@ -208,17 +208,14 @@ def test_nesterov_needs_a_momentum() -> None:
 def test_the_servers_run_sgd_for_it() -> None:
     optimizer = LARS([nn.Parameter(torch.ones(2))], lr=0.5, weight_decay=0.1, nesterov=True)
     sgd = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.5, momentum=0.9, nesterov=True)
-    assert require_elementwise(optimizer) == "SGD"
+    assert server_optimizer(optimizer).name == "SGD"
     assert read_groups(optimizer) == read_groups(sgd)
     make_optimizer("SGD", read_groups(optimizer), [[torch.ones(2)]])
 
     class Mine(LARS):
-        """A subclass of a user's own, which neither workers nor servers have."""
+        """A subclass of a user's own, whose gradients the workers do not scale."""
 
-    with pytest.raises(
-        ConfigurationError, match=r"Mine cannot run on the servers.*depends on others.*paceline\.LARS\."
-    ):
-        require_elementwise(Mine([nn.Parameter(torch.ones(2))], lr=0.5))
+    assert server_optimizer(Mine([nn.Parameter(torch.ones(2))], lr=0.5)).whole
 
 
 @pytest.mark.parametrize("servers", [1, 2, 3])

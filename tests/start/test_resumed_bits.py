@@ -102,8 +102,39 @@ model, first, second, loader = paceline.prepare(model, first, second, loader)
             optimizer.step()
 """,
     ),
+    "Muon, and a class of one's own": (
+        """
+from own import NormalizedSGD
+
+first = torch.optim.Muon([model[0].weight, model[3].weight], lr=0.02)
+second = NormalizedSGD([model[0].bias, model[3].bias], lr=0.01, momentum=0.9)
+model, first, second, loader = paceline.prepare(model, first, second, loader)
+""",
+        """
+        first.zero_grad()
+        second.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        first.step()
+        second.step()
+""",
+    ),
 }
 """Name -> how the script sets itself up, and what it does with a batch."""
+
+OWN = """
+import torch
+
+
+class NormalizedSGD(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.div_(parameter.grad.norm() + 1e-6)
+        return super().step(closure)
+"""
+"""A module with an optimizer that needs whole tensors."""
 
 KILLS = -(-int(os.environ.get("PACELINE_CHAOS", "4")) // len(SCRIPTS))
 """Number of times that each script is killed, one after the other."""
@@ -112,10 +143,13 @@ AT_START = 0.25
 """Share of the kills that do not wait until the script trains."""
 
 
-@pytest.mark.parametrize("name", thorough("AdamW, OneCycle") + chaos(*SCRIPTS))
+@pytest.mark.parametrize(
+    "name", thorough("AdamW, OneCycle", "Muon, and a class of one's own") + chaos(*SCRIPTS)
+)
 def test_a_run_that_is_killed_again_and_again_ends_with_the_bits_of_a_whole_run(name: str, mark: str) -> None:
     setup, step = SCRIPTS[name]
     Path("train.py").write_text(SCRIPT.replace("SETUP", setup).replace("        STEP\n", step))
+    Path("own.py").write_text(OWN)
     Path("go").touch()
     one = ["-n", "1", "--servers", "1"]
     whole = run_program("-m", "paceline", "run", *one, "--run-dir", "whole", "train.py")

@@ -16,7 +16,7 @@ from paceline.checkpoints.writing import Draft, ShardWriter, shard_content
 from paceline.core.job_cut import JobCut
 from paceline.core.layout import BufferSpec, Layout, ModelSpec, OptimizerSpec, Parameter
 from paceline.core.messages import ShardState
-from paceline.shard.optimizers import encode_states, read_groups, require_elementwise
+from paceline.shard.optimizers import encode_states, read_groups, server_optimizer
 from paceline.shard.store import Push, Store
 from paceline.shard.vectors import dtype_name, parameter_views, sliced, torch_dtype
 
@@ -53,7 +53,7 @@ def model_of(net: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Mod
                 dtype = dtype_name(each.dtype)
                 parameters.append(Parameter(tuple(names[id(each)]), tuple(each.shape), dtype, index))
                 group_of.append(number)
-        name = require_elementwise(optimizer)
+        name = server_optimizer(optimizer).name
         specs.append(OptimizerSpec(name, read_groups(optimizer), tuple(group_of)))
     buffers = tuple(BufferSpec(n, tuple(b.shape), dtype_name(b.dtype)) for n, b in net.named_buffers())
     return ModelSpec(Layout.of(parameters), specs[0], buffers, tuple(specs[1:]))
@@ -70,7 +70,7 @@ class Shards:
 
     def __init__(self, model: ModelSpec, count: int, net: nn.Module | None = None) -> None:
         self.model = model
-        self.slices = model.layout.sliced(count, "even")
+        self.slices = model.layout.slice_evenly(count)
         self.net = net
         whole = self._zeros()
         if net is not None:

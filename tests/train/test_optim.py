@@ -91,7 +91,6 @@ class Mine(torch.optim.SGD):
     ("kind", "name"),
     [
         (torch.optim.LBFGS, r"torch\.optim\.lbfgs\.LBFGS"),
-        (torch.optim.Adafactor, r"torch\.optim\.\S*\.?Adafactor"),
         (torch.optim.SparseAdam, r"torch\.optim\.sparse_adam\.SparseAdam"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

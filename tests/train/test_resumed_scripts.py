@@ -279,7 +279,7 @@ def test_a_script_may_have_parameters_that_the_cut_lacks(sync: str) -> None:
     first = [script.first for script in resumed if isinstance(script, Grown)]
     names = [parameter.names[0] for parameter in cut.job.model.layout.parameters]
     assert set(first[0]) - set(names) == {"4.weight", "4.bias"}
-    bounds = cut.job.model.layout.sliced(1, "even")[0]
+    bounds = cut.job.model.layout.slice_evenly(1)[0]
     trained = cut.weights(bounds)["float32"]
     for segment in bounds.segments:
         for each in first:

@@ -55,12 +55,14 @@ class OptimizerRecord(msgspec.Struct, frozen=True):
         replaced: number of times that another optimizer has replaced it.
         parameters: names of the parameters that it trains. `state_dict()` refers to them by their positions here.
         counters: for each group, what the optimizer itself has changed in it.
+        whole: True if it needs whole tensors, so the entries of its state may have any shape.
     """
 
     name: str
     replaced: int
     parameters: tuple[str, ...]
     counters: tuple[HyperParameters, ...] = ()
+    whole: bool = False
 
 
 class Manifest(msgspec.Struct, frozen=True):

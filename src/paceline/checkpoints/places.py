@@ -22,7 +22,7 @@ from torch.serialization import skip_data
 
 from ..core.layout import Layout, ModelSpec, ShardSlice, StateEntries
 from ..errors import CheckpointError
-from ..shard.optimizers import NUMBER, entry_of, make_optimizer
+from ..shard.optimizers import NUMBER, OF_TORCH, entry_of, make_optimizer, specimen
 from ..shard.vectors import bytes_of, torch_dtype
 
 MODEL = "model.safetensors"
@@ -170,7 +170,7 @@ def _joined(
             index = bounds.segments[int(position)].parameter
             of_parameter = joined.setdefault(index, {})
             if value is None:
-                shape = layout.parameters[index].shape
+                shape = found.shapes.get(name, layout.parameters[index].shape)
                 of_parameter[key] = _Entry(torch.empty(shape, dtype=torch_dtype(dtype)), is_vector=True)
             elif key not in of_parameter or of_parameter[key].value.item() < value:
                 of_parameter[key] = _Entry(torch.tensor(value, dtype=torch_dtype(dtype)), is_vector=False)
@@ -183,7 +183,10 @@ def _groups_of(
     """Return the groups of an optimizer with all settings that torch expects, and the names of their parameters."""
     spec = model.optimizers_over_layout[index]
     servers = entries.groups[index]
-    groups = make_optimizer(spec.name, servers, [[torch.zeros(1)] for _ in servers]).param_groups
+    groups: list[dict[str, Any]] = [dict(group) for group in servers]
+    if spec.name in OF_TORCH:  # this process does not load classes of users
+        parameters = [[specimen(whole=spec.whole)] for _ in servers]
+        groups = make_optimizer(spec.name, servers, parameters).param_groups
     for group, more in zip(groups, settings, strict=False):
         group.update(more)
     for group, counted in zip(groups, entries.counters[index] if entries.counters else (), strict=False):

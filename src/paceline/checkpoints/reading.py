@@ -219,7 +219,9 @@ def _require_state(state: dict[str, Any], record: OptimizerRecord, shapes: Mappi
         for key, value in entries.items():
             shape = shapes[record.parameters[position]]
             if not isinstance(key, str) or (
-                isinstance(value, torch.Tensor) and value.shape not in (shape, torch.Size())
+                isinstance(value, torch.Tensor)
+                and not record.whole
+                and value.shape not in (shape, torch.Size())
             ):
                 raise ValueError(f"it has {key!r} of {record.parameters[position]!r} in another shape")
 

@@ -203,7 +203,7 @@ class Draft:
             records[str(path.relative_to(self.path))] = record_of(path, pace)
         counters = self._entries[0].counters
         optimizers = tuple(
-            OptimizerRecord(spec.name, spec.replaced, names, counters[index] if counters else ())
+            OptimizerRecord(spec.name, spec.replaced, names, counters[index] if counters else (), spec.whole)
             for index, (spec, names) in enumerate(zip(self._model.optimizers, self._members, strict=True))
         )
         return Manifest(
@@ -314,8 +314,7 @@ def _size_bytes(
     state = 0
     for bounds, found in zip(slices, entries, strict=True):
         for name, dtype in found.vectors.items():
-            segment = bounds.segments[int(name.partition("/")[0])]
-            state += (segment.stop - segment.start) * torch_dtype(dtype).itemsize
+            state += found.size_of(name, bounds) * torch_dtype(dtype).itemsize
     return weights + state + sum(tensor.nbytes for tensor in tensors.values())
 
 
@@ -482,7 +481,7 @@ def _parts(places: Places, bounds: ShardSlice, entries: StateEntries) -> Iterato
         position, _, key = name.partition("/")
         segment = bounds.segments[int(position)]
         item = torch_dtype(entries.vectors[name]).itemsize
-        size_bytes = (segment.stop - segment.start) * item
+        size_bytes = entries.size_of(name, bounds) * item
         begin = places.state[segment.parameter][key] + segment.offset * item
         yield size_bytes, [(optimizer_file(places.optimizer[segment.parameter]), begin)]
 

@@ -153,7 +153,7 @@ class Coordinator:
         workers: number of workers.
         servers: number of servers. See `layout.round_robin`.
         shards: number of shards.
-        slicing: how the parameters are sliced: "even" or "by-parameter".
+        slicing: how the parameters are sliced; see `ModelSpec.sliced`.
         block: number of values that are encoded together on their way; see `Layout.slice_evenly`.
         overlap: False if no worker may pull until all workers have pushed to all shards.
         seed: random seed for the run, used by the sync models.
@@ -214,7 +214,7 @@ class Coordinator:
         workers: int,
         servers: int,
         shards: int,
-        slicing: str = "even",
+        slicing: str = "auto",
         block: int = 1,
         overlap: bool = True,
         seed: int = 0,
@@ -668,7 +668,7 @@ class Coordinator:
             reason = f"its model differs from the model of the run that is resumed: {difference}"
             return self._refuse(list(models), reason, f"worker {initializer}")
         try:
-            slices = model.layout.sliced(self._shards, self._slicing, self._block)
+            slices = model.sliced(self._shards, self._slicing, self._block)
         except ConfigurationError as error:
             return self._refuse([initializer], str(error), f"worker {initializer}")
         if reason := self._shortage(model, len(models)):
@@ -748,7 +748,7 @@ class Coordinator:
         if reason := self._shortage(model, len(models)):
             return self._refuse(list(models), reason, "the run")
         self._give_up_cut()
-        slices = model.layout.sliced(self._shards, self._slicing, self._block)
+        slices = model.sliced(self._shards, self._slicing, self._block)
         assert self.model is not None
         known = "none" if self.resumed is None else self.resumed.has_of(self.model, model)
         resumed = self._resumed_number if known != "none" else 0

@@ -27,7 +27,7 @@ of these vectors without conversion.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple, TypeVar
 
@@ -37,8 +37,8 @@ from ..errors import ConfigurationError, ProtocolError
 
 ALIGNMENT_BYTES = 64
 
-SLICINGS = ("even", "by-parameter")
-"""The ways to slice the parameters. See `Layout.sliced`."""
+SLICINGS = ("auto", "even", "by-parameter")
+"""The ways to slice the parameters. See `ModelSpec.sliced`."""
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 """Size in bytes of one element of each dtype that a parameter may have. Each key is the name of a dtype in torch."""
@@ -129,7 +129,7 @@ class Parameter(msgspec.Struct, frozen=True, omit_defaults=True):
         return f"{self.names[0]} {self.dtype}{list(self.shape)}"
 
 
-class Segment(msgspec.Struct, frozen=True):
+class Segment(msgspec.Struct, frozen=True, omit_defaults=True):
     """The part of one parameter that lies in one shard.
 
     Attributes:
@@ -138,6 +138,7 @@ class Segment(msgspec.Struct, frozen=True):
         start: index of the segment's first element within the shard's slice of the vector.
         stop: index of the segment's last element within the shard's slice of the vector, plus one.
         offset: index of the segment's first element within the flattened parameter.
+        shape: shape of the parameter if the optimizer needs whole tensors, so that the segment is all of it; else None.
     """
 
     parameter: int
@@ -145,6 +146,7 @@ class Segment(msgspec.Struct, frozen=True):
     start: int
     stop: int
     offset: int
+    shape: tuple[int, ...] | None = None
 
 
 class Piece(NamedTuple):
@@ -262,23 +264,22 @@ class Layout(msgspec.Struct, frozen=True):
         """Total size in bytes of a push to all shards, or of a pull from all shards."""
         return sum(size * item_bytes(dtype) for dtype, size in self.sizes.items())
 
-    def sliced(self, shards: int, slicing: str, block: int = 1) -> tuple[ShardSlice, ...]:
-        """Return the slices. `slicing` selects `slice_evenly` ("even") or `slice_by_parameter` ("by-parameter").
-
-        Args:
-            shards: number of shards.
-            slicing: one of `SLICINGS`.
-            block: see `slice_evenly`.
-        """
-        return self.slice_evenly(shards, block) if slicing == "even" else self.slice_by_parameter(shards)
-
-    def slice_evenly(self, shards: int, block: int = 1) -> tuple[ShardSlice, ...]:
+    def slice_evenly(
+        self, shards: int, block: int = 1, costs: Mapping[int, Sequence[int]] | None = None
+    ) -> tuple[ShardSlice, ...]:
         """Cut every vector into one range per shard, and return the slices of all shards.
 
         Each vector is cut only between blocks of 64 bytes, so that every range is aligned, and between blocks of
         `block` elements, which are encoded together. The ranges of one vector differ by at most one block, which has 64
         bytes if nothing is encoded. These are sizes with padding, which are what is stored, sent and updated. The
-        number of parameters' elements may differ more, because each parameter is padded to 64 bytes:
+        number of parameters' elements may differ more, because each parameter is padded to 64 bytes.
+
+        Args:
+            shards: number of shards.
+            block: number of elements that are encoded together.
+            costs: parameter sets whose parameters are kept whole -> for each parameter of the layout, what its update
+                costs. The largest cost of a shard is as small as it can be without changing the order of parameters.
+                Shards may be empty.
 
         >>> scalars = [Parameter((f"scale{i}",), (1,), "float32") for i in range(32)]
         >>> layout = Layout.of([*scalars, Parameter(("weight",), (512,), "float32")])
@@ -288,24 +289,53 @@ class Layout(msgspec.Struct, frozen=True):
         >>> [sum(segment.stop - segment.start for segment in shard.segments) for shard in slices]
         [32, 512]
         """
+        whole: dict[str, list[int]] = {}  # vector -> where each shard ends
+        for set_index, of_parameter in (costs or {}).items():
+            for part in sorted({p.part for p in self.parameters if p.set_index == set_index}):
+                members = [
+                    index
+                    for index, p in enumerate(self.parameters)
+                    if (p.set_index, p.part) == (set_index, part)
+                ]
+                groups = _divide([of_parameter[index] for index in members], shards)
+                whole |= self._ends([[members[place] for place in group] for group in groups])
         bounds = [
             {
                 dtype: (
-                    _bound(size, dtype, shard, shards, block),
-                    _bound(size, dtype, shard + 1, shards, block),
+                    ([0, *whole[dtype]][shard], whole[dtype][shard])
+                    if dtype in whole
+                    else (
+                        _bound(size, dtype, shard, shards, block),
+                        _bound(size, dtype, shard + 1, shards, block),
+                    )
                 )
                 for dtype, size in self.sizes.items()
             }
             for shard in range(shards)
         ]
-        return tuple(ShardSlice(i, b, self._segments(b)) for i, b in enumerate(bounds))
+        return tuple(ShardSlice(i, b, self._segments(b, costs or {})) for i, b in enumerate(bounds))
 
-    def slice_by_parameter(self, shards: int) -> tuple[ShardSlice, ...]:
+    def _ends(self, groups: Sequence[Sequence[int]]) -> dict[str, list[int]]:
+        """Return where the ranges of some groups of adjacent parameters end: vector -> for each group, its end."""
+        ends: dict[str, list[int]] = {}
+        for number, group in enumerate(groups):
+            for index in group:
+                parameter = self.parameters[index]
+                found = ends.setdefault(parameter.vector, [0] * len(groups))
+                end = self.offsets[index] + aligned(parameter.size, parameter.dtype)
+                found[number:] = [end] * (len(groups) - number)
+        return ends
+
+    def slice_by_parameter(self, shards: int, whole: Collection[int] = ()) -> tuple[ShardSlice, ...]:
         """Return slices of whole, adjacent parameters. The parameter counts of the slices differ by at most one.
 
         By default, PS-Lite slices in this way: it divides the range of parameter keys equally. The shard with the
         largest layer then holds most of the model (FluentPS, section III). This slicing is provided for comparison.
         Each part of the layout is sliced by itself.
+
+        Args:
+            shards: number of shards.
+            whole: the parameter sets whose optimizers need whole tensors.
 
         Raises:
             ConfigurationError: there are fewer parameters than shards at the start of training.
@@ -329,15 +359,18 @@ class Layout(msgspec.Struct, frozen=True):
                     parameter = self.parameters[index]
                     ends[parameter.vector] = self.offsets[index] + aligned(parameter.size, parameter.dtype)
             bounds.append({dtype: (starts[dtype], ends[dtype]) for dtype in self.sizes})
-        return tuple(ShardSlice(i, b, self._segments(b)) for i, b in enumerate(bounds))
+        return tuple(ShardSlice(i, b, self._segments(b, whole)) for i, b in enumerate(bounds))
 
-    def _segments(self, bounds: dict[str, tuple[int, int]]) -> tuple[Segment, ...]:
+    def _segments(self, bounds: dict[str, tuple[int, int]], whole: Container[int]) -> tuple[Segment, ...]:
         segments = []
         for index, (parameter, offset) in enumerate(zip(self.parameters, self.offsets, strict=True)):
             low, high = bounds[parameter.vector]
             start, stop = max(offset, low), min(offset + parameter.size, high)
             if start < stop:
-                segments.append(Segment(index, parameter.vector, start - low, stop - low, start - offset))
+                shape = parameter.shape if parameter.set_index in whole else None
+                segments.append(
+                    Segment(index, parameter.vector, start - low, stop - low, start - offset, shape)
+                )
         return tuple(segments)
 
 
@@ -351,6 +384,30 @@ def aligned(size: int, dtype: str) -> int:
     return -(-size // block) * block
 
 
+def _divide(costs: Sequence[int], groups: int) -> list[range]:
+    """Divide costs into adjacent groups whose largest sum is as small as possible. The last groups may be empty.
+
+    >>> _divide([5, 1, 1, 4, 4], 3)
+    [range(0, 3), range(3, 4), range(4, 5)]
+    """
+
+    def filled(most: int) -> list[range]:
+        found, begin, total = [], 0, 0
+        for index, cost in enumerate(costs):
+            if total + cost > most:
+                found.append(range(begin, index))
+                begin, total = index, 0
+            total += cost
+        return [*found, range(begin, len(costs))]
+
+    low, high = max(costs, default=0), sum(costs)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(filled(middle)) <= groups else (middle + 1, high)
+    found = filled(low)
+    return found + [range(len(costs), len(costs))] * (groups - len(found))
+
+
 def _bound(size: int, dtype: str, shard: int, shards: int, block: int) -> int:
     block = max(block, _block(dtype))
     return min(-(-size // block) * shard // shards * block, size)
@@ -361,7 +418,7 @@ def _bound(size: int, dtype: str, shard: int, shards: int, block: int) -> int:
 # Each worker registers a description. The coordinator checks that all descriptions are equal, apart from the
 # hyper-parameters, and the servers create their shards from the description.
 
-HyperParameter = float | int | bool | str | tuple[float, ...] | None
+HyperParameter = float | int | bool | str | tuple[float | None, ...] | None
 
 HyperParameters = dict[str, HyperParameter]
 """The settings of one parameter group: `lr`, `momentum`, `betas`, ..."""
@@ -376,12 +433,22 @@ class OptimizerSpec(msgspec.Struct, frozen=True):
         group_of: for each parameter of the optimizer's parameter set, in the order of the layout, the index of its
             group. Parameters that the optimizer does not train, because it has replaced one that did, have group 0.
         replaced: number of times that another optimizer has replaced the set's optimizer. Its state is then dropped.
+        whole: True if the update of an element depends on others of its tensor, so servers need whole tensors.
     """
 
     name: str
     groups: tuple[HyperParameters, ...]
     group_of: tuple[int, ...]
     replaced: int = 0
+    whole: bool = False
+
+    def cost_of(self, parameter: Parameter) -> int:
+        """Return what an update of a parameter costs, in any unit.
+
+        Muon multiplies matrices, which costs about as much for each element as the shorter side has elements.
+        """
+        sides = parameter.shape if self.name == "Muon" else ()
+        return aligned(parameter.size, parameter.dtype) * min(sides, default=1)
 
 
 class BufferSpec(msgspec.Struct, frozen=True):
@@ -451,6 +518,33 @@ class ModelSpec(msgspec.Struct, frozen=True, omit_defaults=True):
         """Return the frozen parameters that this model has and a model without its latest parameters lacks."""
         known = {spec.name for spec in before.frozen}
         return [spec for spec in self.frozen if spec.name not in known]
+
+    def sliced(self, shards: int, slicing: str, block: int = 1) -> tuple[ShardSlice, ...]:
+        """Return the slice of each shard.
+
+        Args:
+            shards: number of shards.
+            slicing: "auto" to slice each parameter set evenly, but to keep the tensors whole that its optimizer needs
+                whole; "even"; or "by-parameter".
+            block: number of elements that are encoded together; see `Layout.slice_evenly`.
+
+        Raises:
+            ConfigurationError: the model cannot be sliced in this way.
+        """
+        whole = {index: each for index, each in enumerate(self.optimizers) if each.whole}
+        if slicing == "by-parameter":
+            return self.layout.slice_by_parameter(shards, whole)
+        if whole and slicing == "even":
+            names = " and ".join(each.name for each in whole.values())
+            raise ConfigurationError(
+                f"slicing is 'even', which cuts tensors in parts, but {names} needs whole tensors. Use slicing 'auto', "
+                "which cuts only those of other optimizers."
+            )
+        costs = {
+            index: [optimizer.cost_of(parameter) for parameter in self.layout.parameters]
+            for index, optimizer in whole.items()
+        }
+        return self.layout.slice_evenly(shards, block, costs)
 
     @property
     def optimizers_over_layout(self) -> tuple[OptimizerSpec, ...]:
@@ -535,7 +629,7 @@ def require_extension(model: ModelSpec, extended: ModelSpec) -> None:
 
 
 def _difference_of_optimizers(expected: OptimizerSpec, found: OptimizerSpec) -> str:
-    if expected.name != found.name:
+    if (expected.name, expected.whole) != (found.name, found.whole):
         return f"optimizer {found.name} instead of {expected.name}"
     same = expected.group_of == found.group_of
     assigned = "" if same else "the parameters are assigned to groups differently"
@@ -799,17 +893,25 @@ class StateEntries(msgspec.Struct, frozen=True, omit_defaults=True):
     """The entries of a shard's optimizer state. The values of vectors are left out, because they are large.
 
     Attributes:
-        vectors: "<segment>/<key>" -> name of the dtype in torch, for entries with one value per element.
+        vectors: "<segment>/<key>" -> name of the dtype in torch, for entries with one value per element, and for those
+            with a shape of their own.
         numbers: "<segment>/<key>" -> (name of the dtype in torch, value), for entries with one value.
         groups: for each parameter set, the hyper-parameters of each group as the last push had set them.
         counters: for each parameter set, what the optimizer itself has changed in each group. Only optimizers that
             are not torch's do that.
+        shapes: "<segment>/<key>" -> shape, for entries of optimizers that need whole tensors.
     """
 
     vectors: dict[str, str]
     numbers: dict[str, tuple[str, float | int]]
     groups: tuple[tuple[HyperParameters, ...], ...]
     counters: tuple[tuple[HyperParameters, ...], ...] = ()
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def size_of(self, name: str, bounds: ShardSlice) -> int:
+        """Return the number of values of an entry in `vectors`."""
+        segment = bounds.segments[int(name.partition("/")[0])]
+        return math.prod(self.shapes.get(name, (segment.stop - segment.start,)))
 
 
 # -- Where the shards of a run are: each shard is held by a server -------------------------------------------

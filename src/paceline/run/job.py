@@ -73,8 +73,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         servers: number of servers. See `core.layout.Placement`.
         remote_servers: number of servers, the last ones, that machines bring when they join the run.
         shards: number of slices into which the parameters are divided.
-        slicing: "even" for slices of equal size, or "by-parameter" for slices that contain about the same number of
-            whole parameters.
+        slicing: "auto" for slices of equal size, except for optimizers that need whole tensors; "even"; or
+            "by-parameter" for slices that contain about the same number of whole parameters.
         overlap: "shards" if each shard answers pulls independently, or "off" if no worker pulls until all workers
             have pushed to all shards.
         sync: the sync model, or one model per shard, and any planned changes, in the notation of the command line.
@@ -127,7 +127,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     joined: bool
     servers: int
     shards: int
-    slicing: Literal["even", "by-parameter"]
+    slicing: Literal["auto", "even", "by-parameter"]
     overlap: Literal["shards", "off"]
     sync: str
     imports: tuple[str, ...]
@@ -392,7 +392,11 @@ def decode_job(data: bytes, now_ticks: int) -> Job:
 
 # -- The description of a run that `--dry-run` prints --------------------------------------------------------
 
-_SLICING_TEXTS = {"even": "evenly (even)", "by-parameter": "by parameter (by-parameter)"}
+_SLICING_TEXTS = {
+    "auto": "evenly, except tensors that an optimizer needs whole (auto)",
+    "even": "evenly (even)",
+    "by-parameter": "by parameter (by-parameter)",
+}
 _OVERLAP_TEXTS = {
     "shards": "each shard answers pulls independently (shards)",
     "off": "no worker pulls until all workers have pushed to all shards (off)",

@@ -402,7 +402,7 @@ class Fetches(Servers):
         if self.links.core.started is None:
             if (checkpoint := self._checkpoint()) is not None:
                 model = msgspec.json.decode(checkpoint.job, type=JobCut).model
-                (bounds,) = model.layout.sliced(1, "even")
+                (bounds,) = model.sliced(1, "auto")
                 return [(bounds, checkpoint.optimizer_state(model, bounds))]
             return self._read(Reader.read_optimizer_state) or []
         # Fetch one state at a time, because a server sends each peer only one bulk message at a time.

@@ -16,7 +16,7 @@ import torch
 from ..core.layout import HyperParameters, Layout, ModelSpec, OptimizerSpec, Parameter, dtype_of, of_set
 from ..errors import ConfigurationError, ProtocolError
 from ..shard.optimizer_sources import OptimizerSources
-from ..shard.optimizers import ELEMENTWISE, read_groups, rehearse
+from ..shard.optimizers import OF_TORCH, TENSORWISE, read_groups, rehearse, specimen
 from ..shard.slice_optimizers import optimizer_of_slice
 from ..shard.vectors import DIGITS, packed_bytes
 
@@ -98,10 +98,12 @@ def _require_sound_optimizer(
 ) -> None:
     """Check the optimizer of a parameter set that has `size` parameters. Raise `ProtocolError` if it is not valid."""
     foreign = ":" in optimizer.name
-    if not (foreign or optimizer.name in ELEMENTWISE) or not optimizer.groups:
+    if not (foreign or optimizer.name in OF_TORCH) or not optimizer.groups:
         raise ProtocolError(
             f"the optimizer {optimizer.name} is not supported by servers, or has no parameter groups"
         )
+    if not foreign and optimizer.whole != (optimizer.name in TENSORWISE):
+        raise ProtocolError(f"{optimizer.name} is described as what it is not")
     if foreign:
         try:
             sources.require_named(optimizer.name)
@@ -114,7 +116,7 @@ def _require_sound_optimizer(
     # This process does not load classes of users. A worker has tested the class, and servers load it.
     if foreign or all(_is_plain(optimizer.name, group) for group in optimizer.groups):
         return
-    [known] = read_groups(ELEMENTWISE[optimizer.name]([torch.zeros(1)]))  # type: ignore[call-arg]
+    [known] = read_groups(OF_TORCH[optimizer.name]([specimen(whole=optimizer.whole)]))  # type: ignore[call-arg]
     if any(group.keys() != known.keys() for group in optimizer.groups):
         raise ProtocolError(f"the hyper-parameters do not have the names that torch's {optimizer.name} uses")
     _try(model, optimizer.groups, set_index)
@@ -152,16 +154,18 @@ def _try(model: ModelSpec, groups: tuple[HyperParameters, ...], set_index: int =
     before = model.optimizers[set_index]
     count = len(before.groups)
     dtypes = [dtype_of(vector) for vector in of_set(model.layout.sizes, set_index)] * count
-    layout = Layout.of([Parameter((str(i),), (1,), dtype) for i, dtype in enumerate(dtypes)])
-    [bounds] = layout.slice_evenly(1)
+    shape = tuple(specimen(whole=before.whole).shape)
+    layout = Layout.of([Parameter((str(i),), shape, dtype) for i, dtype in enumerate(dtypes)])
     group_of = tuple(i // (len(dtypes) // count) for i in range(len(dtypes)))
+    spec = OptimizerSpec(before.name, before.groups, group_of, whole=before.whole)
+    [bounds] = ModelSpec(layout, spec, ()).sliced(1, "auto")
 
     def ones() -> dict[str, torch.Tensor]:
         return {dtype: torch.ones(size, dtype=getattr(torch, dtype)) for dtype, size in layout.sizes.items()}
 
     try:
-        rehearse(before.name, before.groups, groups)
-        optimizer = optimizer_of_slice(OptimizerSpec(before.name, before.groups, group_of), bounds, ones())
+        rehearse(before.name, before.groups, groups, whole=before.whole)
+        optimizer = optimizer_of_slice(spec, bounds, ones())
         for settings in (before.groups, groups):
             optimizer.step([ones()], (1.0,), bytes([1]) * len(dtypes), settings)
         state = {

@@ -231,7 +231,7 @@ class WorkerSession(Session):
         state_of: Callable[[ShardSlice], Vectors],
     ) -> str:
         links, core = self.links, self.core
-        shards = model.layout.sliced(self._job.shards, self._job.slicing, self._job.wire.block)
+        shards = model.sliced(self._job.shards, self._job.slicing, self._job.wire.block)
         links.initial = self._initial(model, shards, weights, buffers, state_of)
         links.coordinator.takes_descriptor = self._job.carrier.shares_memory
         links.carry_out(core.propose(model))

@@ -106,12 +106,12 @@ class Settings(TypedDict, total=False):
     slicing: Annotated[
         str,
         Setting(
-            default="even",
-            doc='"even" for slices of equal size, as in FluentPS, or "by-parameter" to keep each parameter whole, as '
-            "in PS-Lite.",
-            help="even: slice the parameters into equal parts, as in FluentPS. by-parameter: keep each parameter "
-            "whole, as in PS-Lite.",
-            metavar="<even|by-parameter>",
+            default="auto",
+            doc='"auto" for slices of equal size, as in FluentPS, but of whole tensors if the optimizer needs them, as '
+            'Muon does; "even" for slices of equal size; "by-parameter" to keep each parameter whole, as in PS-Lite.',
+            help="auto: slice the parameters into equal parts, as in FluentPS, but keep tensors whole if the optimizer "
+            "needs them, as Muon does. even: equal parts. by-parameter: keep each parameter whole, as in PS-Lite.",
+            metavar=f"<{'|'.join(SLICINGS)}>",
             check=one_of(SLICINGS),
         ),
     ]

@@ -1,14 +1,16 @@
-"""Optimizers that are not torch's: their classes, and the test whether they may run on slices.
+"""Optimizers that are not torch's: their classes, and the test whether they may run on slices or on whole tensors.
 
-A server builds such an optimizer from the hyper-parameters alone, as `Class(groups)`, and runs it on slices of the
+A server builds such an optimizer from the hyper-parameters alone, as `Class(groups)`, and runs it on a part of the
 parameters. This gives the right result only if two conditions hold, which a worker tests before training begins:
 
-- The class updates each element independently, and keeps its state per element or as one number per parameter.
 - An optimizer that is built from the hyper-parameters makes the same updates as the script's own.
+- The class updates each element independently, and keeps its state per element or as one number per parameter. Then it
+  may run on slices. Or it updates each tensor independently. Then it may run on whole tensors.
 
 The test takes a few steps on small parameters of several shapes, with the script's optimizer, and with optimizers
-that are built like those of two servers. It is done in double precision and in the dtypes of the model, and takes
-some milliseconds. If the results differ, the optimizer is refused, with what differed.
+that are built like those of two servers: first on slices, then on whole tensors. It is done in double precision and in
+the dtypes of the model, and takes some milliseconds. If all results differ, the optimizer is refused, with what
+differed.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from ..core.layout import HyperParameters
 from ..errors import ConfigurationError, UsageError, first_line
 from .optimizer_sources import OptimizerSources, class_name
 
-SHAPES = ((), (1,), (7,), (4, 3), (3, 2, 2, 2))
+SHAPES = ((), (1,), (7,), (4, 3), (3, 2, 2, 2), (3, 5), (2, 3, 2), (5, 1, 2), (2, 3, 1, 2))
 STEPS = 12
 WITHOUT_GRADIENT = ((2, 1), (3, 1), (3, 3), (7, 4))  # (step, parameter of the group)
 MOST_GROUPS = 8  # number of parameter groups that are tested
@@ -37,7 +39,7 @@ USUAL_RATE = 0.01  # learning rate for the test if the script's is 0, as at the 
 
 Kind = TypeVar("Kind", bound=type[torch.optim.Optimizer])
 
-_registered: set[type] = set()
+_registered: dict[type, bool] = {}  # class -> True if it needs whole tensors
 _classes: dict[str, type[torch.optim.Optimizer]] = {}
 _counters: dict[type, set[str]] = {}  # the hyper-parameters that an optimizer changes in its own steps
 # The sources of this process, in a list of at most one. It is empty in a process that is not part of a run.
@@ -75,9 +77,46 @@ def register_elementwise(cls: Kind) -> Kind:
         ...                 if p.grad is not None:
         ...                     p.add_(p.grad.sign(), alpha=-group["lr"])
     """
+    return _register(cls, "register_elementwise", whole=False)
+
+
+def register_tensorwise(cls: Kind) -> Kind:
+    """State that an optimizer class updates each tensor independently of others, so it may run on whole tensors.
+
+    Without this call, Paceline tests the class before training begins. Register a class that the test refuses although
+    you know that the update of a tensor depends on nothing else, for example because it rounds stochastically. Can be
+    used as a decorator. The servers must be able to load the class; see the guide.
+
+    Args:
+        cls: a subclass of `torch.optim.Optimizer`.
+
+    Returns:
+        The class, unchanged.
+
+    Raises:
+        UsageError: `cls` is not a subclass of `torch.optim.Optimizer`.
+
+    Example:
+        >>> import paceline, torch
+        >>> @paceline.register_tensorwise
+        ... class NormalizedSGD(torch.optim.Optimizer):
+        ...     def __init__(self, params, lr=0.01):
+        ...         super().__init__(params, {"lr": lr})
+        ...
+        ...     @torch.no_grad()
+        ...     def step(self, closure=None):
+        ...         for group in self.param_groups:
+        ...             for p in group["params"]:
+        ...                 if p.grad is not None:
+        ...                     p.add_(p.grad / p.grad.norm(), alpha=-group["lr"])
+    """
+    return _register(cls, "register_tensorwise", whole=True)
+
+
+def _register(cls: Kind, function: str, *, whole: bool) -> Kind:
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
-        raise UsageError(f"register_elementwise() was called with {cls!r}, expected an optimizer class.")
-    _registered.add(cls)
+        raise UsageError(f"{function}() was called with {cls!r}, expected an optimizer class.")
+    _registered[cls] = whole
     return cls
 
 
@@ -136,8 +175,20 @@ def build(kind: type[torch.optim.Optimizer], settings: Sequence[dict[str, Any]])
     return optimizer
 
 
-def foreign_reason(optimizer: torch.optim.Optimizer, groups: Sequence[HyperParameters]) -> str:
-    """Return why the servers cannot run an optimizer, which is not one of torch's; "" if they can.
+class Tested(NamedTuple):
+    """What a test of an optimizer has shown.
+
+    Attributes:
+        reason: why the servers cannot run it; "" if they can.
+        whole: True if it needs whole tensors.
+    """
+
+    reason: str = ""
+    whole: bool = False
+
+
+def try_foreign(optimizer: torch.optim.Optimizer, groups: Sequence[HyperParameters]) -> Tested:
+    """Return whether the servers can run an optimizer, which is not one of torch's, and on what.
 
     Args:
         optimizer: the script's optimizer.
@@ -149,12 +200,12 @@ def foreign_reason(optimizer: torch.optim.Optimizer, groups: Sequence[HyperParam
     kind = type(optimizer)
     for attribute, value in vars(optimizer).items():
         if isinstance(value, torch.optim.Optimizer):
-            return (
+            return Tested(
                 f"it is built around another optimizer, {type(value).__name__} in the attribute {attribute!r}, so "
                 "the servers cannot build it from hyper-parameters alone"
             )
     if callable(getattr(kind, "train", None)) and callable(getattr(kind, "eval", None)):
-        return (
+        return Tested(
             "its eval() and train() exchange the weights for others, which they compute from the optimizer's state, "
             "and this state is on the servers"
         )
@@ -162,7 +213,17 @@ def foreign_reason(optimizer: torch.optim.Optimizer, groups: Sequence[HyperParam
         _classes.setdefault(class_name(kind), kind)
     servers_kind = kind if _is_sent(kind) else class_of(class_name(kind))
     with torch.random.fork_rng(devices=[]):
-        return _trial(optimizer, servers_kind, groups[:MOST_GROUPS], sliced=kind not in _registered)
+        trial = _Trial.of(optimizer, servers_kind, groups[:MOST_GROUPS])
+        known = _registered.get(kind)
+        if reason := trial.difference(trial.whole, BUILT, sliced=known is False):
+            return Tested(reason)
+        if known is not None:
+            return Tested("", known)
+        if not (reason := trial.difference(trial.slices, ON_SLICES, sliced=True)):
+            return Tested()
+        if not (other := trial.difference(trial.tensors, ON_TENSORS, sliced=False)):
+            return Tested("", whole=True)
+        return Tested(f"{reason}; {other}")
 
 
 def counters_of(optimizer: torch.optim.Optimizer) -> list[str]:
@@ -190,53 +251,79 @@ class _Segment(NamedTuple):
         return tensor.clone() if self.stop < 0 else tensor.reshape(-1)[self.start : self.stop].clone()
 
 
-def _trial(
-    optimizer: torch.optim.Optimizer,
-    kind: type[torch.optim.Optimizer],
-    groups: Sequence[HyperParameters],
-    *,
-    sliced: bool,
-) -> str:
-    """Compare the script's optimizer with those that servers build. Return what differs, or ""."""
-    groups = [{**group, "lr": group["lr"] or USUAL_RATE} if "lr" in group else group for group in groups]
-    used = {p.dtype for group in optimizer.param_groups for p in group["params"] if p.is_floating_point()}
-    whole, shards = _segments(len(groups))
-    for dtype in sorted({torch.float64} | used, key=str):
-        try:
-            expected = list(_steps([_copy_of(optimizer, groups, dtype)], [whole], dtype))
-        except Exception as error:  # an optimizer may raise any exception
-            return f"a step on a small copy of it failed: {first_line(error)}"
-        for parts, change in (
-            ([whole], "an optimizer that is built from its hyper-parameters updates differently: "),
-            (shards, "the update of an element depends on others: on slices, "),
-        ):
-            if parts is shards and not sliced:
-                continue
+BUILT = "an optimizer that is built from its hyper-parameters updates differently: "
+ON_SLICES = "the update of an element depends on others: on slices, "
+ON_TENSORS = "and the update of a tensor depends on others: on whole tensors, "
+
+
+class _Trial(NamedTuple):
+    """What a test compares.
+
+    Attributes:
+        optimizer: the script's optimizer.
+        kind: the class that servers use.
+        groups: the hyper-parameters.
+        whole, slices, tensors: all parameters of the test, as they are; divided between two servers by slices; and by
+            whole tensors.
+    """
+
+    optimizer: torch.optim.Optimizer
+    kind: type[torch.optim.Optimizer]
+    groups: Sequence[HyperParameters]
+    whole: list[list[_Segment]]
+    slices: list[list[_Segment]]
+    tensors: list[list[_Segment]]
+
+    @classmethod
+    def of(
+        cls,
+        optimizer: torch.optim.Optimizer,
+        kind: type[torch.optim.Optimizer],
+        groups: Sequence[HyperParameters],
+    ) -> _Trial:
+        groups = [{**group, "lr": group["lr"] or USUAL_RATE} if "lr" in group else group for group in groups]
+        dimensions = {p.dim() for group in optimizer.param_groups for p in group["params"]}
+        whole = _segments(len(groups), dimensions)
+        cuts = [(segment, torch.Size(SHAPES[segment.parameter]).numel()) for segment in whole]
+        first = [segment._replace(stop=count // 3) for segment, count in cuts if count // 3]
+        second = [segment._replace(start=count // 3, stop=count) for segment, count in cuts]
+        return cls(optimizer, kind, groups, [whole], [first, second], [whole[::2], whole[1::2]])
+
+    def difference(self, parts: list[list[_Segment]], words: str, *, sliced: bool) -> str:
+        """Return, after some words, what differs if servers hold these parts; "" if nothing does.
+
+        Args:
+            parts: what each server holds.
+            words: the first words of a sentence.
+            sliced: True if the state must have an entry for each element, or for each parameter.
+        """
+        used = {
+            p.dtype for group in self.optimizer.param_groups for p in group["params"] if p.is_floating_point()
+        }
+        for dtype in sorted({torch.float64} | used, key=str):
             try:
-                built = [_built_by_server(kind, groups, segments, dtype) for segments in parts]
+                copied = _copy_of(self.optimizer, self.groups, self.whole[0], dtype)
+                expected = list(_steps([copied], self.whole, dtype))
+            except Exception as error:  # an optimizer may raise any exception
+                return f"a step on a small copy of it failed: {first_line(error)}"
+            try:
+                built = [_built_by_server(self.kind, self.groups, segments, dtype) for segments in parts]
                 found = list(_steps(built, parts, dtype))
             except Exception as error:  # an optimizer may raise any exception
-                return f"{change}it failed with {first_line(error)}"
+                return f"{words}it failed with {first_line(error)}"
             if difference := _difference(expected, found, dtype):
-                return change + difference
+                return words + difference
             tested = [each for each, _ in built]
-            if problem := _unusual_state(tested):
+            if problem := _unusual_state(tested, sliced=sliced):
                 return problem
-            _counters.setdefault(type(optimizer), set()).update(_changed_settings(tested, groups))
-    return ""
+            _counters.setdefault(type(self.optimizer), set()).update(_changed_settings(tested, self.groups))
+        return ""
 
 
-def _segments(group_count: int) -> tuple[list[_Segment], list[list[_Segment]]]:
-    """Return all parameters of the test, as they are, and divided between two shards."""
-    whole = [_Segment(group, index) for group in range(group_count) for index in range(len(SHAPES))]
-    first, second = [], []
-    for segment in whole:
-        count = torch.Size(SHAPES[segment.parameter]).numel()
-        cut = count // 3
-        second.append(segment._replace(start=cut, stop=count))
-        if cut:
-            first.append(segment._replace(stop=cut))
-    return whole, [first, second]
+def _segments(group_count: int, dimensions: set[int]) -> list[_Segment]:
+    """Return all parameters of the test, which have as many dimensions as the script's, so a class accepts them."""
+    shapes = [index for index, shape in enumerate(SHAPES) if len(shape) in dimensions] or range(len(SHAPES))
+    return [_Segment(group, index) for group in range(group_count) for index in shapes]
 
 
 def _changed_settings(
@@ -270,12 +357,15 @@ def _gradient(segment: _Segment, step: int, dtype: torch.dtype) -> torch.Tensor 
 
 
 def _copy_of(
-    optimizer: torch.optim.Optimizer, groups: Sequence[HyperParameters], dtype: torch.dtype
+    optimizer: torch.optim.Optimizer,
+    groups: Sequence[HyperParameters],
+    segments: Sequence[_Segment],
+    dtype: torch.dtype,
 ) -> Runnable:
     """Return a copy of the script's optimizer with other parameters and without state."""
     kind = type(optimizer)
     parameters = [
-        [_initial(_Segment(group, index), dtype) for index in range(len(SHAPES))]
+        [_initial(segment, dtype) for segment in segments if segment.group == group]
         for group in range(len(groups))
     ]
     # A copy of an attribute refers to the small parameters wherever the attribute refers to the script's.
@@ -360,13 +450,16 @@ def _difference(
     return ""
 
 
-def _unusual_state(optimizers: Sequence[torch.optim.Optimizer]) -> str:
-    """Describe an entry of the state that is neither as large as its parameter nor a single number; "" if none."""
+def _unusual_state(optimizers: Sequence[torch.optim.Optimizer], *, sliced: bool) -> str:
+    """Describe an entry of the state that servers cannot hold; "" if there is none.
+
+    If they hold slices, an entry must be as large as its parameter or a single number.
+    """
     for optimizer in optimizers:
         for parameter, entries in optimizer.state.items():
             for key, value in entries.items() if isinstance(entries, dict) else ():
                 if isinstance(value, torch.Tensor):
-                    if value.dim() and value.shape != parameter.shape:
+                    if sliced and value.dim() and value.shape != parameter.shape:
                         return (
                             f"its state {key!r} has shape {list(value.shape)} for a parameter of shape "
                             f"{list(parameter.shape)}; servers can hold a number per element or per parameter"

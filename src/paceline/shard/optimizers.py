@@ -1,10 +1,10 @@
 """The optimizers that can run on slices of the parameters, and their hyper-parameters and states as plain data.
 
-A shard holds an arbitrary slice of the flat vector, so only *elementwise* optimizers, which update each element
-independently, give the same result on slices as on whole tensors. `ELEMENTWISE` lists torch's elementwise optimizers,
-and `REASONS` says why its other optimizers are rejected before training begins. Classes of other packages are tested
-(see `foreign`). Paceline's own LARS needs whole tensors only to scale the gradients, so the workers scale the
-gradients and the servers run SGD.
+An *elementwise* optimizer updates each element independently, so it gives the same result on any slice of the flat
+vectors. A *tensorwise* optimizer updates each tensor independently, so servers that hold whole tensors can run it.
+`ELEMENTWISE` and `TENSORWISE` list those of torch, and `REASONS` says why its other optimizers are rejected before
+training begins. Classes of other packages are tested (see `foreign`). Paceline's own LARS needs whole tensors only to
+scale the gradients, so the workers scale the gradients and the servers run SGD.
 
 Hyper-parameters are sent with every push as plain data; `read_groups` reads them from the user's optimizer.
 
@@ -20,7 +20,7 @@ import struct
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -29,7 +29,7 @@ import torch
 from ..core.layout import HyperParameter, HyperParameters, Layout, ShardSlice
 from ..core.messages import MOST_STATES_BYTES
 from ..errors import ConfigurationError, ProtocolError, UsageError
-from .foreign import build, class_of, foreign_reason
+from .foreign import Tested, build, class_of, try_foreign
 from .lars import LARS
 from .optimizer_sources import class_name
 from .vectors import Vectors, dtype_name, lent_bytes
@@ -47,14 +47,19 @@ ELEMENTWISE: dict[str, type[torch.optim.Optimizer]] = {
     "RMSprop": torch.optim.RMSprop,
     "Rprop": torch.optim.Rprop,
 }
-"""The optimizer classes that the servers can run, by name."""
+"""The optimizer classes of torch that the servers can run on slices, by name."""
+
+TENSORWISE: dict[str, type[torch.optim.Optimizer]] = {
+    name: getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)
+}
+"""The optimizer classes of torch that the servers can run on whole tensors, by name. Old versions have no Muon."""
+
+OF_TORCH = ELEMENTWISE | TENSORWISE
 
 PER_PARAMETER_STATE = frozenset({"step", "eta", "mu", "mu_product"})
 """Keys of the state entries that hold one number per parameter. Other entries hold one number per element."""
 
 REASONS = {
-    "Adafactor": "it scales the update of a matrix by the means of the gradient's rows and columns, and by its norm",
-    "Muon": "it orthogonalizes the update of a whole matrix",
     "LBFGS": "its step needs the inner products of whole gradients, and evaluates the closure several times",
     "SparseAdam": "it updates only the rows that occur in a sparse gradient, but gradients are pushed as dense "
     "vectors; use Adam, and create the embeddings with sparse=False",
@@ -81,38 +86,50 @@ PLAIN = frozenset({float, int, bool, type(None)})
 """Types of hyper-parameters that need no conversion."""
 
 
-def require_elementwise(optimizer: torch.optim.Optimizer) -> str:
-    """Return the name of the class that the servers run for this optimizer.
+class ServerOptimizer(NamedTuple):
+    """What the servers run for the script's optimizer.
 
-    This is a name in `ELEMENTWISE` for torch's classes and for subclasses that update in the same way, "SGD" for
-    LARS, and "module:Class" for other classes, which are tested first.
+    Attributes:
+        name: a name in `OF_TORCH` for torch's classes and for subclasses that update in the same way, "SGD" for LARS,
+            and "module:Class" for other classes.
+        whole: True if it needs whole tensors.
+    """
+
+    name: str
+    whole: bool = False
+
+
+def server_optimizer(optimizer: torch.optim.Optimizer) -> ServerOptimizer:
+    """Return what the servers run for this optimizer. Classes that are not of torch are tested first.
 
     Raises:
         ConfigurationError: the optimizer cannot run on the servers; the message says why.
     """
     kind = type(optimizer)
     if kind is LARS:
-        return "SGD"
+        return ServerOptimizer("SGD")
     if (name := torch_name(kind)) is not None:
-        return name
+        return ServerOptimizer(name, name in TENSORWISE)
     base = next((base for base in kind.__mro__ if base.__name__ in REASONS and _is_of_torch(base)), None)
-    reason = REASONS[base.__name__] if base is not None else foreign_reason(optimizer, read_groups(optimizer))
-    if reason:
+    tested = (
+        try_foreign(optimizer, read_groups(optimizer)) if base is None else Tested(REASONS[base.__name__])
+    )
+    if tested.reason:
         raise ConfigurationError(
-            f"{kind.__module__}.{kind.__qualname__} cannot run on the servers, each of which holds a slice of the "
-            f"parameters: {reason}. Optimizers that update each element independently can run there, for example "
-            f"{', '.join(ELEMENTWISE)} and paceline.LARS. Outside a run, every optimizer works."
+            f"{kind.__module__}.{kind.__qualname__} cannot run on the servers, each of which holds a part of the "
+            f"parameters: {tested.reason}. Optimizers that update each element or each tensor independently can run "
+            f"there, for example {', '.join(OF_TORCH)} and paceline.LARS. Outside a run, every optimizer works."
         )
-    return class_name(kind)
+    return ServerOptimizer(class_name(kind), tested.whole)
 
 
 def torch_name(kind: type) -> str | None:
-    """Return the name in `ELEMENTWISE` of the class that makes the same updates as `kind`; None if there is none.
+    """Return the name in `OF_TORCH` of the class that makes the same updates as `kind`; None if there is none.
 
     A subclass makes the same updates if it overrides none of its base's methods, except those in `HARMLESS`.
     """
     for position, base in enumerate(kind.__mro__):
-        if base is ELEMENTWISE.get(base.__name__):
+        if base is OF_TORCH.get(base.__name__):
             own = {name for cls in kind.__mro__[:position] for name in vars(cls)} - HARMLESS
             same = all(_function(kind, name) is _function(base, name) for name in own if hasattr(base, name))
             return base.__name__ if same else None
@@ -134,6 +151,8 @@ def read_groups(optimizer: torch.optim.Optimizer) -> tuple[HyperParameters, ...]
         keys, rest = ("lr", "momentum", "nesterov"), AFTER_SCALING
     elif (known := _keys_of(kind)) is not None:
         keys = known
+        if torch_name(kind) in TENSORWISE:
+            convert = _read_foreign_value
     else:
         keys = tuple(key for key in optimizer.defaults if key not in IMPLEMENTATION_KEYS)
         convert = _read_foreign_value
@@ -153,7 +172,7 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Return a new optimizer of the class `name`. `parameters` has a list of tensors for each group."""
     settings: Any = [{**group, "params": tensors} for group, tensors in zip(groups, parameters, strict=True)]
-    kind = ELEMENTWISE.get(name)
+    kind = OF_TORCH.get(name)
     if kind is None:
         return build(class_of(name), settings)
     defer_dynamo()  # the process that serves a run creates an optimizer while it writes a checkpoint
@@ -177,28 +196,35 @@ def take_step(optimizer: torch.optim.Optimizer) -> None:
             step(optimizer)
 
 
-def rehearse(name: str, before: Sequence[HyperParameters], after: Sequence[HyperParameters]) -> None:
+def rehearse(
+    name: str, before: Sequence[HyperParameters], after: Sequence[HyperParameters], *, whole: bool
+) -> None:
     """Check that torch can take a step with the hyper-parameters `before`, and then a step with `after`.
 
-    Each step uses one single-element parameter per group.
+    Each step uses one parameter with a single element per group.
 
     Raises:
         Exception: any error that torch raises because it cannot take one of the two steps.
     """
-    make_optimizer(name, after, [[torch.zeros(1)] for _ in after])
-    parameters = [torch.zeros(1) for _ in before]
+    make_optimizer(name, after, [[specimen(whole=whole)] for _ in after])
+    parameters = [specimen(whole=whole) for _ in before]
     optimizer = make_optimizer(name, before, [[parameter] for parameter in parameters])
     for settings in (before, after):
         for group, one, parameter in zip(optimizer.param_groups, settings, parameters, strict=True):
             group.update(one)
-            parameter.grad = torch.ones(1)
+            parameter.grad = torch.ones_like(parameter)
         take_step(optimizer)
+
+
+def specimen(*, whole: bool) -> torch.Tensor:
+    """Return a parameter of one element. Optimizers that need whole tensors may accept matrices only, as Muon does."""
+    return torch.zeros((1, 1) if whole else 1)
 
 
 @functools.lru_cache(maxsize=64)
 def _untraced_step(kind: Any) -> Callable[[torch.optim.Optimizer], object] | None:
     """Return the method `step` of a torch class, without what torch has wrapped around it; None for other classes."""
-    return inspect.unwrap(kind.step) if kind in ELEMENTWISE.values() else None
+    return inspect.unwrap(kind.step) if kind in OF_TORCH.values() else None
 
 
 @functools.lru_cache(maxsize=64)
@@ -207,8 +233,10 @@ def _keys_of(kind: Any) -> tuple[str, ...] | None:
     name = torch_name(kind)
     if name is None:
         return None
-    known: Any = ELEMENTWISE[name]
-    return tuple(key for key in known([torch.zeros(1)]).defaults if key not in IMPLEMENTATION_KEYS)
+    known: Any = OF_TORCH[name]
+    return tuple(
+        key for key in known([specimen(whole=name in TENSORWISE)]).defaults if key not in IMPLEMENTATION_KEYS
+    )
 
 
 def _function(kind: type, name: str) -> Any:
@@ -238,14 +266,14 @@ def _read_foreign_value(key: str, value: Any) -> HyperParameter:
     """Return a hyper-parameter of a class that is not one of torch's: also a string, or a tuple of numbers."""
     if isinstance(value, str):
         return str(value)
-    if isinstance(value, tuple | list) and all(isinstance(each, int | float | np.number) for each in value):
-        return tuple(map(float, value))
+    if isinstance(value, tuple | list) and all(isinstance(v, int | float | np.number | None) for v in value):
+        return tuple(None if each is None else float(each) for each in value)
     try:
         return _read_value(key, value)
     except (ConfigurationError, RuntimeError, ValueError):
         raise ConfigurationError(
             f"Hyper-parameter {key} is {value!r}, which cannot be sent to the servers; expected a number, text, "
-            "None, or a tuple of numbers."
+            "None, or a tuple of numbers and None."
         ) from None
 
 
@@ -288,7 +316,7 @@ def slice_state(
         for key, value in tensors_of(state.get(parameters[segment.parameter], {})).items():
             if key in PER_PARAMETER_STATE:
                 value = value.to(_scalar_dtype())
-            elif key not in single and key[0] != NUMBER:
+            elif segment.shape is None and key not in single and key[0] != NUMBER:
                 value = value.reshape(-1)[segment.offset :][: segment.stop - segment.start].clone()
             values[f"{position}/{key}"] = value
     return values
@@ -319,7 +347,7 @@ def join_state(layout: Layout, fetched: Iterable[tuple[ShardSlice, Vectors]]) ->
             segment = bounds.segments[int(position)]
             parameter = layout.parameters[segment.parameter]
             entries = state.setdefault(segment.parameter, {})
-            if key in PER_PARAMETER_STATE or not value.dim():
+            if key in PER_PARAMETER_STATE or not value.dim() or segment.shape is not None:
                 entries.update(entry_of(key, value))
                 continue
             whole = entries.setdefault(key, torch.zeros(parameter.shape, dtype=value.dtype))
@@ -341,12 +369,21 @@ def segments_of_state(
         ProtocolError: a name or a shape matches no segment of this shard.
     """
     places = {}
-    sizes = {str(position): s.stop - s.start for position, s in enumerate(bounds.segments)}
+    segments = {str(position): segment for position, segment in enumerate(bounds.segments)}
     for name, value in state.items():
         position, _, key = name.partition("/")
-        shape = () if key in PER_PARAMETER_STATE else (sizes.get(position),)
-        fits = tuple(value.shape) == shape or (scalars and not value.dim())
-        if position not in sizes or not key or not fits:
+        segment = segments.get(position)
+        fits = (
+            segment is not None
+            and key != ""
+            and (
+                (segment.shape is not None and key not in PER_PARAMETER_STATE)
+                or tuple(value.shape)
+                == (() if key in PER_PARAMETER_STATE else (segment.stop - segment.start,))
+                or (scalars and not value.dim())
+            )
+        )
+        if not fits:
             raise ProtocolError(
                 f"optimizer state {name!r} of shape {list(value.shape)} matches no segment of this shard"
             )

@@ -5,7 +5,8 @@ Two implementations perform the same updates as torch's own optimizers:
     `FusedOptimizer`  SGD, Adam and AdamW in all their variants, in single and double precision. The state is stored
                       in flat vectors, like the weights. An update makes one pass over the slice, in chunks that fit
                       in the CPU cache, and needs no temporary vectors that are as long as the slice.
-    `TorchOptimizer`  all other classes, and other dtypes. Runs the class's own code per segment.
+    `TorchOptimizer`  all other classes, and other dtypes. Runs the class's own code per segment. Segments are whole
+                      tensors in their own shapes if the class needs them.
 
 A missing gradient is not the same as a gradient of zero: if a parameter has no gradient, the optimizer does not
 change the parameter, its momentum or its step count. So `FusedOptimizer` divides its slice into
@@ -27,7 +28,7 @@ from ..core.layout import HyperParameters, OptimizerSpec, ShardSlice, aligned, d
 from ..errors import UserCodeError, first_line
 from ..sync.plugins import user_traceback
 from ..sync.translation import FAMILIES, WHOLE, Family, Fraction
-from .optimizers import ELEMENTWISE, entry_of, make_optimizer, segments_of_state, take_step, tensors_of
+from .optimizers import OF_TORCH, entry_of, make_optimizer, segments_of_state, take_step, tensors_of
 from .vectors import Vectors, segment_views
 
 Kernel = Callable[..., object]
@@ -441,10 +442,10 @@ class TorchOptimizer:
 
     def __init__(self, spec: OptimizerSpec, bounds: ShardSlice, weights: Vectors) -> None:
         self._bounds = bounds
-        self._parameters = segment_views(bounds, weights)
+        self._parameters = self._shaped(weights)
         self._mean = {dtype: torch.zeros_like(vector) for dtype, vector in weights.items()}
         self._groups = spec.groups  # current hyper-parameters of the optimizer
-        self._name, self._foreign = spec.name, spec.name not in ELEMENTWISE
+        self._name, self._foreign = spec.name, spec.name not in OF_TORCH
         self._fractions = FractionalSteps(FAMILIES.get(spec.name, Family()))
         group_of = [spec.group_of[segment.parameter] for segment in bounds.segments]
         self._optimizer = make_optimizer(
@@ -476,7 +477,7 @@ class TorchOptimizer:
                 torch.mul(gradients[0][dtype], scales[0], out=total)
                 for other, scale in zip(gradients[1:], scales[1:], strict=True):
                     total.add_(other[dtype], alpha=scale)
-        parts = segment_views(self._bounds, gradient)
+        parts = self._shaped(gradient)
         for parameter, part, segment in zip(self._parameters, parts, self._bounds.segments, strict=True):
             parameter.grad = part if present[segment.parameter] else None
         try:
@@ -492,6 +493,11 @@ class TorchOptimizer:
                 user_traceback(error),
             ) from None
 
+    def _shaped(self, vectors: Vectors) -> list[torch.Tensor]:
+        """Return the part of some vectors for each segment, with the shape of the parameter if it is whole."""
+        views = zip(segment_views(self._bounds, vectors), self._bounds.segments, strict=True)
+        return [view if segment.shape is None else view.view(segment.shape) for view, segment in views]
+
     def state(self) -> Vectors:
         return {
             f"{position}/{name}": value
@@ -500,7 +506,7 @@ class TorchOptimizer:
         }
 
     def load_state(self, state: Vectors) -> None:
-        for name, (position, key) in segments_of_state(self._bounds, state, scalars=self._foreign).items():
+        for name, (position, key) in segments_of_state(self._bounds, state, scalars=True).items():
             self._optimizer.state[self._parameters[position]].update(entry_of(key, state[name].clone()))
 
     def groups(self) -> tuple[HyperParameters, ...]:

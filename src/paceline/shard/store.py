@@ -194,6 +194,11 @@ class Store:
                 for name, value in state.items()
                 if not value.dim()
             },
+            shapes={
+                name: tuple(value.shape)
+                for name, value in state.items()
+                if value.dim() and self.bounds.segments[int(name.partition("/")[0])].shape is not None
+            },
             groups=tuple(part.optimizer.groups() for part in self._sets),
             counters=tuple(part.optimizer.counters() for part in self._sets),
         )

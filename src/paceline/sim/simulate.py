@@ -60,7 +60,7 @@ def simulate(
     args: Sequence[object] = (),
     shards: int | None = None,
     shard_bytes: Sequence[int] | None = None,
-    slicing: str = "even",
+    slicing: str = "auto",
     overlap: str = "shards",
     on_nan: str = "stop",
     hyperparameters: str = "translated",

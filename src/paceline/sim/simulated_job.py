@@ -116,7 +116,7 @@ class VirtualJob:
         seed: random seed for the run.
         overlap: False if no worker pulls until all workers have pushed to all shards.
         recorders: recorders for the traces of the shards and the coordinator, and for the iterations of each worker.
-        slicing: how the parameters are divided into shards: "even" or "by-parameter".
+        slicing: how the parameters are divided into shards; see `ModelSpec.sliced`.
         translated: True to translate the hyper-parameters of each update.
         guard: judges what the workers report of their pushes. See `Coordinator`.
         planner: simulates what the coordinator requests; needed if the schedule is `auto`.
@@ -146,7 +146,7 @@ class VirtualJob:
         *,
         overlap: bool,
         recorders: Recorders,
-        slicing: str = "even",
+        slicing: str = "auto",
         translated: bool = False,
         guard: Guard | None = None,
         planner: Planner = lambda situation: (),

@@ -70,7 +70,7 @@ class Training(Driver):
         seed: random seed for the run.
         skips_nan: see `Session`.
         observes: see `Session`.
-        slicing: "even" or "by-parameter".
+        slicing: see `ModelSpec.sliced`.
         overlap: "shards" or "off".
         shards: number of shards.
         batch: "equal" or "balanced". See `Session`.
@@ -270,7 +270,7 @@ class Training(Driver):
 
     def sliced(self, model: ModelSpec) -> tuple[ShardSlice, ...]:
         """Return the slice of each shard."""
-        return model.layout.sliced(self._count, self._slicing, self.wire.block)
+        return model.sliced(self._count, self._slicing, self.wire.block)
 
     def model_of(self, worker: int) -> ModelSpec:
         """Return the model of a worker that is present from the beginning."""

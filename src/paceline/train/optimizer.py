@@ -27,7 +27,7 @@ from ..core.requests import COORDINATOR, Send
 from ..errors import UsageError
 from ..shard.foreign import counters_of
 from ..shard.lars import LARS
-from ..shard.optimizers import read_groups, require_elementwise
+from ..shard.optimizers import ServerOptimizer, read_groups, server_optimizer
 from ..sync.events import MOST_NORM, Clip
 from .forward import can_compute_gradients, hidden_from_modes, may_look, untraced
 from .gradients import OverflowWatch, lent_scaling, require_not_capturing, scales_of, scaling_of, unscale
@@ -85,10 +85,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
     learning-rate schedulers need no change. Do not call the wrapped optimizer's own `step()`.
 
     Args:
-        optimizer: the optimizer to wrap. In a run, it must update each element independently: SGD, Adam, AdamW,
-            Adagrad, Adadelta, Adamax, ASGD, NAdam, RAdam, RMSprop or Rprop of `torch.optim`, `paceline.LARS`, or
-            any other class that passes a short test (see `paceline.register_elementwise`). Outside a run, any
-            optimizer works.
+        optimizer: the optimizer to wrap. In a run, it must update each element or each tensor independently: SGD,
+            Adam, AdamW, Adagrad, Adadelta, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop, Muon or Adafactor of
+            `torch.optim`, `paceline.LARS`, or any other class that passes a short test (see
+            `paceline.register_elementwise` and `paceline.register_tensorwise`). Outside a run, any optimizer works.
         model: the module to train, or several modules that hold the optimizer's parameters together. Default: the
             outermost module that holds all of them. Required if there is no such module, or more than one.
 
@@ -112,7 +112,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise UsageError("The optimizer is already a DistributedOptimizer; wrap the original optimizer.")
         session = current()
         # the class that the servers run; outside a run, any optimizer will do
-        self._kind = require_elementwise(optimizer) if session is not None else ""
+        self._kind = server_optimizer(optimizer) if session is not None else ServerOptimizer("")
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._wrapped = optimizer
         self._share_groups()
@@ -547,7 +547,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return ParameterSet(
             self.models(),
             parameters,
-            OptimizerSpec(self._kind, read_groups(self._wrapped), tuple(group_of)),
+            OptimizerSpec(
+                self._kind.name, read_groups(self._wrapped), tuple(group_of), whole=self._kind.whole
+            ),
             self._wrapped,
             self._wrapped.state,
             self._wrapped.scale_gradients if isinstance(self._wrapped, LARS) else None,

@@ -694,9 +694,7 @@ def _restart(gradients: Gradients, weights: Weights, metrics: MetricLog) -> None
 def _beside(parameter: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
     """Return a parameter's state on its device, as torch's optimizers keep it. Step counts stay on the CPU."""
     return {
-        key: value.to(parameter.device)
-        if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim()
-        else value
+        key: value.to(parameter.device) if isinstance(value, torch.Tensor) and value.dim() else value
         for key, value in state.items()
     }
 

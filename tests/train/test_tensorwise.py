@@ -1,0 +1,244 @@
+"""Optimizers that need whole tensors, such as Muon and Adafactor: servers hold whole tensors of their sets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import paceline
+from paceline import DistributedOptimizer, simulate, worker_count, worker_index
+from paceline.core.layout import Layout, ModelSpec, OptimizerSpec, Parameter
+from paceline.errors import ConfigurationError
+from paceline.sim import Cluster
+
+if TYPE_CHECKING:
+    from tests.conftest import RunOnThreads
+
+State = dict[str, torch.Tensor]
+BATCH = 16
+STEPS = 24
+
+
+class Net(nn.Module):
+    """Two matrices, of which one is tied, a frozen layer, vectors, and a parameter without gradients in some steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(12, 20)
+        self.frozen = nn.Linear(20, 20).requires_grad_(False)
+        self.second = nn.Linear(20, 12)
+        self.tied = nn.Linear(12, 20, bias=False)
+        self.tied.weight = self.first.weight
+        self.last = nn.Linear(20, 5)
+        self.sometimes = nn.Parameter(torch.ones(3, 4))
+        generator = torch.Generator().manual_seed(0)  # threads share the default one
+        for parameter in self.parameters():
+            parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+
+    def loss(self, x: torch.Tensor, y: torch.Tensor, step: int) -> torch.Tensor:
+        hidden = self.second(self.frozen(self.first(x).tanh())).tanh()
+        loss = nn.functional.cross_entropy(self.last(self.tied(hidden)), y)
+        return loss if step % 3 else loss + 0.01 * self.sometimes.square().sum()
+
+
+class NormalizedSGD(torch.optim.SGD):
+    """Divides the gradient of each tensor by its norm."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.div_(parameter.grad.norm() + 1e-6)
+        return super().step(closure)
+
+
+def muon_and_adamw(net: Net) -> list[torch.optim.Optimizer]:
+    trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trained if parameter.dim() == 2]
+    others = [parameter for parameter in trained if parameter.dim() != 2]
+    return [torch.optim.Muon(matrices, lr=0.02, weight_decay=0.1), torch.optim.AdamW(others, lr=0.01)]
+
+
+def one_of(kind: Callable[..., torch.optim.Optimizer], **settings: Any) -> Callable[[Net], Any]:
+    return lambda net: [kind([p for p in net.parameters() if p.requires_grad], **settings)]
+
+
+OWN = "a class of one's own"
+MAKERS: dict[str, Callable[[Net], Sequence[torch.optim.Optimizer]]] = {
+    "Muon and AdamW": muon_and_adamw,
+    "Adafactor": one_of(torch.optim.Adafactor, lr=0.05, weight_decay=0.1),
+    OWN: one_of(NormalizedSGD, lr=0.05, momentum=0.9),
+}
+TOLERANCES = {
+    "Muon and AdamW": 2e-3
+}  # Muon orthogonalizes in bfloat16, which turns tiny differences into larger ones
+
+
+def training(name: str, *, steps: int = STEPS, told: Callable[[Any], None] = lambda state: None) -> Any:
+    """A script that trains on a joint batch, of which each worker takes its part."""
+
+    def train() -> State:
+        net = Net()
+        optimizers: Sequence[Any] = [DistributedOptimizer(each, model=net) for each in MAKERS[name](net)]
+        schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.95) for each in optimizers]
+        count, worker = worker_count(), worker_index()
+        for step in range(steps):
+            generator = torch.Generator().manual_seed(step)
+            x = torch.randn(BATCH, 12, generator=generator, dtype=torch.float64)
+            y = torch.randint(0, 5, (BATCH,), generator=generator)
+            part = slice(worker * BATCH // count, (worker + 1) * BATCH // count)
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            for half in (0, 1):  # accumulates
+                (net.loss(x[part][half::2], y[part][half::2], step) / 2).backward()
+            for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
+                optimizer.step()
+                scheduler.step()
+        told([optimizer.state_dict() for optimizer in optimizers])
+        return {key: value.clone() for key, value in net.state_dict().items()}
+
+    return train
+
+
+def largest_difference(found: State, expected: State) -> float:
+    return max(float((value - expected[name]).abs().max()) for name, value in found.items())
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(("workers", "servers"), [(1, 1), (2, 2), (4, 5)])
+def test_under_bsp_a_run_equals_one_process_on_the_joint_batch(name: str, workers: int, servers: int) -> None:
+    alone = training(name)()
+    cluster = Cluster([1.0 + 0.1 * worker for worker in range(workers)], servers=servers)
+    run = simulate(cluster, "bsp", train_fn=training(name))
+    assert run.state_dict is not None
+    allowed = 1e-12 if workers == 1 else TOLERANCES.get(name, 1e-7)  # servers add gradients in another order
+    assert largest_difference(run.state_dict, alone) <= allowed
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_the_number_of_servers_does_not_change_a_bit(name: str) -> None:
+    first, *others = (
+        simulate(Cluster([1.0, 1.3], servers=servers), "bsp", train_fn=training(name)).state_dict
+        for servers in (1, 2, 5)
+    )
+    assert first is not None
+    for other in others:
+        assert other is not None
+        for key, value in other.items():
+            assert torch.equal(value, first[key])
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("name", [name for name in MAKERS if name != OWN])  # servers cannot import this file
+def test_a_live_run_is_its_simulation_to_the_bit(
+    name: str, transport: str, run_on_threads: RunOnThreads
+) -> None:
+    states: list[Any] = []
+    train = training(name, told=states.append)
+    run = run_on_threads(train, workers=2, servers=3, transport=transport, sync="bsp")
+    simulated = simulate(Cluster([1.0, 1.5]), "bsp", train_fn=training(name)).state_dict
+    assert simulated is not None
+    for key, value in run.state_dict.items():
+        assert torch.equal(value, simulated[key])
+    alone: list[Any] = []
+    training(name, told=alone.append)()
+    for found, expected in zip(states[0], alone[0], strict=True):
+        assert found["state"].keys() == expected["state"].keys()
+        for position, entries in expected["state"].items():
+            of_servers = found["state"][position]
+            assert of_servers.keys() == entries.keys()
+            for key, value in entries.items():
+                if isinstance(value, torch.Tensor):
+                    assert of_servers[key].shape == value.shape
+
+
+@pytest.mark.parametrize("servers", [(1, 3), (3, 1)], ids=str)
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_run_goes_on_from_a_cut_on_another_number_of_servers(name: str, servers: tuple[int, int]) -> None:
+    def train() -> None:
+        net = Net()
+        optimizers: Sequence[Any] = [DistributedOptimizer(each, model=net) for each in MAKERS[name](net)]
+        generator = torch.Generator().manual_seed(1)
+        x, y = torch.randn(64, 12, generator=generator).double(), torch.arange(64) % 5
+        loader = paceline.distribute(DataLoader(TensorDataset(x, y), batch_size=8))
+        for epoch in paceline.epochs(3):
+            for step, (images, labels) in enumerate(loader):
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                net.loss(images, labels, epoch + step).backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+
+    def on(count: int, **options: Any) -> Any:
+        return simulate(Cluster([1.0], servers=count), "bsp", train_fn=train, **options)
+
+    whole = on(servers[0], cut_at_s=[9.7])
+    [cut] = whole.cuts
+    resumed = on(servers[1], resumed=cut)
+    for key, value in whole.state_dict.items():
+        assert torch.equal(value, resumed.state_dict[key])
+
+
+@pytest.mark.parametrize("wire", ["int8", "gradients=int8,weights=int4"])
+def test_gradients_and_weights_may_be_encoded(wire: str, run_on_threads: RunOnThreads) -> None:
+    def train() -> None:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(40, 30, bias=False), nn.ReLU(), nn.Linear(30, 20, bias=False))
+        optimizer = DistributedOptimizer(torch.optim.Muon(net.parameters(), lr=0.02), model=net)
+        generator = torch.Generator().manual_seed(worker_index())
+        for _ in range(10):
+            optimizer.zero_grad()
+            net(torch.randn(8, 40, generator=generator)).square().mean().backward()
+            optimizer.step()
+
+    options: dict[str, Any] = {"sync": "bsp", "wire": wire}
+    run = run_on_threads(train, workers=2, servers=1, transport="tcp", **options)
+    simulated = simulate(Cluster([1.0, 1.5]), train_fn=train, **options).state_dict
+    assert simulated is not None
+    for key, value in run.state_dict.items():
+        assert torch.equal(value, simulated[key])
+
+
+def test_even_slices_are_refused(run_on_threads: RunOnThreads) -> None:
+    with pytest.raises(ConfigurationError, match="'even', which cuts tensors in parts, but Muon needs whole"):
+        run_on_threads(training("Muon and AdamW"), workers=2, slicing="even")
+
+
+# -- slices ------------------------------------------------------------------------------------------------
+
+
+def spec_of(shapes: Sequence[tuple[int, ...]], name: str = "Adafactor") -> ModelSpec:
+    layout = Layout.of([Parameter((f"p{n}",), shape, "float32") for n, shape in enumerate(shapes)])
+    return ModelSpec(layout, OptimizerSpec(name, ({"lr": 0.1},), (0,) * len(shapes), whole=True), ())
+
+
+@pytest.mark.parametrize("shards", [1, 2, 4, 7])
+def test_each_tensor_is_whole_and_costs_are_balanced(shards: int) -> None:
+    model = spec_of([(64, 64)] * 12 + [(256, 64), (64, 256)])
+    slices = model.sliced(shards, "auto")
+    found = [segment.parameter for bounds in slices for segment in bounds.segments]
+    assert found == list(range(14))
+    assert all(
+        segment.shape == model.layout.parameters[segment.parameter].shape
+        for b in slices
+        for segment in b.segments
+    )
+    ideal = model.layout.size_bytes / shards
+    assert max(bounds.size_bytes for bounds in slices) <= max(1.25 * ideal, 4 * 256 * 64)
+
+
+def test_shards_beyond_the_number_of_tensors_are_empty() -> None:
+    slices = spec_of([(4, 4), (4, 4)]).sliced(5, "auto")
+    assert [len(bounds.segments) for bounds in slices] == [1, 1, 0, 0, 0]
+
+
+def test_for_muon_a_matrix_costs_as_much_as_its_shorter_side_says() -> None:
+    shapes = [(512, 512), (8, 32768)]  # of equal size
+    bytes_of = [b.size_bytes for b in spec_of([*shapes, shapes[1]], "Muon").sliced(2, "auto")]
+    assert bytes_of == [4 * 512 * 512, 2 * 4 * 512 * 512]
