@@ -308,7 +308,7 @@ def test_a_dry_run_shows_what_would_start_and_makes_nothing(call: Call, tmp_path
         "sync model": "elastic-bsp:lookahead=15",
         "workers": "4",
         "servers": "2",
-        "shards": "2, with the parameters sliced evenly (even)",
+        "shards": "2, with the parameters sliced evenly, except tensors that an optimizer needs whole (auto)",
         "overlap": "each shard answers pulls independently (shards)",
         "transport": "TCP on loopback (tcp)",
         "wire": "float32",
@@ -515,7 +515,7 @@ BAD_INPUT = {
     ),
     "an unknown slicing": (
         ["--slicing", "random", "train.py"],
-        "error: unknown slicing 'random'. Choices: by-parameter, even.",
+        "error: unknown slicing 'random'. Choices: auto, by-parameter, even.",
     ),
     "fewer shards than servers": (
         ["--servers", "3", "--shards", "2", "train.py"],

@@ -188,10 +188,12 @@ def test_a_run_goes_on_from_a_cut_on_another_number_of_servers(name: str, server
 @pytest.mark.parametrize("wire", ["int8", "gradients=int8,weights=int4"])
 def test_gradients_and_weights_may_be_encoded(wire: str, run_on_threads: RunOnThreads) -> None:
     def train() -> None:
-        torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(40, 30, bias=False), nn.ReLU(), nn.Linear(30, 20, bias=False))
+        generator = torch.Generator().manual_seed(0)
+        for parameter in net.parameters():
+            parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator)
         optimizer = DistributedOptimizer(torch.optim.Muon(net.parameters(), lr=0.02), model=net)
-        generator = torch.Generator().manual_seed(worker_index())
+        generator.manual_seed(worker_index())
         for _ in range(10):
             optimizer.zero_grad()
             net(torch.randn(8, 40, generator=generator)).square().mean().backward()
