@@ -199,10 +199,9 @@ class Comparison(msgspec.Struct, frozen=True):
                 rate: _quartiles([o.reached_s for o in outcomes]) for rate, outcomes in found.items()
             }
             shown = {rate: each for rate, each in quartiles.items() if math.isfinite(each[1])}
-            colour = COLOURS[number % len(COLOURS)]
-            axes.plot(
-                list(shown), [each[1] for each in shown.values()], marker="o", color=colour, label=label
-            )
+            colour, dashes = COLOURS[number % len(COLOURS)], DASHES[number // len(COLOURS)]
+            medians = [each[1] for each in shown.values()]
+            axes.plot(list(shown), medians, marker="o", color=colour, linestyle=dashes, label=label)
             worst = max((o.time_s for outcomes in found.values() for o in outcomes), default=0.0)
             low, _, high = zip(*shown.values(), strict=True) if shown else ((), (), ())
             axes.fill_between(
@@ -212,7 +211,11 @@ class Comparison(msgspec.Struct, frozen=True):
         axes.set_xscale("log")
         axes.set_ylim(bottom=0)
         axes.set(xlabel="learning rate", ylabel="virtual seconds to the target")
-        axes.set_title("medians and quartiles; where a line ends, the target is missed", fontsize=10)
+        reached = "medians and quartiles; where a line ends, the target is missed"
+        drawn = any(
+            len(line.get_xdata()) for line in axes.get_lines()[:-1]
+        )  # the last one is the common rate
+        axes.set_title(reached if drawn else "the target is missed at every rate", fontsize=10)
         axes.grid(alpha=0.3)
         axes.legend(frameon=True, fontsize=7.5)
 
