@@ -194,13 +194,14 @@ class Comparison(msgspec.Struct, frozen=True):
 
     def _draw_rates(self, axes: Axes) -> None:
         """Draw the median time over the learning rate, with the quartiles. Times that are not reached are left out."""
+        drawn = []
         for number, (label, found) in enumerate(self.by_rate.items()):
             quartiles = {
                 rate: _quartiles([o.reached_s for o in outcomes]) for rate, outcomes in found.items()
             }
             shown = {rate: each for rate, each in quartiles.items() if math.isfinite(each[1])}
             colour, dashes = COLOURS[number % len(COLOURS)], DASHES[number // len(COLOURS)]
-            medians = [each[1] for each in shown.values()]
+            drawn.append(medians := [each[1] for each in shown.values()])
             axes.plot(list(shown), medians, marker="o", color=colour, linestyle=dashes, label=label)
             worst = max((o.time_s for outcomes in found.values() for o in outcomes), default=0.0)
             low, _, high = zip(*shown.values(), strict=True) if shown else ((), (), ())
@@ -212,10 +213,7 @@ class Comparison(msgspec.Struct, frozen=True):
         axes.set_ylim(bottom=0)
         axes.set(xlabel="learning rate", ylabel="virtual seconds to the target")
         reached = "medians and quartiles; where a line ends, the target is missed"
-        drawn = any(
-            len(line.get_xdata()) for line in axes.get_lines()[:-1]
-        )  # the last one is the common rate
-        axes.set_title(reached if drawn else "the target is missed at every rate", fontsize=10)
+        axes.set_title(reached if any(drawn) else "the target is missed at every rate", fontsize=10)
         axes.grid(alpha=0.3)
         axes.legend(frameon=True, fontsize=7.5)
 
