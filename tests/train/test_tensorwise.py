@@ -207,6 +207,57 @@ def test_gradients_and_weights_may_be_encoded(wire: str, run_on_threads: RunOnTh
         assert torch.equal(value, simulated[key])
 
 
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_some_servers_may_have_nothing(transport: str, run_on_threads: RunOnThreads) -> None:
+    def train() -> None:
+        net = nn.Linear(6, 4)
+        for parameter in net.parameters():
+            nn.init.constant_(parameter, 0.1)
+        optimizer = DistributedOptimizer(torch.optim.Adafactor(net.parameters(), lr=0.05), model=net)
+        generator = torch.Generator().manual_seed(worker_index())
+        for _ in range(5):
+            optimizer.zero_grad()
+            net(torch.randn(8, 6, generator=generator)).square().mean().backward()
+            optimizer.step()
+
+    run = run_on_threads(train, workers=2, servers=4, transport=transport, sync="bsp")
+    simulated = simulate(Cluster([1.0, 1.5]), train_fn=train).state_dict
+    assert simulated is not None
+    for key, value in run.state_dict.items():
+        assert torch.equal(value, simulated[key])
+
+
+@pytest.mark.parametrize("host", ["live", "simulated"])
+def test_parameters_may_be_added_but_not_taken_over_by_another_kind(
+    host: str, run_on_threads: RunOnThreads
+) -> None:
+    def train() -> None:
+        generator = torch.Generator().manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))
+        for parameter in net.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator)
+        optimizer = DistributedOptimizer(torch.optim.Adafactor(net[0].parameters(), lr=0.05), model=net)
+        for step in range(6):
+            if step == 2:
+                optimizer.add_param_group({"params": list(net[1].parameters())})
+            optimizer.zero_grad()
+            net(torch.randn(8, 6, generator=generator)).square().mean().backward()
+            optimizer.step()
+        found.append({key: value.clone() for key, value in net.state_dict().items()})
+        other = DistributedOptimizer(torch.optim.SGD(net[0].parameters(), lr=0.05), model=net)
+        with pytest.raises(ConfigurationError, match="SGD cannot take over the parameters of Adafactor"):
+            net(torch.randn(8, 6, generator=generator))
+        del other  # until now, it was alive
+
+    found: list[State] = []
+    if host == "live":
+        run_on_threads(train, workers=1, servers=2)
+    else:
+        simulate(Cluster([1.0], servers=2), train_fn=train)
+    [trained] = found
+    assert all(value.isfinite().all() for value in trained.values())
+
+
 def test_even_slices_are_refused(run_on_threads: RunOnThreads) -> None:
     with pytest.raises(ConfigurationError, match="'even', which cuts tensors in parts, but Muon needs whole"):
         run_on_threads(training("Muon and AdamW"), workers=2, slicing="even")

@@ -608,6 +608,10 @@ def require_extension(model: ModelSpec, extended: ModelSpec) -> None:
     for old, new in zip(model.optimizers, extended.optimizers, strict=False):
         groups, members = len(old.groups), len(old.group_of)
         if new.replaced == old.replaced + 1:
+            if new.whole != old.whole:  # the places of the parameters would change
+                raise ProtocolError(
+                    "the extended model keeps tensors whole that were not, or the other way round"
+                )
             continue
         if new.replaced != old.replaced or (
             new.name != old.name

@@ -755,7 +755,14 @@ def _replaced(set_index: int, parameters: ParameterSet, before: TrainedModel | N
     if before is None or set_index >= len(before.sets):
         return 0
     changed = parameters.owner is not before.sets[set_index].owner
-    return before.spec.optimizers[set_index].replaced + changed
+    earlier = before.spec.optimizers[set_index]
+    if changed and parameters.optimizer.whole != earlier.whole:
+        raise ConfigurationError(
+            f"{parameters.optimizer.name} cannot take over the parameters of {earlier.name}, because only one of them "
+            "needs whole tensors, and the servers hold the parameters already. Create both optimizers before training "
+            "begins, for different parameters, or start another run."
+        )
+    return earlier.replaced + changed
 
 
 # -- Parameters and buffers that get their shape in the first forward pass -----------------------------------
