@@ -55,14 +55,15 @@ class OptimizerRecord(msgspec.Struct, frozen=True):
         replaced: number of times that another optimizer has replaced it.
         parameters: names of the parameters that it trains. `state_dict()` refers to them by their positions here.
         counters: for each group, what the optimizer itself has changed in it.
-        whole: True if it needs whole tensors, so the entries of its state may have any shape.
+        whole: True if it needs whole tensors, so the entries of its state may have any shape. For others, there is no
+            such field, as in the manifests of earlier versions, so these keep their checksums.
     """
 
     name: str
     replaced: int
     parameters: tuple[str, ...]
     counters: tuple[HyperParameters, ...] = ()
-    whole: bool = False
+    whole: bool | msgspec.UnsetType = msgspec.UNSET
 
 
 class Manifest(msgspec.Struct, frozen=True):

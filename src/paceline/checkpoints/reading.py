@@ -220,7 +220,7 @@ def _require_state(state: dict[str, Any], record: OptimizerRecord, shapes: Mappi
             shape = shapes[record.parameters[position]]
             if not isinstance(key, str) or (
                 isinstance(value, torch.Tensor)
-                and not record.whole
+                and record.whole is not True
                 and value.shape not in (shape, torch.Size())
             ):
                 raise ValueError(f"it has {key!r} of {record.parameters[position]!r} in another shape")

@@ -203,7 +203,13 @@ class Draft:
             records[str(path.relative_to(self.path))] = record_of(path, pace)
         counters = self._entries[0].counters
         optimizers = tuple(
-            OptimizerRecord(spec.name, spec.replaced, names, counters[index] if counters else (), spec.whole)
+            OptimizerRecord(
+                spec.name,
+                spec.replaced,
+                names,
+                counters[index] if counters else (),
+                spec.whole or msgspec.UNSET,
+            )
             for index, (spec, names) in enumerate(zip(self._model.optimizers, self._members, strict=True))
         )
         return Manifest(

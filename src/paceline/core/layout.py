@@ -388,7 +388,7 @@ def _divide(costs: Sequence[int], groups: int) -> list[range]:
     """Divide costs into adjacent groups whose largest sum is as small as possible. The last groups may be empty.
 
     >>> _divide([5, 1, 1, 4, 4], 3)
-    [range(0, 3), range(3, 4), range(4, 5)]
+    [range(0, 2), range(2, 4), range(4, 5)]
     """
 
     def filled(most: int) -> list[range]:
