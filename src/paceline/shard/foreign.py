@@ -223,7 +223,7 @@ def try_foreign(optimizer: torch.optim.Optimizer, groups: Sequence[HyperParamete
             return Tested()
         if not (other := trial.difference(trial.tensors, ON_TENSORS, sliced=False)):
             return Tested("", whole=True)
-        return Tested(f"{reason}; {other}")
+        return Tested(reason if other == reason else f"{reason}; {other}")
 
 
 def counters_of(optimizer: torch.optim.Optimizer) -> list[str]:
