@@ -506,7 +506,7 @@ class TorchOptimizer:
         }
 
     def load_state(self, state: Vectors) -> None:
-        for name, (position, key) in segments_of_state(self._bounds, state, scalars=True).items():
+        for name, (position, key) in segments_of_state(self._bounds, state, scalars=self._foreign).items():
             self._optimizer.state[self._parameters[position]].update(entry_of(key, state[name].clone()))
 
     def groups(self) -> tuple[HyperParameters, ...]:
