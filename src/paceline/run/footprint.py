@@ -64,17 +64,9 @@ cannot be forked (see `start.processes.spawn`) needs 155 MiB, which is not taken
 DESCRIPTOR_HEADROOM = 16
 """Spare file descriptors per process, for importing modules, starting child processes and the script's own files."""
 
-STATE_VECTORS = {
-    "Muon": 1,
-    "Adafactor": 1,
-    "Adagrad": 1,
-    "Adadelta": 2,
-    "Adamax": 2,
-    "ASGD": 1,
-    "NAdam": 2,
-    "RAdam": 2,
-    "Rprop": 2,
-}
+STATE_VECTORS = dict.fromkeys(("Adagrad", "ASGD", "Muon", "Adafactor"), 1) | dict.fromkeys(
+    ("Adadelta", "Adamax", "NAdam", "RAdam", "Rprop"), 2
+)
 """Optimizer -> number of state vectors, if this number does not depend on the hyper-parameters."""
 
 MOST_STATE_VECTORS = 3  # number assumed for an unknown optimizer
