@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import runpy
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,6 +18,8 @@ from paceline import DistributedOptimizer, simulate, worker_count, worker_index
 from paceline.core.layout import Layout, ModelSpec, OptimizerSpec, Parameter
 from paceline.errors import ConfigurationError
 from paceline.sim import Cluster
+from tests.support.live import run_program
+from tests.support.marks import thorough
 
 if TYPE_CHECKING:
     from tests.conftest import RunOnThreads
@@ -261,6 +266,38 @@ def test_parameters_may_be_added_but_not_taken_over_by_another_kind(
 def test_even_slices_are_refused(run_on_threads: RunOnThreads) -> None:
     with pytest.raises(ConfigurationError, match="'even', which cuts tensors in parts, but Muon needs whole"):
         run_on_threads(training("Muon and AdamW"), workers=2, slicing="even")
+
+
+# -- the example -------------------------------------------------------------------------------------------
+
+EXAMPLE = str(Path(__file__).parents[2] / "examples" / "small_gpt_muon.py")
+SMALL = "--steps 60 --width 32 --layers 1"
+
+
+@pytest.mark.parametrize("options", [SMALL, *thorough("")])
+def test_the_example_learns_better_with_muon_than_with_adamw(
+    options: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bits = {}
+    with torch.random.fork_rng():
+        for name in ("muon", "adamw"):
+            monkeypatch.setattr(sys, "argv", [EXAMPLE, "--optimizer", name, *options.split()])
+            bits[name] = runpy.run_path(EXAMPLE)["bits"]
+    assert bits["muon"] < 0.97 * bits["adamw"]
+
+
+@pytest.mark.thorough
+def test_two_processes_learn_from_the_example_what_one_learns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [EXAMPLE, *SMALL.split()])
+    with torch.random.fork_rng():
+        alone = runpy.run_path(EXAMPLE)["bits"]
+    ended = run_program("-m", "paceline", "run", "--workers", "2", "--servers", "2", EXAMPLE, *SMALL.split())
+    assert not ended.returncode, ended.stderr
+    found = float(ended.stdout.partition("muon: ")[2].split()[0])
+    assert found == pytest.approx(alone, rel=0.01)  # Muon orthogonalizes in bfloat16
 
 
 # -- slices ------------------------------------------------------------------------------------------------
