@@ -9,6 +9,7 @@ import pytest
 from msgspec import structs
 
 from paceline.look.causes import Evidence, causes_of, headline_of
+from paceline.look.step_cost import StepCost
 from paceline.trace.findings import Handout
 from paceline.trace.report import Cause, LinkTotal, WorkerReport
 
@@ -58,6 +59,25 @@ def test_a_straggler_is_named_with_the_time_that_the_others_waited_for_it() -> N
         "4 workers trained 4,000 samples in 100 s under bsp (40.0 samples per second). What held the run back most: "
         "the others waited for 66 % of their time for worker 3, whose batches take 3.1 times as long."
     )
+
+
+def test_steps_that_take_most_of_the_transfers_are_named_with_what_helps() -> None:
+    both = [worker(index, computing=40.0, transfer=60.0) for index in range(2)]
+    cost = StepCost(
+        optimizers=("Muon",), servers=1, step_s=0.5, share=0.5, predicted_s={1: 0.5, 4: 0.125}, here_s={}
+    )
+    known = evidence(*both, step_cost=cost)
+    cause = only(causes_of(known))
+    assert cause.words == (
+        "For about 50 % of their time (100 s together), workers waited for the servers to make a step: 500 ms for each "
+        "step of Muon."
+    )
+    assert cause.remedies == (cost.remedy(),)
+    assert headline_of(known, [cause]).endswith(
+        "What held the run back most: workers waited for the servers to make a step for 50 % of their time."
+    )
+    rare = structs.replace(cost, share=0.25)
+    assert only(causes_of(evidence(*both, step_cost=rare))).words.startswith("For 60 % of the workers' time")
 
 
 def test_options_are_arguments_for_a_run_that_was_launched_from_python() -> None:

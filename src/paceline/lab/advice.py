@@ -24,6 +24,7 @@ from ..core.lease import BatchSizing
 from ..core.requests import Entry
 from ..errors import ConfigurationError
 from ..look.causes import COMPARE, evidence_of, sentences_of
+from ..look.step_cost import step_cost_in
 from ..look.summary import speed_unit
 from ..look.tables import Figures, ranking_table
 from ..sim import Cluster, Dataset, simulate
@@ -182,7 +183,7 @@ def advise(
         emulated=cluster.emulated,
         findings=find(
             _measures(run_dir),
-            lost_time=_lost_time(summary, str(run_dir)),
+            lost_time=_lost_time(summary, str(run_dir), changes),
             clippable=agree_on_means(read_schedule(own).models),
         ),
         measured_updates_per_s=together.updates / together_s,
@@ -251,10 +252,11 @@ def _dataset(summary: Mapping[str, Any], workers: int) -> Dataset | None:
     )
 
 
-def _lost_time(summary: Mapping[str, Any], run_dir: str) -> list[str]:
+def _lost_time(summary: Mapping[str, Any], run_dir: str, changes: Changes) -> list[str]:
     """Return what cost the workers of a run time, and what would help, as in the terminal and in its report."""
-    evidence = evidence_of(summary, run_dir)
-    return [] if evidence is None else [each for each in sentences_of(evidence) if COMPARE not in each]
+    evidence, cost = evidence_of(summary, run_dir), step_cost_in(summary)
+    found = [] if evidence is None else [each for each in sentences_of(evidence) if COMPARE not in each]
+    return found if cost is None or changes.servers is None else [*found, cost.with_servers(changes.servers)]
 
 
 def _while_all_were_present(shard: TraceFile) -> tuple[float, Measures]:

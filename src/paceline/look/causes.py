@@ -30,6 +30,7 @@ from ..trace.activity_cells import KINDS
 from ..trace.findings import DISTRIBUTE, Handout, how_to_check, in_python
 from ..trace.report import Cause, LinkTotal, WorkerReport
 from ..words import counted, length, listed, percent, size
+from .step_cost import StepCost, step_cost_in
 from .summary import unapplied_in
 
 LEAST_SHARE = 0.05
@@ -39,6 +40,7 @@ SLOWER = 1.15  # the others are compared with a worker that takes at least this 
 MORE_DATA = 1.2  # and at least this many times as much data
 # Least share that is named of the time outside of training, and of transfers on one machine.
 LEAST_OUTSIDE = 0.1
+MOST_OF_TRANSFERS = 0.5  # least share of the time of transfers that steps take if these are named instead
 
 MOSTLY = 0.8  # share of computing from which nothing needs to be said about the rest
 LEAST_NAMED = 0.05  # least share of a kind of time that is named if there is no cause
@@ -182,6 +184,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
         noticed: what was noticed while the run was in progress, in sentences; see `findings.find`.
         unapplied: a sentence about pushes that were never applied; "" if there is none.
         shortage: how many workers the run must have so that it does not pause; "" if it never pauses.
+        step_cost: what the optimizers' steps cost the servers; None if unknown.
     """
 
     state: str
@@ -212,6 +215,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     noticed: tuple[str, ...] = ()
     unapplied: str = ""
     shortage: str = ""
+    step_cost: StepCost | None = None
 
     @property
     def knows_computing(self) -> bool:
@@ -432,6 +436,10 @@ ROWS = {
         "For {share} of the workers' time ({lost}), gradients and weights were on their way, or a server made its "
         "part of a step: {each} in each iteration.",
         "pushes and pulls took {share} of the workers' time",
+    ),
+    "steps": Row(
+        "For about {share} of their time ({lost}), workers waited for the servers to make a step: {step}.",
+        "workers waited for the servers to make a step for {share} of their time",
     ),
     "loading": Row(
         "For {share} of the workers' time ({lost}), the script waited for its loader: {each} in each iteration.",
@@ -681,6 +689,8 @@ def _of_kind(evidence: Evidence, name: str) -> Cause | None:
     lost_s = evidence.total_s(kind)
     if not evidence.matters(lost_s, least) or name == ("exchanges" if evidence.links else "links"):
         return None
+    if kind == "transfer" and (steps := _steps(evidence, lost_s)) is not None:
+        return steps
     per = evidence.per_iteration_s(kind)
     facts, remedies = {"each": length(median(per.values()) if per else 0.0)}, list[str]()
     if name == "links":
@@ -708,6 +718,20 @@ def _of_kind(evidence: Evidence, name: str) -> Cause | None:
         facts["whose"] = f", most of it worker {most}" if mostly else ""
         remedies = [EVALUATE, READER] if mostly else []
     return evidence.cause(name, lost_s, remedies, **facts)
+
+
+def _steps(evidence: Evidence, transfer_s: float) -> Cause | None:
+    """Return how long workers waited for steps of the optimizers; None if this is the smaller part of the transfers.
+
+    A server makes a step before it answers a pull, so the step counts as a transfer.
+    """
+    cost = evidence.step_cost
+    if cost is None:
+        return None
+    lost_s = min(transfer_s, cost.share * evidence.present_s())
+    if not cost.matters or lost_s < MOST_OF_TRANSFERS * transfer_s:
+        return None
+    return evidence.cause("steps", lost_s, [cost.remedy()], step=cost.words)
 
 
 def _times(ratio: float) -> str:
@@ -750,6 +774,7 @@ def evidence_of(summary: Mapping[str, Any], run_dir: str, **known: Any) -> Evide
         "run_dir": "" if joined else run_dir,
         "unapplied": unapplied_in(summary),
         "shortage": counted(int(summary["least_workers"]), "worker") if "least_workers" in summary else "",
+        "step_cost": step_cost_in(summary),
     }
     return Evidence(**{**found, **known})
 

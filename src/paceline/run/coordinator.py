@@ -47,6 +47,7 @@ from ..core.messages import (
     Started,
     Status,
     StatusReported,
+    StepsTimed,
     TracePart,
     Waits,
 )
@@ -164,6 +165,7 @@ class StateReport(msgspec.Struct, frozen=True):
         awaited: the processes for which the run has been waiting for an unusually long time.
         standstill: see `StallWatch`.
         late_checkpoint: the checkpoint that has waited for long for what workers hold; None if there is none.
+        steps: server -> the times of its steps that it has reported last.
     """
 
     model: ModelSpec | None
@@ -186,6 +188,7 @@ class StateReport(msgspec.Struct, frozen=True):
     awaited: tuple[AwaitedProcess, ...]
     standstill: str
     late_checkpoint: LateCheckpoint | None
+    steps: Mapping[int, StepsTimed]
 
     @classmethod
     def of(cls, host: CoordinatorHost) -> StateReport:
@@ -221,6 +224,7 @@ class StateReport(msgspec.Struct, frozen=True):
             host.stalls.awaited,
             host.stalls.standstill,
             host.late_checkpoint(),
+            host.steps,
         )
 
     def has_left(self, *fates: Fate) -> bool:
@@ -262,6 +266,7 @@ class CoordinatorHost(Host):
         watch: what is known of the processes.
         checkpoints: what writes the checkpoints.
         status: the state of the job when it was computed last for `refresh`; None before.
+        steps: server -> the times of its steps that it has reported last.
     """
 
     def __init__(
@@ -276,6 +281,7 @@ class CoordinatorHost(Host):
         self.failure: RunFailedError | None = None
         self.gone_servers: dict[int, str] = {}
         self.asked: set[int] = set()
+        self.steps: Mapping[int, StepsTimed] = {}
         self._observers: set[Caller] = set()
         self.status: JobStatus | None = None
         self._refreshing = False  # True from a call of `refresh` until it has been performed
@@ -703,6 +709,12 @@ class CoordinatorHost(Host):
                 return self.checkpoints.arrived(message)
             case CutWritten():
                 return self.checkpoints.written(peer.index, message)
+            case StepsTimed():
+                sets = 0 if self.core.model is None else len(self.core.model.optimizers)
+                if any(each.set_index >= sets for each in message.steps):
+                    raise ProtocolError("it reports steps of a parameter set that the model does not have")
+                self.steps = {**self.steps, peer.index: message}  # other threads may read the earlier one
+                return
             case CheckpointRequested():
                 return self.checkpoints.request(message.number)
             case KeepWorkerState():

@@ -10,10 +10,12 @@ from __future__ import annotations
 import logging
 import math
 import socket
+import time
 import traceback
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import IO, Any, ClassVar, Generic, NamedTuple, TypeVar, cast
 
 import msgspec
@@ -61,6 +63,8 @@ from ..core.messages import (
     Shutdown,
     Snapshot,
     Stage,
+    StepsTimed,
+    StepTime,
     TracePart,
     Warned,
     WorkerLost,
@@ -69,6 +73,7 @@ from ..core.messages import (
 )
 from ..core.requests import (
     COORDINATOR,
+    Apply,
     Host,
     Peer,
     TakeCut,
@@ -157,6 +162,7 @@ class ServerHost(Host):
             wire=WireFormat() if place.job.carrier.shares_memory else place.job.wire,
         )
         self._memory: ServerMemory | None = None  # None until training begins
+        self._steps = StepMeter()
         self._frozen: FrozenValues[ServerCaller] = FrozenValues()  # empty unless this server holds shard 0
         self._copies = ShardCopies()
         # True if the checkpoint with which the run begins lacks parameters of the model
@@ -478,6 +484,14 @@ class ServerHost(Host):
     def set_timer(self, timer: Timer) -> None:
         self._timers.set(timer.due_ticks, timer)
 
+    def apply(self, update: Apply) -> None:
+        sets = self._require_memory().stores[update.shard].sets_of(update.pushes)
+        begun_s = time.perf_counter()
+        super().apply(update)
+        ended_s = time.perf_counter()
+        if (timed := self._steps.note(update.shard, sets, begun_s, ended_s)) is not None:
+            self._hub.send(self._coordinator, timed)
+
     def take_cut(self, request: TakeCut) -> None:
         memory = self._require_memory()
         entries = self._copies.take(request, memory.stores[request.shard])
@@ -656,6 +670,62 @@ def _load_classes(model: ModelSpec) -> None:
     for optimizer in model.optimizers:
         if ":" in optimizer.name:
             class_of(optimizer.name)
+
+
+# -- The times of the optimizers' steps, from which the cost of a step follows: see `look.step_cost` -----------
+
+REPORTED_STEPS = 5
+"""Number of steps of one optimizer at one shard after which they are reported for the first time."""
+
+MOST_STEPS = 625
+"""Maximum number of steps between two reports."""
+
+
+class StepMeter:
+    """Measures the steps of a server, and reports them more and more rarely.
+
+    >>> meter = StepMeter()
+    >>> meter.note(0, {0}, 0.0, 5.0)  # the first step prepares what later ones use
+    >>> [meter.note(0, {0}, 10.0 * number, 10.0 * number + 2.0) for number in range(1, 5)]
+    [None, None, None, None]
+    >>> report = meter.note(0, {0}, 50.0, 52.0)
+    >>> report.steps[0].typical_s, round(report.share, 3)
+    (2.0, 0.213)
+    """
+
+    def __init__(self) -> None:
+        self._until = REPORTED_STEPS  # number of steps after which they are reported
+        self._since_s: float | None = None  # end of the last step that was reported
+        self._busy_s = 0.0
+        # (shard, parameter set) -> the times of its steps
+        self._took_s: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
+
+    def note(self, shard: int, sets: Iterable[int], begun_s: float, ended_s: float) -> StepsTimed | None:
+        """Note an update of a shard. Return the report that is due; None if none is.
+
+        Args:
+            shard: index of the shard.
+            sets: the parameter sets that were updated. The time of an update of several sets belongs to none of them.
+            begun_s: time at which the update has begun, in seconds.
+            ended_s: time at which it has ended.
+        """
+        if self._since_s is None:
+            self._since_s = ended_s
+            return None
+        self._busy_s += ended_s - begun_s
+        first, *others = sets
+        if others:
+            return None
+        took_s = self._took_s[shard, first]
+        took_s.append(ended_s - begun_s)
+        if len(took_s) < self._until:
+            return None
+        steps = tuple(StepTime(*key, median(times_s)) for key, times_s in sorted(self._took_s.items()))
+        report = StepsTimed(steps, self._busy_s / (ended_s - self._since_s))
+        self._until = min(self._until * REPORTED_STEPS, MOST_STEPS)
+        self._since_s, self._busy_s = ended_s, 0.0
+        self._took_s.clear()
+        return report
 
 
 # -- The values of frozen parameters at the server of shard 0, which passes them on from one worker to others

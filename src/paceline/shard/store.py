@@ -144,6 +144,10 @@ class Store:
                 fraction,
             )
 
+    def sets_of(self, pushes: Sequence[Key]) -> set[int]:
+        """Return the parameter sets to which some stored pushes belong."""
+        return {self._pushes[key].set_index for key in pushes}
+
     def squared_norm(self, pushes: Sequence[Key], scales: Sequence[float]) -> float:
         """Return the squared L2 norm of the gradient with which `apply` would take a step, in double precision."""
         square = 0.0

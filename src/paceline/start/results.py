@@ -36,7 +36,8 @@ from ..core.metrics import MetricHistory
 from ..errors import ConfigurationError, PacelineError
 from ..files import Unfinished, write_json
 from ..look.causes import evidence_of, sentences_of
-from ..run.coordinator import CoordinatorHost, Departed
+from ..look.step_cost import StepCost
+from ..run.coordinator import CoordinatorHost, Departed, StateReport
 from ..run.job import CHECKPOINTS, Job
 from ..run.readers import Reader
 from ..run.resuming import SOURCE, cut_of
@@ -196,6 +197,7 @@ def summarize(
     except (ConfigurationError, OSError, msgspec.DecodeError) as error:
         faults.append(f"the run's traces cannot be read, so the summary has no statistics: {error}")
     weights_codec = job.wire.codec_of_weights(common=job.schedule.lockstep)
+    step_cost = step_cost_of(job, report)
     summary = {
         "ended": ended,
         **({"failure": failure} if failure else {}),
@@ -214,6 +216,7 @@ def summarize(
         "push_bytes": [bounds.encoded_bytes(job.wire.gradients) for bounds, _ in report.shards],
         "pull_bytes": [bounds.encoded_bytes(weights_codec) for bounds, _ in report.shards],
         "slicing": job.slicing,
+        **({} if step_cost is None else {"step_cost": msgspec.to_builtins(step_cost, str_keys=True)}),
         "overlap": job.overlap,
         "transport": job.transport,
         "wire": str(job.wire),
@@ -360,6 +363,27 @@ def _samples(data: DataLedger, dropped: int) -> dict[str, int]:
         "left": sum(each.left + each.leased for each in trained),
         "left_out": sum(each.left_out for each in trained),
     }
+
+
+def step_cost_of(job: Job, report: StateReport) -> StepCost | None:
+    """Return what the steps of the optimizers cost the servers; None if they have not reported this yet."""
+    if report.model is None:
+        return None
+    cores, lockstep = usable_cores() or 1, job.schedule.lockstep
+
+    def cores_of(servers: int) -> float:
+        threads = max(1, cores // (job.workers + servers))  # of each process
+        return min(threads, cores / (servers if lockstep else job.workers + servers))
+
+    return StepCost.of(
+        report.model,
+        [bounds for bounds, _ in report.shards],
+        report.steps,
+        slicing=job.slicing,
+        block=job.wire.block,
+        servers=job.servers,
+        cores_of=None if job.joined else cores_of,
+    )
 
 
 def usable_cores() -> int:

@@ -17,7 +17,7 @@ import pickle
 import secrets
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from rich.console import Console
 from ..core.guard import DIVERGED
 from ..core.liveness import Clocks
 from ..core.members import NOBODY
+from ..core.messages import StepsTimed
 from ..core.metrics import MetricHistory
 from ..errors import ConfigurationError, RunFailedError
 from ..look.show_process import Outlets
@@ -62,6 +63,7 @@ from .results import (
     make_room,
     samples_line,
     save_weights,
+    step_cost_of,
     summarize,
     write_report,
     write_summary,
@@ -352,6 +354,9 @@ class LiveRun:
         self._program: list[str] = []  # what each worker runs; see `ProcessOrder`
         self._main = 0  # the main worker that the user knows of
         self._told: set[object] = set()  # what the user knows of; see `_news`
+        self._timed: Mapping[
+            int, StepsTimed
+        ] = {}  # the times of steps from which `_news` has computed a cost
         self._newest: NewestCheckpoint | None = None  # the newest whole checkpoint, once a server was lost
         # (worker, incarnation) of the workers that had left before the launcher ended the others
         self._left_before = set[tuple[int, int]]()
@@ -514,7 +519,7 @@ class LiveRun:
         for key, words in self._news():
             if words and key not in self._told:
                 self._told.add(key)
-                self._say(words, style="" if key in ("samples", "codecs") else "yellow")
+                self._say(words, style="" if key in ("samples", "codecs", "steps") else "yellow")
 
     def _news(self) -> Iterator[tuple[object, str]]:
         """Yield (key, words) of what the user is told of a run in progress. Nothing with the same key is told again."""
@@ -525,6 +530,10 @@ class LiveRun:
                 vectors = {vector for bounds, _ in report.shards for vector in bounds.bounds}
                 yield "codecs", f"on their way: {self._job.codecs(vectors)}"
             yield "wire", self._job.wire_in_vain
+            if "steps" not in self._told and report.steps is not self._timed:
+                self._timed = report.steps
+                cost = step_cost_of(self._job, report)
+                yield "steps", "" if cost is None else cost.sentence()
         yield "hindrance", report.hindrance
         yield from enumerate(map(str, report.choices))
         saved = checkpoints.saved

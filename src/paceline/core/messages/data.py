@@ -394,3 +394,30 @@ class Waits(Message):
     timers: bool
     traffic: tuple[ConnectionTraffic, ...] = ()
     moved_ticks: tuple[tuple[int, int], ...] = ()
+
+
+class StepTime(msgspec.Struct, frozen=True, array_like=True):
+    """How long the optimizer of one parameter set takes for a step at one shard.
+
+    Attributes:
+        shard: index of the shard.
+        set_index: index of the parameter set.
+        typical_s: the median of the times of its latest steps, in seconds.
+    """
+
+    shard: Number
+    set_index: Number
+    typical_s: Annotated[float, msgspec.Meta(ge=0.0)]
+
+
+@sent("server", to="coordinator", forwarded=False)
+class StepsTimed(Message):
+    """A server has measured steps of its optimizers: the first few, and more of them more and more rarely.
+
+    Attributes:
+        steps: one entry per shard and parameter set.
+        share: share of the time, from 0 to 1, in which the server made steps.
+    """
+
+    steps: tuple[StepTime, ...]
+    share: float
