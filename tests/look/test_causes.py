@@ -64,7 +64,7 @@ def test_a_straggler_is_named_with_the_time_that_the_others_waited_for_it() -> N
 def test_steps_that_take_most_of_the_transfers_are_named_with_what_helps() -> None:
     both = [worker(index, computing=40.0, transfer=60.0) for index in range(2)]
     cost = StepCost(
-        optimizers=("Muon",), servers=1, step_s=0.5, share=0.5, predicted_s={1: 0.5, 4: 0.125}, here_s={}
+        optimizers=["Muon"], servers=1, step_s=0.5, share=0.5, predicted_s={1: 0.5, 4: 0.125}, here_s={}
     )
     known = evidence(*both, step_cost=cost)
     cause = only(causes_of(known))

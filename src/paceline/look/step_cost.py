@@ -44,7 +44,7 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
         largest_s: the time of its update, in seconds.
     """
 
-    optimizers: tuple[str, ...]
+    optimizers: list[str]
     servers: int
     step_s: float
     share: float
@@ -110,11 +110,11 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
                 count: seconds * cores_of(servers) / cores_of(count) for count, seconds in predicted_s.items()
             }
         return cls(
-            optimizers=tuple(
+            optimizers=[
                 optimizer.name.rpartition(":")[2]
                 for optimizer, seconds in zip(optimizers, total_s, strict=True)
                 if seconds >= NAMED_SHARE * sum(total_s)
-            ),
+            ],
             servers=servers,
             step_s=step_s,
             share=max(report.share for report in reports.values()),
