@@ -13,7 +13,7 @@ STAGER = "train/weights.py"
 
 OTHER_TENSORS = {
     "train/job_model.py": "notices changes of buffers by their address and version, and reads no memory",
-    "train/device.py": "locks memory of the host, which a driver knows by its address",
+    "shard/device_queue.py": "locks memory of the host, which a driver knows by its address",
     "train/generator_states.py": "writes the state of NumPy's generator, which is in the memory of the host",
     "train/collectives.py": "recognizes tensors that share memory by their address, and reads no memory",
     "start/processes/program.py": "writes the title of the process",

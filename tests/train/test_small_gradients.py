@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import paceline
+from paceline.shard.device_queue import _BlockingQueue
 from paceline.shard.vectors import bits
 from paceline.sim import Cluster, simulate
 from paceline.train import gradients, training
-from paceline.train.device import _BlockingQueue
 from paceline.train.weights import Copying
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")

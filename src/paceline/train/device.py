@@ -1,17 +1,15 @@
-"""`device`, the device on which a script computes, and copies between its memory and that of the host."""
+"""`device`, the device on which a script computes, and copies of gradients while it still computes others."""
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import threading
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
 import torch
 
 from ..core.job_sync import EarlyPause
 from ..core.layout import Layout
+from ..shard.device_queue import DeviceQueue, Ticket
 from ..shard.vectors import Vectors, bits
 from .session import current
 
@@ -39,190 +37,6 @@ def device() -> torch.device:
     if accelerator is None:
         return torch.device("cpu")
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
-
-
-# -- Copies between the memory of a device and the memory of the host, in the order in which a worker needs them
-#
-# A device computes asynchronously: a call returns before the device has begun. So a copy must begin after the
-# device has computed what is copied, and what needs the result must wait for the copy. A `DeviceQueue`
-# carries out copies in the order in which they are submitted. Each copy begins after all computations that
-# the script has started before it. Later computations may overlap with the copy, unless they are told to wait.
-
-log = logging.getLogger("paceline.train.device")
-
-READ_WRITE, READ_ONLY = 0, 8  # cudaHostRegisterDefault, cudaHostRegisterReadOnly
-
-
-class Ticket(Protocol):
-    """What was submitted to a `DeviceQueue`."""
-
-    def done(self) -> bool:
-        """Return True if it has ended."""
-
-    def order(self) -> None:
-        """Let the device wait for its end before all computations that are started after this call."""
-
-
-class DeviceQueue(Protocol):
-    """Carries out copies on a device, one after another.
-
-    Attributes:
-        overlaps: True if copies run beside computations. Otherwise, a copy has ended when `submit` returns.
-    """
-
-    overlaps: bool
-
-    def submit(self, work: Callable[[], object], *, writes: Sequence[torch.Tensor]) -> Ticket:
-        """Carry out a function that only starts copies and computations on the device.
-
-        They begin after all computations that were started before this call, and after all that was submitted before.
-
-        Args:
-            work: the function.
-            writes: the memory that the function writes. Before `drain`, the host may not use such memory, and neither
-                may it write memory that the function reads. Before `Ticket.order`, the device may not use such
-                memory.
-        """
-
-    def drain(self) -> None:
-        """Wait on the host until everything that was submitted has ended."""
-
-    def wait(self) -> None:
-        """Wait on the host until all computations that were started before this call have ended."""
-
-    def keep_close(self) -> None:
-        """Wait on the host until all computations that were started before the call before this one have ended.
-
-        While a computation may be aborted, this is called at each hook: what a device has been given cannot be taken
-        back.
-        """
-
-    def register(self, memory: Sequence[torch.Tensor], *, only_read: bool) -> Callable[[], None]:
-        """Let the device copy from and to this memory of the host without the host's help, where that is possible.
-
-        Args:
-            memory: the memory.
-            only_read: True if the device only reads the memory, which may then be read-only.
-
-        Returns:
-            A function that ends this. It must be called before the memory is freed.
-        """
-
-
-def queue_of(device: torch.device) -> DeviceQueue:
-    """Return a queue for a device. The device of torch's backend may have no streams; then copies do not overlap."""
-    try:
-        return _StreamQueue(device)
-    except RuntimeError:  # this is how backends say that they have no streams
-        return _BlockingQueue(device)
-
-
-class _StreamQueue:
-    """A queue on a stream of its own.
-
-    Raises:
-        RuntimeError: the backend of the device has no streams.
-    """
-
-    overlaps = True
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.Stream(device)
-        # what the device had to compute at the last call of `keep_close`
-        self._reached: torch.Event | None = None
-
-    def submit(self, work: Callable[[], object], *, writes: Sequence[torch.Tensor]) -> Ticket:
-        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
-        with self._stream:
-            work()
-        event = torch.Event(self._device)
-        event.record(self._stream)
-        return _StreamTicket(event, self._device)
-
-    def drain(self) -> None:
-        self._stream.synchronize()
-
-    def wait(self) -> None:
-        torch.accelerator.current_stream(self._device).synchronize()
-
-    def keep_close(self) -> None:
-        before, self._reached = self._reached, torch.Event(self._device)
-        self._reached.record(torch.accelerator.current_stream(self._device))
-        if before is not None:
-            before.synchronize()
-
-    def register(self, memory: Sequence[torch.Tensor], *, only_read: bool) -> Callable[[], None]:
-        if self._device.type != "cuda":  # torch has no generic function for this
-            return _nothing
-        places = [(each.data_ptr(), each.nbytes) for each in memory if each.numel()]
-        ways = [READ_ONLY, READ_WRITE] if only_read else [READ_WRITE]
-        registered = [place for place in places if any(self._lock(*place, way) for way in ways)]
-        if len(registered) < len(places):
-            log.warning("the memory of a worker cannot be locked for its device, so copies take longer")
-
-        def unregister(memory: Sequence[torch.Tensor] = memory) -> None:  # keeps the memory until then
-            for address, _ in registered:
-                torch.cuda.cudart().cudaHostUnregister(address)
-
-        return unregister
-
-    def _lock(self, address: int, size_bytes: int, way: int) -> bool:
-        if int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, way)) == 0:
-            return True
-        # CUDA keeps the error, and torch would find it after an unrelated kernel. Let torch raise and clear it now.
-        with contextlib.suppress(RuntimeError):
-            torch.zeros(1, device=self._device)
-        return False
-
-
-class _StreamTicket:
-    def __init__(self, event: torch.Event, device: torch.device) -> None:
-        self._event = event
-        self._device = device
-
-    def done(self) -> bool:
-        return self._event.query()
-
-    def order(self) -> None:
-        torch.accelerator.current_stream(self._device).wait_event(self._event)
-
-
-class _BlockingQueue:
-    """The queue of a device without streams: its copies follow the computations, and the host waits for them."""
-
-    overlaps = False
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def submit(self, work: Callable[[], object], *, writes: Sequence[torch.Tensor]) -> Ticket:
-        work()
-        return _Ended()
-
-    def drain(self) -> None:
-        pass
-
-    def wait(self) -> None:
-        torch.accelerator.synchronize(self._device)
-
-    def keep_close(self) -> None:
-        self.wait()  # the device has no events
-
-    def register(self, memory: Sequence[torch.Tensor], *, only_read: bool) -> Callable[[], None]:
-        return _nothing
-
-
-def _nothing() -> None:
-    pass
-
-
-class _Ended:
-    def done(self) -> bool:
-        return True
-
-    def order(self) -> None:
-        pass
 
 
 # -- Copies gradients from a device to the host while the backward pass is still running ---------------------

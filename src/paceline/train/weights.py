@@ -29,8 +29,9 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from ..core.layout import Layout, Parameter, Range, dtype_of, item_bytes, of_set
 from ..errors import WeightsChangedError
+from ..shard.device_queue import DeviceQueue, Ticket, queue_of
 from ..shard.vectors import Vectors, bits, dtype_name, parameter_views, same, torch_dtype
-from .device import DeviceQueue, EarlyCopies, Ticket, queue_of
+from .device import EarlyCopies
 from .session import Session
 
 SAMPLE_SIZE = 16_384
