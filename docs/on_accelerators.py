@@ -266,7 +266,8 @@ So Adam on one core takes about {adam_ms:.0f} ms for 100 million weights, which 
 second. The shards of several servers are updated at the same time: {machines} servers with a core each allow about
 {adam_rate_4:.0f} steps per second, unless they share memory that is too slow for all of them. Under `bsp`, a step is
 one update with the mean of all pushes. Each push after the first adds at most the time of an update by SGD. Under
-`asp`, each push is an update, so all workers share this rate.
+`asp`, each push is an update, so all workers share this rate. Muon multiplies matrices, which takes far longer on a
+CPU. An accelerator of the servers may make its steps (`--server-device`), for two more copies of P in each.
 
 **Memory.** Each worker needs 2 P on the device for flat vectors, of which the parameters and their gradients are
 views, and 2 P on the host. The servers together need (1 + s) P on their hosts, where s is the number of states per

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 
 import paceline
 from paceline.core.layout import Layout, ModelSpec, OptimizerSpec, Parameter, ShardSlice
@@ -35,6 +36,7 @@ def cost_of(
     servers: int = 1,
     share: float = 0.6,
     cores_of: Callable[[int], float] | None = lambda servers: 1.0,
+    on_host: bool = False,
 ) -> StepCost:
     """Return what a step costs if each shard takes `step_s` for a step of each set."""
     slices = described.sliced(servers, "auto")
@@ -45,7 +47,14 @@ def cost_of(
         for bounds in slices
     }
     cost = StepCost.of(
-        described, slices, reports, slicing="auto", block=1, servers=servers, cores_of=cores_of
+        described,
+        slices,
+        reports,
+        slicing="auto",
+        block=1,
+        servers=servers,
+        cores_of=cores_of,
+        on_host=on_host,
     )
     assert cost is not None
     return cost
@@ -106,6 +115,16 @@ def test_without_free_cores_other_machines_are_recommended() -> None:
     assert crowded.remedy().startswith("With 3 servers with cores of their own, a step would take about")
     elsewhere = cost_of(model(BLOCK * 12), lambda bounds: [1.2], share=0.4, cores_of=None)
     assert elsewhere.remedy().startswith("With 3 servers on as many machines, a step would take about")
+
+
+def test_an_accelerator_is_named_where_it_could_make_the_steps() -> None:
+    hint = " An accelerator on the servers' machine can make the steps, too (--server-device)."
+    elsewhere, here = (
+        cost_of(model(BLOCK), lambda bounds: [1.2], on_host=on_host) for on_host in (False, True)
+    )
+    assert here.sentence() == elsewhere.sentence() + hint
+    sliced = structs.replace(model(BLOCK), optimizer=OptimizerSpec("AdamW", ({},), (0,) * len(BLOCK)))
+    assert not cost_of(sliced, lambda bounds: [1.2], on_host=True).on_host
 
 
 @pytest.mark.parametrize(("step_s", "share"), [(1.0, 0.1), (0.001, 0.9)])

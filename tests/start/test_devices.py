@@ -23,6 +23,7 @@ from msgspec import structs
 from rich.console import Console
 
 import paceline
+from paceline.core.layout import Layout, ModelSpec, OptimizerSpec, Parameter
 from paceline.core.status import JobStatus, WorkerStatus
 from paceline.errors import ConfigurationError
 from paceline.look.dashboard import with_devices
@@ -40,10 +41,11 @@ from paceline.start.processes.devices import (
     CountedDevice,
     assign_devices,
     device_of_process,
+    devices_of_servers,
     environment_of,
     shared,
 )
-from paceline.start.results import description_of
+from paceline.start.results import description_of, server_device_line
 from paceline.trace.report import RunReport, WorkerReport
 from tests.support.added_device import ADDED
 from tests.support.live import DEADLINE_S, mark, run_program, start_program
@@ -75,6 +77,97 @@ def have(monkeypatch: pytest.MonkeyPatch) -> Have:
 
 def names(assigned: devices.Assigned) -> list[str]:
     return [device.name for device in assigned.devices]
+
+
+# -- which devices servers get --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wanted", "of_workers", "expected"),
+    [
+        ("cpu", "cpu", []),
+        ("cuda", "cuda,cpu", ["cuda:0"]),  # the user may want to share one
+        ("cuda:1", "cuda", ["cuda:1"]),
+        ("xpu", "cuda", ["xpu:0"]),
+        ("auto", "cpu", ["cuda:0", "cuda:1"]),
+        ("auto", "cuda", ["cuda:1"]),
+        ("auto", "cuda:0,cuda:1", []),
+    ],
+)
+def test_servers_get_the_named_device_or_those_without_a_worker(
+    have: Have, wanted: str, of_workers: str, expected: list[str]
+) -> None:
+    have("cuda", "cuda", "xpu")
+    workers = assign_devices(of_workers, None, usual=2).devices
+    found = devices_of_servers(wanted, workers)
+    assert [device.name for device in found] == expected
+    assert all(device.own_index == 0 and device.environment for device in found)  # it sees no other one
+
+
+def test_without_an_accelerator_auto_is_the_cpu(have: Have) -> None:
+    have()
+    assert devices_of_servers("auto") == ()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ("cuda:2", f"server_device contains 'cuda:2', but {HERE}; use cuda:0 to cuda:1."),
+        (
+            "cudda",
+            f"server_device contains 'cudda', but {HERE}; name one of these (did you mean 'cuda'?), or import",
+        ),
+        (
+            "cuda,cpu",
+            "server_device is 'cuda,cpu', expected 'auto' alone, or one device such as 'cuda:1' or 'cpu'.",
+        ),
+        ("GPU 1", "server_device contains 'GPU 1', expected 'auto' alone, or one device such as"),
+    ],
+)
+def test_a_device_of_servers_that_does_not_exist_is_refused(have: Have, wanted: str, message: str) -> None:
+    have("cuda", "cuda")
+    with pytest.raises(ConfigurationError, match=f"^{re.escape(message)}"):
+        devices_of_servers(wanted)
+
+
+def test_a_run_whose_servers_have_no_such_device_is_refused_before_anything_starts(
+    have: Have, tmp_path: Path
+) -> None:
+    have()
+    with pytest.raises(
+        ConfigurationError, match=r"^server_device contains 'cuda', but on this machine, torch"
+    ):
+        paceline.launch(print, workers=1, server_device="cuda", run_dir=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+MATRIX = Parameter(("weight",), (4, 4), "float32")
+BOTH = ModelSpec(
+    Layout.of([MATRIX]),
+    OptimizerSpec("Muon", ({},), (0,), whole=True),
+    (),
+    (OptimizerSpec("AdamW", ({},), ()),),
+)
+
+
+def test_a_run_says_where_the_steps_are_made_and_when_the_option_has_no_effect() -> None:
+    device = Device(kind="cuda", model="NVIDIA H100")
+    on_cpu = make_job(workers=2, dry_run=True)
+    on_cuda = make_job(workers=2, server_device="cuda", dry_run=True)
+    on_cuda = structs.replace(on_cuda, server_devices=(device,))
+    unused = make_job(workers=2, server_device="auto", dry_run=True)
+    plain = structs.replace(BOTH, optimizer=BOTH.further[0], further=())
+    assert server_device_line(on_cpu, BOTH) == server_device_line(on_cuda, None) == ""
+    assert server_device_line(on_cuda, BOTH) == "the servers make the steps of Muon on cuda:0 (NVIDIA H100)"
+    assert server_device_line(on_cuda, plain) == (
+        "--server-device cuda has no effect, because AdamW needs no whole tensors: the servers make its steps on the "
+        "CPU."
+    )
+    assert server_device_line(unused, BOTH) == (
+        "--server-device auto has found no accelerator without a worker, so the steps of Muon are made on the CPU."
+    )
+    assert server_device_line(unused, plain) == ""
+    assert describe(on_cuda)["servers"].endswith(", with steps of whole tensors on cuda:0 (NVIDIA H100)")
 
 
 # -- which device a worker gets -------------------------------------------------------------------------------

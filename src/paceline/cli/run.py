@@ -115,13 +115,14 @@ def run(
         from ..run.job import describe
         from ..run.job_options import make_job
         from ..run.resuming import require_same_source
-        from ..start.processes.devices import assign_devices, shared
+        from ..start.processes.devices import assign_devices, shared, with_server_devices
 
         module = str(script) if as_module else ""
         script = find_script(script, as_module=as_module)
         masked = not settings["torchrun_env"]
         assigned = assign_devices(devices, workers, usual=2, imports=settings["imports"], masked=masked)
         job = make_job(workers=assigned.workers, devices=assigned.devices, dry_run=True, **settings)
+        job = with_server_devices(job)
         if job.resumed is not None and not settings["accept_changes"]:
             source = script.read_text(errors="replace")
             note = require_same_source(f"the script {script}", source, Path(job.run_dir), "--accept-changes")
@@ -353,6 +354,7 @@ def serve(
         from ..look.show_process import open_outlets
         from ..run.job_options import make_job
         from ..run.resuming import earlier_run, require_trust
+        from ..start.processes.devices import with_server_devices
 
         sys.path.insert(0, os.getcwd())  # --import may name modules in this directory
         least, most = worker_range(workers)
@@ -375,7 +377,9 @@ def serve(
             if not settings["trust"]:
                 require_trust(earlier, Path(job.run_dir), {"the secret in": str(file)})
             token = read_secret(file)  # the machines that had joined the run know it
-        job = structs.replace(job, version=VERSION, token=token or new_secret(), secure=True)
+        job = with_server_devices(
+            structs.replace(job, version=VERSION, token=token or new_secret(), secure=True)
+        )
         outlets = open_outlets(settings["dashboard"], settings["tensorboard"], settings["metrics_port"])
     from ..start.local import HostMachine, ProcessPlacement
     from ..start.processes.program import importing
@@ -701,6 +705,10 @@ def scheduled_join(scheduler: str) -> Callable[..., None]:
             from ..start.schedulers import ENVIRONMENTS, join_job
 
             place = ENVIRONMENTS[scheduler](os.environ)
+            if (
+                settings["server_device"] == "auto"
+            ):  # accelerators of this machine may be those of other processes
+                settings["server_device"] = "cpu"
             module = str(script) if as_module else ""
             path = find_script(script, as_module=as_module)
             sys.path.insert(0, os.getcwd())  # --import may name modules in this directory

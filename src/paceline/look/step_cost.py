@@ -29,6 +29,9 @@ FEW, FACTORS = range(1, 9), (2, 3, 4, 6, 8)
 """Numbers of servers for which a step is predicted, and by how many times the number is multiplied."""
 
 
+ACCELERATOR = " An accelerator on the servers' machine can make the steps, too (--server-device)."
+
+
 class StepCost(msgspec.Struct, frozen=True, kw_only=True):
     """What a step of all optimizers costs the servers of a run.
 
@@ -42,6 +45,7 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
         largest: the tensor that takes most of the time of a step, and is at one server whatever their number; "" if
             optimizers need no whole tensors.
         largest_s: the time of its update, in seconds.
+        on_host: True if an accelerator could make steps that are made on the CPU.
     """
 
     optimizers: list[str]
@@ -52,6 +56,7 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
     here_s: dict[int, float]
     largest: str = ""
     largest_s: float = 0.0
+    on_host: bool = False
 
     @classmethod
     def of(
@@ -64,6 +69,7 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
         block: int,
         servers: int,
         cores_of: Callable[[int], float] | None,
+        on_host: bool = True,
     ) -> StepCost | None:
         """Return what steps cost; None while a server has not reported its steps.
 
@@ -76,6 +82,7 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
             servers: number of servers.
             cores_of: returns how many cores each of a number of servers has on this machine; None if the servers may
                 be on several machines.
+            on_host: False if steps of whole tensors are made on a device.
         """
         if len(reports) < servers:
             return None
@@ -122,6 +129,7 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
             here_s=here_s,
             largest=largest,
             largest_s=whole_s.get(largest, 0.0),
+            on_host=on_host and bool(whole_s),
         )
 
     @property
@@ -143,7 +151,11 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
         return f"{who} {self.words}, which is {percent(self.share)} of the time. {self.remedy()}"
 
     def remedy(self) -> str:
-        """Return what would make a step faster, as a sentence."""
+        """Return what would make a step faster, in sentences."""
+        return f"{self._more_servers()}{ACCELERATOR * self.on_host}"
+
+    def _more_servers(self) -> str:
+        """Return whether more servers would make a step faster, as a sentence."""
         if (count := self._enough(self.here_s)) is not None:
             return f"With --servers {count}, a step would take about {length(self.here_s[count])}."
         if (count := self._enough(self.predicted_s)) is not None:

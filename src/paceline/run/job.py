@@ -77,6 +77,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
             "by-parameter" for slices that contain about the same number of whole parameters.
         overlap: "shards" if each shard answers pulls independently, or "off" if no worker pulls until all workers
             have pushed to all shards.
+        server_device: the device on which servers make the steps of optimizers that need whole tensors, as the user
+            names it. Each machine looks for it.
         sync: the sync model, or one model per shard, and any planned changes, in the notation of the command line.
         imports: modules that every process imports, because they define sync models or conditions that the run
             uses or may change to.
@@ -115,6 +117,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         wire: the format in which float32 gradients and weights travel between processes.
         optimizers: the places from which processes may take the classes of optimizers that are not torch's.
         devices: the device of each worker that the launcher starts; () if none is assigned.
+        server_devices: the devices among which the servers that the launcher starts are divided; () for the CPU.
         resumed: the checkpoint with which the run begins; None if it begins anew.
         lineage: the identity of the run and of those that have resumed it in its directory, which its checkpoints
             carry. See `paceline.checkpoints.manifest`.
@@ -129,6 +132,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     shards: int
     slicing: Literal["auto", "even", "by-parameter"]
     overlap: Literal["shards", "off"]
+    server_device: str
     sync: str
     imports: tuple[str, ...]
     transport: str
@@ -160,6 +164,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     joint_batch: bool = False
     optimizers: OptimizerSources = OptimizerSources()
     devices: tuple[Device, ...] = ()
+    server_devices: tuple[Device, ...] = ()
     resumed: ResumedFrom | None = None
     lineage: str = ""
     origin: str = ""
@@ -353,8 +358,8 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
         incarnation: how often the index of the worker has been used before.
         machine: index of the machine on which the process runs; 0 for the one with the coordinator.
         address: address at which a server is reached, if its connections come through a listener; else "".
-        device: the device of the worker; None if none is assigned, so that it uses the CPU.
-        imports: modules that only the workers of this machine import, because they add kinds of devices to torch.
+        device: the device of the worker or server; None if none is assigned, so that it uses the CPU.
+        imports: modules that only processes of this machine import, because they add kinds of devices to torch.
     """
 
     job: Job
@@ -441,7 +446,12 @@ def describe(job: Job) -> dict[str, str]:
         "workers": f"{job.least} to {job.workers}" if job.least < job.workers else str(job.workers),
         **({"devices": devices} if job.devices_setting else {}),
         "servers": str(job.servers)
-        + (f", {job.remote_servers} of them on other machines" if job.remote_servers else ""),
+        + (f", {job.remote_servers} of them on other machines" if job.remote_servers else "")
+        + (
+            f", with steps of whole tensors on {', '.join(map(_with_memory, job.server_devices))}"
+            if job.server_devices
+            else ""
+        ),
         "shards": f"{job.shards}, with the parameters sliced {_SLICING_TEXTS[job.slicing]}",
         "overlap": _OVERLAP_TEXTS[job.overlap],
         "transport": job.carrier.words,

@@ -94,6 +94,7 @@ from ..wire.ring import Ring
 from ..wire.stream import Stream
 from ..wire.transports import connect
 from .checkpointing import ShardCopies
+from .compute_devices import CPU
 from .footprint import available_bytes, served_shortage, vectors_of
 from .hub import Caller, Hub, Timers
 from .job import Assignment
@@ -149,6 +150,7 @@ class ServerHost(Host):
     def __init__(self, place: Assignment, listener: ConnectionSource, coordinator: Stream[Message]) -> None:
         self._job = place.job
         self._machine = place.machine or msgspec.UNSET
+        self._device = CPU.own_name if place.device is None else place.device.own_name
         self._coordinator = ServerCaller.coordinator(coordinator)
         self._workers: dict[int, ServerCaller] = {}  # connected workers
         self._carried: dict[int, Traffic] = {}  # worker -> traffic of its last connection that has ended
@@ -394,7 +396,7 @@ class ServerHost(Host):
                     self._require_room(model, shards, len(message.workers))
                     master = self._attach_master(model.layout)
                     self._memory = ServerMemory(
-                        model, shards, self._job.servers, master, self._keep, self._job.wire
+                        model, shards, self._job.servers, master, self._keep, self._job.wire, self._device
                     )
                     self.stores = self._memory.stores
                 else:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import NamedTuple
 
 import safetensors.torch
+import torch
 
 from ..checkpoints.reading import Checkpoint
 from ..core.layout import (
@@ -81,6 +82,7 @@ class ServerMemory:
         master: the shared memory that contains the weights; None to keep them in the server's own memory.
         before_update: function that is called with the index of a shard before the shard's weights change.
         wire: the format in which gradients and weights travel.
+        device: the device on which optimizers that need whole tensors make their steps, in torch's notation.
 
     Attributes:
         stores: shard -> the store of this shard, for shards whose initial weights have arrived.
@@ -97,6 +99,7 @@ class ServerMemory:
         master: Region | None,
         before_update: Callable[[int], None],
         wire: WireFormat = WireFormat(),
+        device: str = "cpu",
     ) -> None:
         self.stores: dict[int, Store] = {}
         self.weights: dict[int, dict[str, memoryview]] = {}
@@ -104,6 +107,7 @@ class ServerMemory:
         self._servers = servers
         self._before_update = before_update
         self._wire = wire
+        self._device = torch.device(device)
         # shard -> by codec, its weights, and those of its vectors that have not changed since they were encoded
         self._encoded: dict[int, dict[str, tuple[Sender, set[str]]]] = {}
         self._bases: dict[int, BaseSender] = {}  # shard -> the common base of its weights, if there is one
@@ -266,7 +270,8 @@ class ServerMemory:
         model, slices, *_ = self._next or self._plan
         bounds, before = slices[index], self.stores.get(index)
         weights = self._place_weights(index, payload)
-        store = Store(bounds, weights, model.optimizers_over_layout, lambda: self._change(index))
+        optimizers = model.optimizers_over_layout
+        store = Store(bounds, weights, optimizers, lambda: self._change(index), self._device)
         state = self._states.pop(index, {})
         if before is None:
             store.load_optimizer_state(state)

@@ -127,6 +127,20 @@ class Settings(TypedDict, total=False):
             check=one_of(OVERLAPS),
         ),
     ]
+    server_device: Annotated[
+        str,
+        Setting(
+            default="cpu",
+            doc="the device on which servers make the steps of optimizers that need whole tensors, such as Muon: "
+            '"cpu", a device such as "cuda" or "cuda:1", or "auto" for an accelerator of the machine that no worker of '
+            "the run uses, if there is one. The steps of other optimizers are made on the CPU.",
+            help="Device on which the servers make the steps of optimizers that need whole tensors, such as Muon: cpu, "
+            "a device such as cuda or cuda:1, or auto for an accelerator of the machine that no worker of the run "
+            "uses, if there is one. The steps of other optimizers are made on the CPU.",
+            metavar="<cpu|auto|DEVICE>",
+            check=lambda name, value: str(value),
+        ),
+    ]
     split: Annotated[
         str,
         Setting(

@@ -17,7 +17,8 @@ segment run as a whole, and splits a segment run when a push has gradients for o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple, Protocol
@@ -25,14 +26,17 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ..core.layout import HyperParameters, OptimizerSpec, ShardSlice, aligned, dtype_of, item_bytes
-from ..errors import UserCodeError, first_line
+from ..errors import ConfigurationError, UserCodeError, first_line
 from ..sync.plugins import user_traceback
 from ..sync.translation import FAMILIES, WHOLE, Family, Fraction
-from .optimizers import OF_TORCH, entry_of, make_optimizer, segments_of_state, take_step, tensors_of
+from .device_queue import SliceOnDevice
+from .optimizers import NUMBER, OF_TORCH, entry_of, make_optimizer, segments_of_state, take_step, tensors_of
 from .vectors import Vectors, segment_views
 
 Kernel = Callable[..., object]
 """Function of (weights, gradient, *state) that updates a chunk of the weights and of the state in place."""
+
+HOST = torch.device("cpu")
 
 CHUNK_BYTES = 512 * 1024
 """Size of the chunks that an update processes one after the other: small enough for the CPU cache."""
@@ -72,6 +76,9 @@ class SliceOptimizer(Protocol):
     def groups(self) -> tuple[HyperParameters, ...]:
         """Return the hyper-parameters of each group as the last step has set them."""
 
+    def weights_changed(self) -> None:
+        """Note that something other than a step has changed the weights."""
+
     def counters(self) -> tuple[HyperParameters, ...]:
         """Return what the optimizer itself has changed in each group. A class of torch changes nothing there."""
 
@@ -83,11 +90,20 @@ class SliceOptimizer(Protocol):
         """
 
 
-def optimizer_of_slice(spec: OptimizerSpec, bounds: ShardSlice, weights: Vectors) -> SliceOptimizer:
-    """Return the optimizer for a slice. The optimizer updates `weights` in place."""
+def optimizer_of_slice(
+    spec: OptimizerSpec, bounds: ShardSlice, weights: Vectors, device: torch.device = HOST
+) -> SliceOptimizer:
+    """Return the optimizer for a slice. The optimizer updates `weights` in place.
+
+    Args:
+        spec: the description of the optimizer.
+        bounds: the slice.
+        weights: the weights, in the memory of the host.
+        device: the device on which an optimizer that needs whole tensors makes its steps. Others make them on the host.
+    """
     if spec.name in FUSED and set(map(dtype_of, weights)) <= {"float32", "float64"}:
         return FusedOptimizer(spec, bounds, weights)
-    return TorchOptimizer(spec, bounds, weights)
+    return TorchOptimizer(spec, bounds, weights, device if spec.whole else HOST)
 
 
 # -- fused --------------------------------------------------------------------------------------------------
@@ -351,6 +367,9 @@ class FusedOptimizer:
     def groups(self) -> tuple[HyperParameters, ...]:
         return self._groups
 
+    def weights_changed(self) -> None:
+        pass
+
     def counters(self) -> tuple[HyperParameters, ...]:
         return tuple({} for _ in self._groups)  # steps are counted in the state
 
@@ -438,12 +457,23 @@ class FusedOptimizer:
 
 
 class TorchOptimizer:
-    """A torch optimizer with one tensor per segment. See the module docstring."""
+    """A torch optimizer with one tensor per segment. See the module docstring.
 
-    def __init__(self, spec: OptimizerSpec, bounds: ShardSlice, weights: Vectors) -> None:
+    If it makes its steps on a device, its parameters and its state are there. What it returns is on the host.
+
+    Raises:
+        ConfigurationError: the device cannot hold them.
+    """
+
+    def __init__(
+        self, spec: OptimizerSpec, bounds: ShardSlice, weights: Vectors, device: torch.device = HOST
+    ) -> None:
         self._bounds = bounds
-        self._parameters = self._shaped(weights)
         self._mean = {dtype: torch.zeros_like(vector) for dtype, vector in weights.items()}
+        self._device = device
+        with self._fitting(spec.name):
+            self._on_device = None if device == HOST else SliceOnDevice(weights, self._mean, device)
+        self._parameters = self._shaped(weights if self._on_device is None else self._on_device.weights)
         self._groups = spec.groups  # current hyper-parameters of the optimizer
         self._name, self._foreign = spec.name, spec.name not in OF_TORCH
         self._fractions = FractionalSteps(FAMILIES.get(spec.name, Family()))
@@ -477,21 +507,45 @@ class TorchOptimizer:
                 torch.mul(gradients[0][dtype], scales[0], out=total)
                 for other, scale in zip(gradients[1:], scales[1:], strict=True):
                     total.add_(other[dtype], alpha=scale)
+        if self._on_device is not None:
+            gradient = self._on_device.bring(gradient)
         parts = self._shaped(gradient)
         for parameter, part, segment in zip(self._parameters, parts, self._bounds.segments, strict=True):
             parameter.grad = part if present[segment.parameter] else None
         try:
-            if fraction.whole:
-                take_step(self._optimizer)
-            else:
-                self._fractions.take(self._optimizer, fraction, partial(take_step, self._optimizer))
+            with self._fitting(self._name):
+                if fraction.whole:
+                    take_step(self._optimizer)
+                else:
+                    self._fractions.take(self._optimizer, fraction, partial(take_step, self._optimizer))
         except Exception as error:
-            if not self._foreign:
+            if not self._foreign or isinstance(error, ConfigurationError):
                 raise
             raise UserCodeError(
                 f"the optimizer {self._name} raised {first_line(error)} in a step on a server",
                 user_traceback(error),
             ) from None
+        if self._on_device is not None:
+            self._on_device.publish()
+
+    def weights_changed(self) -> None:
+        if self._on_device is not None:
+            self._on_device.bring_weights()
+
+    @contextmanager
+    def _fitting(self, name: str) -> Iterator[None]:
+        """Say what to do if the memory of the device is too small.
+
+        Raises:
+            ConfigurationError: it is.
+        """
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise ConfigurationError(
+                f"server_device is '{self._device}', whose memory is too small for the weights and the state of {name} "
+                f"({first_line(error)}); use more servers on other devices, or server_device 'cpu'."
+            ) from error
 
     def _shaped(self, vectors: Vectors) -> list[torch.Tensor]:
         """Return the part of some vectors for each segment, with the shape of the parameter if it is whole."""
@@ -500,14 +554,17 @@ class TorchOptimizer:
 
     def state(self) -> Vectors:
         return {
-            f"{position}/{name}": value
+            f"{position}/{name}": value.cpu()
             for position, parameter in enumerate(self._parameters)
             for name, value in tensors_of(self._optimizer.state.get(parameter, {})).items()
         }
 
     def load_state(self, state: Vectors) -> None:
         for name, (position, key) in segments_of_state(self._bounds, state, scalars=self._foreign).items():
-            self._optimizer.state[self._parameters[position]].update(entry_of(key, state[name].clone()))
+            # As in torch's own `load_state_dict`, numbers of steps stay on the host.
+            on_host = key == "step" or key.startswith(NUMBER)
+            value = state[name].to(HOST if on_host else self._device, copy=True)
+            self._optimizer.state[self._parameters[position]].update(entry_of(key, value))
 
     def groups(self) -> tuple[HyperParameters, ...]:
         return self._groups

@@ -32,7 +32,7 @@ from ..errors import ConfigurationError
 from ..files import Unfinished
 from ..sync.translation import WHOLE, Standing, translate
 from .optimizers import segments_of_state
-from .slice_optimizers import SliceOptimizer, optimizer_of_slice
+from .slice_optimizers import HOST, SliceOptimizer, optimizer_of_slice
 from .vectors import (
     Vectors,
     checksum,
@@ -77,6 +77,7 @@ class Store:
         optimizers: a description of the optimizer of each parameter set. In each of them, `group_of` lists all
             parameters of the layout.
         before_update: function to call before each change to the weights.
+        device: the device on which optimizers that need whole tensors make their steps.
     """
 
     def __init__(
@@ -85,13 +86,14 @@ class Store:
         weights: Vectors,
         optimizers: Sequence[OptimizerSpec],
         before_update: Callable[[], None] = lambda: None,
+        device: torch.device = HOST,
     ) -> None:
         self.bounds = bounds
         self.weights = weights
         self._before_update = before_update
         self._pushes: dict[Key, Push] = {}  # pushes that have been neither applied nor discarded
         self._edited: dict[int, int] = {}  # parameter -> highest number of the edits that have set it
-        self._sets = _sets_of(bounds, weights, optimizers)
+        self._sets = _sets_of(bounds, weights, optimizers, device)
 
     def take_over(self, before: Store, state: Vectors, parameters: int) -> None:
         """Continue for a store with fewer parameters, whose segments and parameters precede those of this store.
@@ -174,6 +176,8 @@ class Store:
             if push.present[parameter] and self._edited.get(parameter, 0) <= number:
                 weights.copy_(values)
                 self._edited[parameter] = number
+        for part in self._sets:
+            part.optimizer.weights_changed()
 
     def discard(self, worker: int, iteration: int) -> None:
         """Discard a push if it is stored."""
@@ -260,12 +264,14 @@ class _Set(NamedTuple):
         return {f"{self.positions[int(position)]}/{key}": value for position, _, key, value in places}
 
 
-def _sets_of(bounds: ShardSlice, weights: Vectors, optimizers: Sequence[OptimizerSpec]) -> list[_Set]:
+def _sets_of(
+    bounds: ShardSlice, weights: Vectors, optimizers: Sequence[OptimizerSpec], device: torch.device
+) -> list[_Set]:
     sets = []
     for set_index, optimizer in enumerate(optimizers):
         part = bounds.of_set(set_index)
         positions = tuple(i for i, segment in enumerate(bounds.segments) if segment.dtype in part.bounds)
-        sliced = optimizer_of_slice(optimizer, part, of_set(weights, set_index))
+        sliced = optimizer_of_slice(optimizer, part, of_set(weights, set_index), device)
         sets.append(_Set(optimizer, sliced, positions))
     return sets
 

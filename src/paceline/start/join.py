@@ -20,6 +20,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -70,6 +71,7 @@ from ..wire.secure import Contexts, contexts
 from ..wire.stream import Stream, no_payload
 from ..wire.transports import TCP, is_local, seen_from
 from .local import FIRST_PAUSE_S, MOST_REJOINS, HostMachine, LocalEngine, Process, Rejoins
+from .processes.devices import devices_of_servers
 from .processes.interruption import Interruption
 from .processes.orders import payload_of_server
 from .processes.program import EXIT_PEER_LOST
@@ -191,7 +193,10 @@ def join(
                 job = decode_job(admitted.job, admitted.now_ticks)
                 if checkpoint is not None:
                     job = structs.replace(job, resumed=ResumedFrom(str(checkpoint)))
-                job = claim_run_dir(structs.replace(job, run_dir=folder))
+                found: tuple[Device, ...] = ()
+                if servers is not None:
+                    found = devices_of_servers(job.server_device, devices, [*job.imports, *imports])
+                job = claim_run_dir(structs.replace(job, run_dir=folder, server_devices=found))
                 folder, first = job.run_dir, False
                 listener = None
                 if sock is not None:
@@ -516,8 +521,8 @@ class Agent:
 
     def start_servers(self, servers: Iterable[int], payload: bytes) -> None:
         """Start servers, to which the objects in `payload` are sent. `carry_out` monitors them."""
-        for server in servers:
-            self._engine.start("server", server, HostMachine(), payload)
+        for server, device in zip(servers, cycle(self._job.server_devices or [None]), strict=False):
+            self._engine.start("server", server, HostMachine(), payload, device=device)
 
     def carry_out(
         self,

@@ -33,7 +33,7 @@ from ..wire.secure import new_secret, take_secret
 from ..wire.transports import TRANSPORTS
 from .display import announce_run
 from .local import ProcessPlacement
-from .processes.devices import assign_devices, shared
+from .processes.devices import assign_devices, shared, with_server_devices
 from .processes.spawn import Starter
 from .ray import import_ray, start_on_ray
 from .results import RunResult
@@ -109,6 +109,8 @@ def launch(
     source = _source_of(function)
     asked = Asked(workers, devices, placement, resources, snapshot_every_s, show_all, settings, source)
     job = make_job(**{**settings, **chosen.options(asked)}, dry_run=True)
+    if engine == "local":  # else, the machine that serves the run looks for the device
+        job = with_server_devices(job)
     job = structs.replace(job, optimizers=loaded_optimizers(settings.get("imports", ())))
     if job.resumed is not None and not settings.get("accept_changes"):
         name = "the training function"

@@ -313,7 +313,7 @@ class LocalEngine:
             machine=self._machine,
             address="" if receiver is None else f"{self._listens_at}/{index}",
             device=device,
-            imports=self._imports if role == "worker" else (),
+            imports=self._imports if role == "worker" or device is not None else (),
         )
         name = f"{role} {index}"
         log = Path(self._job.run_dir, f"{role}-{index}.log")

@@ -32,11 +32,13 @@ from .. import VERSION
 from ..core.data_ledger import DataLedger
 from ..core.guard import GoodWeights, guard_mode
 from ..core.job_cut import JobCut
+from ..core.layout import ModelSpec
 from ..core.metrics import MetricHistory
 from ..errors import ConfigurationError, PacelineError
 from ..files import Unfinished, write_json
 from ..look.causes import evidence_of, sentences_of
 from ..look.step_cost import StepCost
+from ..run.compute_devices import CPU
 from ..run.coordinator import CoordinatorHost, Departed, StateReport
 from ..run.job import CHECKPOINTS, Job
 from ..run.readers import Reader
@@ -383,7 +385,24 @@ def step_cost_of(job: Job, report: StateReport) -> StepCost | None:
         block=job.wire.block,
         servers=job.servers,
         cores_of=None if job.joined else cores_of,
+        on_host=not job.server_devices,
     )
+
+
+def server_device_line(job: Job, model: ModelSpec | None) -> str:
+    """Return where the servers of this machine make the steps of optimizers; "" if nothing is unusual."""
+    if job.server_device == CPU.kind or model is None:
+        return ""
+    option = f"--server-device {job.server_device}"
+    if names := " and ".join(each.name for each in model.optimizers if each.whole):
+        if job.server_devices:
+            found = " and ".join(device.label for device in job.server_devices)
+            return f"the servers make the steps of {names} on {found}"
+        return f"{option} has found no accelerator without a worker, so the steps of {names} are made on the CPU."
+    if not job.server_devices:
+        return ""
+    names = " and ".join(each.name for each in model.optimizers)
+    return f"{option} has no effect, because {names} needs no whole tensors: the servers make its steps on the CPU."
 
 
 def usable_cores() -> int:
@@ -528,7 +547,7 @@ def _settings(job: Job) -> list[ReportedSetting]:
 
 log = logging.getLogger("paceline.run")
 
-QUIET = ("--devices", "--transport")
+QUIET = ("--devices", "--server-device", "--transport")
 """Options whose usual values depend on the machine, so that a change is not worth a word."""
 
 

@@ -18,6 +18,7 @@ import secrets
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,7 @@ from ..words import counted
 from .beside import Rehearsals, digesting, showing
 from .display import ProgressDisplay
 from .local import LocalEngine, ProcessPlacement
+from .processes.devices import with_server_devices
 from .processes.interruption import Interrupted, Interruption
 from .processes.orders import payload_of_server
 from .processes.program import Companion
@@ -63,6 +65,7 @@ from .results import (
     make_room,
     samples_line,
     save_weights,
+    server_device_line,
     step_cost_of,
     summarize,
     write_report,
@@ -141,6 +144,7 @@ def start(
         placement = ProcessPlacement.on_loopback(job)
     else:
         placement.require_for(job)
+    job = with_server_devices(job)
     server_payload = server_payload_of(job, path)
     restarts = RestartPolicy()
     announced = False  # True once `listening` was called. The address stays the same
@@ -382,9 +386,10 @@ class LiveRun:
         with self._progress:
             try:
                 try:
+                    of_servers = cycle(self._job.server_devices or [None])
                     for index, machine in enumerate(self._placement.servers):
                         coordinator.call(coordinator.watch.expect, "server", index)
-                        engine.start("server", index, machine, server_payload)
+                        engine.start("server", index, machine, server_payload, device=next(of_servers))
                     devices = self._job.devices or (None,) * len(self._placement.workers)
                     for index, machine in enumerate(self._placement.workers):
                         coordinator.call(coordinator.watch.expect, "worker", index)
@@ -519,7 +524,7 @@ class LiveRun:
         for key, words in self._news():
             if words and key not in self._told:
                 self._told.add(key)
-                self._say(words, style="" if key in ("samples", "codecs", "steps") else "yellow")
+                self._say(words, style="" if key in ("samples", "codecs", "device", "steps") else "yellow")
 
     def _news(self) -> Iterator[tuple[object, str]]:
         """Yield (key, words) of what the user is told of a run in progress. Nothing with the same key is told again."""
@@ -530,6 +535,7 @@ class LiveRun:
                 vectors = {vector for bounds, _ in report.shards for vector in bounds.bounds}
                 yield "codecs", f"on their way: {self._job.codecs(vectors)}"
             yield "wire", self._job.wire_in_vain
+            yield "device", server_device_line(self._job, report.model)
             if "steps" not in self._told and report.steps is not self._timed:
                 self._timed = report.steps
                 cost = step_cost_of(self._job, report)

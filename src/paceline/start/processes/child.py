@@ -23,7 +23,7 @@ import cloudpickle
 import torch
 
 from ...errors import PacelineError, PeerLostError, ProtocolError, TakenOutError, first_line
-from ...run.compute_devices import Device
+from ...run.job import Assignment
 from ...run.server import ServerHost
 from ...run.worker import WorkerSession
 from ...shard.foreign import use_sources
@@ -65,7 +65,7 @@ def main(order: ProcessOrder, descriptors: Descriptors) -> int:
         sys.path[:] = cloudpickle.load(objects)
         local_conditions.update(cloudpickle.load(objects))
         objects.close()
-        load_models(job.sync, job.imports)
+        use_device(assignment)
         passed = None if descriptors.passed is None else socket.socket(fileno=descriptors.passed)
         try:
             server = ServerHost.connect(assignment, passed)
@@ -75,8 +75,6 @@ def main(order: ProcessOrder, descriptors: Descriptors) -> int:
         return 0
     interrupts = Interrupts()
     os.environ.update(job.torchrun_environment(assignment.index))
-    if assignment.device is not None:  # a driver reads these variables when it is initialized
-        os.environ.update(assignment.device.environment)
     kind, *arguments = order.arguments
     if kind == "function":
         sys.path[:] = cloudpickle.load(objects)
@@ -84,9 +82,7 @@ def main(order: ProcessOrder, descriptors: Descriptors) -> int:
         objects.close()
         # `python script.py` adds the directory of the script, `python -m module` the current directory.
         sys.path.insert(0, os.getcwd() if kind == "module" else str(Path(arguments[0]).resolve().parent))
-    load_models(job.sync, [*job.imports, *assignment.imports])
-    if assignment.device is not None:
-        _make_current(assignment.device)
+    use_device(assignment)
     try:
         session = WorkerSession.connect(assignment)
     except (PeerLostError, ProtocolError) as error:
@@ -150,8 +146,17 @@ class Interrupts:
         return self._iteration is not None and session.core.iteration <= self._iteration + 1
 
 
-def _make_current(device: Device) -> None:
-    """Make a device torch's current one, unless it already is, or torch has chosen another kind of accelerator."""
+def use_device(assignment: Assignment) -> None:
+    """Hide other accelerators, import the modules of the run, and make the assigned device torch's current one.
+
+    It already is the current one if the others are hidden. It is not if torch has chosen another kind of accelerator.
+    """
+    job, device = assignment.job, assignment.device
+    if device is not None:  # a driver reads these variables when it is initialized
+        os.environ.update(device.environment)
+    load_models(job.sync, [*job.imports, *assignment.imports])
+    if device is None:
+        return
     chosen = torch.accelerator.current_accelerator()
     if device.own_index and chosen is not None and chosen.type == device.kind:
         torch.accelerator.set_device_index(device.own_index)

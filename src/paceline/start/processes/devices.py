@@ -25,6 +25,7 @@ from msgspec import structs
 
 from ...errors import ConfigurationError
 from ...run.compute_devices import CPU, Device
+from ...run.job import Job
 from ...sync.plugins import load_models
 from .program import Companion
 
@@ -36,6 +37,11 @@ DRIVERS = {"cuda": "libcuda.so.1", "rocm": "/dev/kfd", "xpu": "/dev/dri"}
 
 AUTO = "auto"
 BACKENDS = "torch.backends"  # group of entry points that torch loads by itself
+SHAPES = {
+    "devices": "a list of devices such as 'cuda:0,cuda:1,cpu'",
+    "server_device": "one device such as 'cuda:1' or 'cpu'",
+}
+"""Name of a setting -> what users may write besides "auto"."""
 ENTRY = re.compile(r"([a-z][a-z0-9_]*)(?::([0-9]{1,4}))?")
 
 
@@ -106,7 +112,7 @@ def assign_devices(
     Raises:
         ConfigurationError: the devices cannot be used, or do not fit the number of workers.
     """
-    entries = _entries(wanted)
+    entries = _entries("devices", wanted)
     some = type(workers) is int and workers > 0  # whoever makes the job refuses other numbers
     if entries is None:
         found = _chosen_devices(imports) if workers is None or some else []
@@ -122,8 +128,49 @@ def assign_devices(
                 f"workers is {workers}, but devices names {len(entries)}, and there is one worker for each of them; "
                 "omit workers, or name as many devices."
             )
-        devices = _named(entries, imports)
+        devices = _named("devices", entries, imports)
     return Assigned(len(devices), tuple(alone(devices) if masked else devices))
+
+
+def devices_of_servers(
+    wanted: str, workers: Sequence[Device] = (), imports: Sequence[str] = ()
+) -> tuple[Device, ...]:
+    """Return the devices among which the servers of this machine are divided; () if all of them use the CPU.
+
+    Args:
+        wanted: the device that the user wants: "cpu", "auto", or the name of one. "auto" stands for the accelerators of
+            the kind that torch chooses, without those of workers.
+        workers: the devices of the workers of this machine.
+        imports: modules that add kinds of devices to torch, among others.
+
+    Raises:
+        ConfigurationError: there is no such device.
+    """
+    if wanted == CPU.kind:
+        return ()
+    entries = _entries("server_device", wanted)
+    if entries is None:
+        used = {device.name for device in workers}
+        found = [device for device in _chosen_devices(imports) if device.name not in used]
+    elif len(entries) == 1:
+        found = _named("server_device", entries, imports)
+    else:
+        raise ConfigurationError(
+            f"server_device is {wanted!r}, expected 'auto' alone, or {SHAPES['server_device']}."
+        )
+    return tuple(alone(found)) if found else ()
+
+
+def with_server_devices(job: Job) -> Job:
+    """Return the configuration of a run with the devices of the servers that the launcher starts.
+
+    Raises:
+        ConfigurationError: there is no such device.
+    """
+    if job.server_devices:
+        return job
+    found = devices_of_servers(job.server_device, job.devices, job.imports)
+    return structs.replace(job, server_devices=found)
 
 
 def device_of_process(place: int, imports: Sequence[str] = ()) -> Device | None:
@@ -163,8 +210,13 @@ def shared(devices: Sequence[Device]) -> str:
     )
 
 
-def _entries(wanted: object) -> list[tuple[str, int]] | None:
-    """Return the kind and the index of each device that the user wants; None for all accelerators."""
+def _entries(name: str, wanted: object) -> list[tuple[str, int]] | None:
+    """Return the kind and the index of each device that the user wants; None for all accelerators.
+
+    Args:
+        name: name of the setting.
+        wanted: its value.
+    """
     if wanted is None:
         return None
     each = wanted if isinstance(wanted, Iterable) and not isinstance(wanted, str) else str(wanted).split(",")
@@ -175,15 +227,13 @@ def _entries(wanted: object) -> list[tuple[str, int]] | None:
     for word in words:
         read = ENTRY.fullmatch(word)
         if read is None or word == AUTO or (read[1] == CPU.kind and read[2]):
-            raise ConfigurationError(
-                f"devices contains {word!r}, expected 'auto' alone, or a list of devices such as 'cuda:0,cuda:1,cpu'."
-            )
+            raise ConfigurationError(f"{name} contains {word!r}, expected 'auto' alone, or {SHAPES[name]}.")
         entries.append((read[1], int(read[2] or 0)))
     return entries
 
 
-def _named(entries: Sequence[tuple[str, int]], imports: Sequence[str]) -> list[Device]:
-    """Return the devices that the user has named.
+def _named(name: str, entries: Sequence[tuple[str, int]], imports: Sequence[str]) -> list[Device]:
+    """Return the devices that the user has named in a setting.
 
     Raises:
         ConfigurationError: there is no such device.
@@ -197,26 +247,25 @@ def _named(entries: Sequence[tuple[str, int]], imports: Sequence[str]) -> list[D
     for kind, index in entries:
         found = [CPU] if kind == CPU.kind else accelerators.devices(kind)
         if index >= len(found):
-            raise ConfigurationError(_missing(kind, index, accelerators))
+            raise ConfigurationError(f"{name} contains {_missing(kind, index, accelerators)}")
         devices.append(found[index])
     return devices
 
 
 def _missing(kind: str, index: int, accelerators: Accelerators) -> str:
-    """Return why a device cannot be used, and what to do."""
+    """Return the name of a device, why it cannot be used, and what to do."""
     there = f"on this machine, torch {accelerators.torch} has found: {accelerators}"
     if found := accelerators.devices(kind):
         last = f"{kind}:0" if len(found) == 1 else f"{kind}:0 to {kind}:{len(found) - 1}"
-        return f"devices contains '{kind}:{index}', but {there}; use {last}."
+        return f"'{kind}:{index}', but {there}; use {last}."
     if kind in BUILT_IN:
         return (
-            f"devices contains '{kind}', but {there}; name one of these, or install a driver and a build of torch "
-            f"for {kind}."
+            f"'{kind}', but {there}; name one of these, or install a driver and a build of torch for {kind}."
         )
     known = sorted({*accelerators.found, *BUILT_IN, CPU.kind} - {kind})
     meant = "".join(f" (did you mean {near!r}?)" for near in get_close_matches(kind, known, n=1))
     return (
-        f"devices contains '{kind}', but {there}; name one of these{meant}, or import the package that adds this "
+        f"'{kind}', but {there}; name one of these{meant}, or import the package that adds this "
         "kind of device to torch (--import PACKAGE)."
     )
 
