@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import schedulefree
 import torch
 from torch import nn
 
@@ -150,6 +151,21 @@ class Logged(Rule):
         weight.sub_(gradient, alpha=group["lr"])
 
 
+class Rounded(Rule):
+    """Keeps the state of large parameters in 8 bits, as classes for accelerators do."""
+
+    def update(self, weight: torch.Tensor, gradient: torch.Tensor, state: Any, group: Any) -> None:
+        if weight.numel() >= 4096:
+            state["average"] = gradient.clamp(-1, 1).mul(127).to(torch.int8)
+            gradient = state["average"] / 127
+        weight.sub_(gradient, alpha=group["lr"])
+
+
+class ForAccelerators(Rule):
+    def update(self, weight: torch.Tensor, gradient: torch.Tensor, state: Any, group: Any) -> None:
+        raise RuntimeError("the kernel adam_8bit is not there for the CPU")
+
+
 class Lookahead(torch.optim.Optimizer):
     def __init__(self, base: torch.optim.Optimizer, alpha: float = 0.5) -> None:
         self.base = base
@@ -160,10 +176,60 @@ class Lookahead(torch.optim.Optimizer):
         return self.base.step()
 
 
-class ScheduleFree(Rule):
+class Switching(Rule):
+    """Negates the weights for an evaluation. If `undoes` is False, `train()` leaves them so."""
+
+    training = False
+
+    def __init__(self, params: Any, lr: float = 0.1, undoes: bool = True) -> None:
+        super().__init__(params, lr, undoes=undoes)
+
+    def update(self, weight: torch.Tensor, gradient: torch.Tensor, state: Any, group: Any) -> None:
+        assert self.training, "call train() first"
+        weight.sub_(gradient, alpha=group["lr"])
+
+    def train(self) -> None:
+        if not self.training and self.param_groups[0]["undoes"]:
+            self._negate()
+        self.training = True
+
+    def eval(self) -> None:
+        if self.training:
+            self._negate()
+        self.training = False
+
+    @torch.no_grad()
+    def _negate(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter in self.state:
+                    parameter.neg_()
+
+
+class SwitchingBase(torch.optim.SGD):
+    """Only adds modes to SGD."""
+
     def train(self) -> None: ...
 
     def eval(self) -> None: ...
+
+
+class CoupledEvaluation(Switching):
+    """Scales each tensor to length 1 for an evaluation."""
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["own"] = parameter.clone()
+                parameter.div_(parameter.norm() + 1e-6)
+
+    @torch.no_grad()
+    def train(self) -> None:
+        self.training = True
+        for parameter, state in self.state.items():
+            if "own" in state:
+                parameter.copy_(state.pop("own"))
 
 
 class NeedsClosure(Rule):
@@ -192,6 +258,8 @@ ACCEPTED: dict[str, Callable[[], torch.optim.Optimizer]] = {
     "it overrides the step of SGD": lambda: Clamped(parameters(), lr=0.1, momentum=0.9),
     "hidden settings have their default": lambda: Hidden(parameters()),
     "words and triples": lambda: Worded(parameters(), mode="plain", mix=(1.0, 2.0, 3.0)),
+    "it has modes": lambda: Switching(parameters()),
+    "it adds modes to a class of torch": lambda: SwitchingBase(parameters()),
 }
 
 
@@ -216,7 +284,23 @@ REFUSED: dict[str, tuple[Callable[[], torch.optim.Optimizer], str]] = {
         lambda: Lookahead(torch.optim.SGD(parameters(), lr=0.1)),
         "built around another optimizer, SGD in the attribute 'base'",
     ),
-    "schedule-free": (lambda: ScheduleFree(parameters()), r"eval\(\) and train\(\) exchange the weights"),
+    "train() does not undo eval()": (
+        lambda: Switching(parameters(), undoes=False),
+        r"updates differently: element 0 of .* after step \d",
+    ),
+    "inner products": (
+        lambda: torch.optim.LBFGS(parameters()),
+        "inner products of whole gradients.* Use Adam, or SGD with momentum. Outside",
+    ),
+    "a state in 8 bits": (
+        lambda: Rounded(parameters()),
+        r"rounds its state 'average' to 8 bits .*\(torch.int8\).* such as torch.optim.AdamW: the state is in the",
+    ),
+    "a state in 8 bits, for scalars": (lambda: Rounded(parameters()[2:]), "rounds its state"),
+    "kernels of accelerators": (
+        lambda: ForAccelerators(parameters()),
+        "a step on a small copy of it failed.*adam_8bit.* can run there, for example SGD, Adam, AdamW",
+    ),
     "a closure is required": (lambda: NeedsClosure(parameters()), "needs the closure"),
 }
 
@@ -227,6 +311,12 @@ def test_a_class_that_fails_the_test_is_refused_with_what_differed(case: str) ->
     with pytest.raises(ConfigurationError, match=reason) as refusal:
         server_optimizer(make())
     assert str(refusal.value).count("its state") <= 1
+
+
+def test_what_is_no_optimizer_is_refused_with_what_to_do() -> None:
+    wrapper = schedulefree.ScheduleFreeWrapper(torch.optim.SGD(parameters(), lr=0.1))
+    with pytest.raises(UsageError, match=r"got a ScheduleFreeWrapper.*AdamWScheduleFree instead of"):
+        paceline.DistributedOptimizer(wrapper)
 
 
 def test_a_subclass_that_overrides_no_update_runs_as_its_base() -> None:
@@ -255,6 +345,7 @@ def test_a_scheduler_on_the_optimizer_is_not_called_by_the_test() -> None:
         lambda: Centered(parameters()),
         lambda: Centered(parameters(), lr=1e-9),
         lambda: Centered(parameters()[:1]),
+        lambda: CoupledEvaluation(parameters()),
     ],
 )
 def test_a_class_that_updates_each_tensor_by_itself_needs_whole_tensors(
@@ -308,7 +399,7 @@ def test_alone_any_optimizer_works(name: str) -> None:
 def test_what_the_refusal_of_sparse_adam_advises_works_alone_and_in_a_run(sparse: bool) -> None:
     embedding = torch.nn.Embedding(6, 2, sparse=sparse)
     refused = torch.optim.SparseAdam(embedding.parameters())
-    with pytest.raises(ConfigurationError, match="use Adam, and create the embeddings with sparse=False"):
+    with pytest.raises(ConfigurationError, match="Use Adam, and create the embeddings with sparse=False"):
         server_optimizer(refused)
     optimizer = torch.optim.Adam(embedding.parameters())
     server_optimizer(optimizer)
@@ -321,14 +412,12 @@ def test_what_the_refusal_of_sparse_adam_advises_works_alone_and_in_a_run(sparse
 
 
 def test_alone_the_methods_of_the_wrapped_optimizer_are_passed_through() -> None:
-    class Switching(ScheduleFree):
-        training = True
+    class Private(Switching):
         _private = True
 
-        def eval(self) -> None:
-            self.training = False
-
-    optimizer = paceline.DistributedOptimizer(Switching(parameters()))
+    optimizer = paceline.DistributedOptimizer(Private(parameters()))
+    optimizer.train()
+    assert optimizer.training
     optimizer.eval()
     assert not optimizer.training
     assert not hasattr(optimizer, "first_step")

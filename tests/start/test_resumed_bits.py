@@ -118,6 +118,23 @@ model, first, second, loader = paceline.prepare(model, first, second, loader)
         second.step()
 """,
     ),
+    "schedule-free AdamW": (
+        """
+import schedulefree
+
+optimizer = schedulefree.AdamWScheduleFree(model.parameters(), lr=0.01, warmup_steps=100, weight_decay=0.1)
+model, optimizer, loader = paceline.prepare(model, optimizer, loader)
+optimizer.eval()
+""",
+        """
+        optimizer.train()
+"""
+        + WHOLE_STEP
+        + """
+        if epoch % 3 == 0:
+            optimizer.eval()
+""",
+    ),
 }
 """Name -> how the script sets itself up, and what it does with a batch."""
 
@@ -144,7 +161,8 @@ AT_START = 0.25
 
 
 @pytest.mark.parametrize(
-    "name", thorough("AdamW, OneCycle", "Muon, and a class of one's own") + chaos(*SCRIPTS)
+    "name",
+    thorough("AdamW, OneCycle", "Muon, and a class of one's own", "schedule-free AdamW") + chaos(*SCRIPTS),
 )
 def test_a_run_that_is_killed_again_and_again_ends_with_the_bits_of_a_whole_run(name: str, mark: str) -> None:
     setup, step = SCRIPTS[name]

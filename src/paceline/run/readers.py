@@ -43,8 +43,8 @@ from ..core.messages import (
     first_phase,
 )
 from ..errors import DeadlineError, PeerLostError, ProtocolError
-from ..shard.optimizers import require_plausible_state
-from ..shard.store import WeightsSnapshot, named_weights, require_complete
+from ..shard.optimizers import OF_TORCH, require_plausible_state
+from ..shard.store import Store, WeightsSnapshot, named_weights, require_complete
 from ..shard.vectors import Vectors, checksum, packed_bytes, tensors_over, unpack
 from ..train.session import Callbacks, Servers
 from ..wire.memory import Region, cut
@@ -323,10 +323,12 @@ class Fetches(Servers):
         self._callbacks = callbacks
         self._states: dict[int, bytearray] = {}  # shard -> bytes of the optimizer state that is being fetched
         self._fetching = -1  # the shard whose optimizer state is being received; -1 for none
+        self._assembly: Assembly | None = None  # the weights that are being fetched
         # Memory for the buffers that are being fetched; None if they are not, or have arrived.
         self._buffers: list[bytearray] | None = None
         self._frozen: dict[str, bytearray] | None = None  # memory for frozen parameters, like `_buffers`
         links.handlers |= {
+            Snapshot: self._take_weights,
             OptimizerState: self._take_state,
             PooledBuffers: self._take_buffers,
             InitialBuffers: self._take_initial_buffers,
@@ -334,6 +336,7 @@ class Fetches(Servers):
             FrozenTensors: self._take_frozen,
         }
         links.targets |= {
+            Snapshot: self._targets_of_weights,
             OptimizerState: self._target_of_state,
             PooledBuffers: self._targets_of_buffers,
             InitialBuffers: self._targets_of_buffers,
@@ -344,7 +347,7 @@ class Fetches(Servers):
 
     def fetch_model(self, digest: Callable[[FrozenSpec], str]) -> Mapping[str, torch.Tensor] | None:
         if (checkpoint := self._checkpoint()) is not None and self.links.core.started is None:
-            return checkpoint.state_dict
+            return _evaluated_in(checkpoint)
         return self._read(partial(_read_model, digest))
 
     def _checkpoint(self) -> Checkpoint | None:
@@ -396,6 +399,26 @@ class Fetches(Servers):
             raise PeerLostError(f"the server with the states does not answer: {error}") from error
 
     # -- over the worker's own connections ----------------------------------------------------------------
+
+    @exclusive
+    def fetch_evaluated(self) -> dict[str, torch.Tensor]:
+        assert self.model is not None
+        assembly = self._assembly = Assembly(self.model, self.shards)
+        # One after the other, because a server sends each peer only one bulk message at a time.
+        for shard in self.shards:
+            self.links.to_shard(shard.index, FetchSnapshot(shard.index))
+            while shard.index in assembly.missing:
+                self.links.hear(timeout_s=None)
+        self._assembly = None
+        return assembly.snapshot().state_dict
+
+    def _targets_of_weights(self, message: Snapshot, size_bytes: int) -> list[memoryview]:
+        assembly = self._assembly
+        return [] if assembly is None or message.shard not in assembly.missing else assembly.targets(message)
+
+    def _take_weights(self, message: Snapshot) -> None:
+        if self._assembly is not None:
+            self._assembly.arrived(message)
 
     @exclusive
     def fetch_state(self) -> list[tuple[ShardSlice, Vectors]]:
@@ -520,6 +543,18 @@ class Fetches(Servers):
             None if own is None else own.read_bytes(),
             files[min(files)].read_bytes() if files else None,
         )
+
+
+def _evaluated_in(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """Return the buffers in a checkpoint, and its weights that are evaluated."""
+    model = msgspec.json.decode(checkpoint.job, type=JobCut).model
+    if all(each.name in OF_TORCH for each in model.optimizers):
+        return checkpoint.state_dict
+    (bounds,) = model.sliced(1, "auto")
+    store = Store(bounds, checkpoint.weights(model.layout, bounds), model.optimizers_over_layout)
+    store.load_optimizer_state(checkpoint.optimizer_state(model, bounds))
+    store.load_counters(checkpoint.counters(model))
+    return checkpoint.state_dict | named_weights(model.layout, store.evaluated())
 
 
 def _read_model(digest: Callable[[FrozenSpec], str], reader: Reader) -> dict[str, torch.Tensor]:

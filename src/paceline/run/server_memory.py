@@ -389,8 +389,9 @@ class ServerMemory:
         return sender.memory(sender.ranges(vectors)), 0
 
     def snapshot(self, index: int) -> list[memoryview]:
-        """Return the weights of a shard and, for shard 0, the pooled buffers of the model."""
-        return [*self.weights[index].values(), *(self.pooled_buffers() if index == 0 else [])]
+        """Return the weights of a shard that are evaluated and, for shard 0, the pooled buffers of the model."""
+        weights = [bytes_of(vector) for vector in self.stores[index].evaluated().values()]
+        return [*weights, *(self.pooled_buffers() if index == 0 else [])]
 
     def frozen_sizes(self) -> dict[str, int]:
         """Return the size in bytes of each frozen parameter, by its digest."""

@@ -11,6 +11,11 @@ The test takes a few steps on small parameters of several shapes, with the scrip
 that are built like those of two servers: first on slices, then on whole tensors. It is done in double precision and in
 the dtypes of the model, and takes some milliseconds. If all results differ, the optimizer is refused, with what
 differed.
+
+Some classes *have modes*: their `train()` and `eval()` exchange the weights for others, which they compute from the
+weights and the state, as schedule-free optimizers do. A server's optimizer is in training mode from the beginning. The
+server calls `eval()` of a copy, on copies of its weights, when somebody asks for the weights that are evaluated. The
+test compares these, too, with what `eval()` gives in one process, and requires that `train()` undoes `eval()`.
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
@@ -30,11 +35,14 @@ from ..errors import ConfigurationError, UsageError, first_line
 from .optimizer_sources import OptimizerSources, class_name
 
 SHAPES = ((), (1,), (7,), (4, 3), (3, 2, 2, 2), (3, 5), (2, 3, 2), (5, 1, 2), (2, 3, 1, 2))
+LARGE = ((4608,), (72, 64), (18, 16, 16), (18, 16, 4, 4))  # shapes of parameters whose state is looked at
 STEPS = 12
 WITHOUT_GRADIENT = ((2, 1), (3, 1), (3, 3), (7, 4))  # (step, parameter of the group)
+EVALUATED = (0, 3, 8, STEPS)  # steps after which optimizers with modes are evaluated
 MOST_GROUPS = 8  # number of parameter groups that are tested
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}
 COARSE = 0.1  # tolerance for the other dtypes, relative to the largest change of a parameter
+EIGHT_BITS = {torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2}
 USUAL_RATE = 0.01  # learning rate for the test if the script's is 0, as at the start of a warm-up
 
 Kind = TypeVar("Kind", bound=type[torch.optim.Optimizer])
@@ -166,13 +174,58 @@ def class_of(name: str) -> type[torch.optim.Optimizer]:
 def build(kind: type[torch.optim.Optimizer], settings: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
     """Return a new optimizer with these parameter groups, each of which contains all hyper-parameters.
 
-    Arguments of the constructor that are hyper-parameters, too, have the values of the first group.
+    Arguments of the constructor that are hyper-parameters, too, have the values of the first group. If the class has
+    modes, the optimizer is in training mode.
     """
     accepted = inspect.signature(kind).parameters
     arguments = {key: value for key, value in settings[0].items() if key in accepted and key != "params"}
     constructor: Any = kind
-    optimizer: torch.optim.Optimizer = constructor([dict(each) for each in settings], **arguments)
-    return optimizer
+    optimizer: Any = constructor([dict(each) for each in settings], **arguments)
+    if has_modes(kind):
+        optimizer.train()
+    built: torch.optim.Optimizer = optimizer
+    return built
+
+
+def has_modes(kind: type) -> bool:
+    """Return True if a class of optimizers has `train()` and `eval()`, which exchange the weights for others."""
+    return callable(getattr(kind, "train", None)) and callable(getattr(kind, "eval", None))
+
+
+def evaluated(optimizer: torch.optim.Optimizer, copies: Mapping[int, torch.Tensor]) -> torch.optim.Optimizer:
+    """Return a copy of an optimizer after its `eval()`. The optimizer itself, its state and its weights stay the same.
+
+    Args:
+        optimizer: an optimizer of a class that has modes.
+        copies: the `id` of each parameter -> a copy of its weights, which are then set to those that are evaluated.
+    """
+    other: Any = copied(optimizer, copies)
+    other.eval()
+    result: torch.optim.Optimizer = other
+    return result
+
+
+def copied(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[int, torch.Tensor], without: Container[str] = ()
+) -> torch.optim.Optimizer:
+    """Return a copy of an optimizer that refers to other parameters.
+
+    Args:
+        optimizer: the optimizer.
+        parameters: the `id` of each parameter -> the one that takes its place.
+        without: names of attributes that the copy does not get.
+    """
+    kind = type(optimizer)
+    # A scheduler replaces the method `step` by one that calls the script's optimizer.
+    attributes = {
+        key: value
+        for key, value in vars(optimizer).items()
+        if key not in without and not callable(getattr(kind, key, None))
+    }
+    attributes |= {key: OrderedDict() for key in attributes if key.startswith("_optimizer_")}
+    other = kind.__new__(kind)
+    vars(other).update(copy.deepcopy(attributes, dict(parameters)))
+    return other
 
 
 class Tested(NamedTuple):
@@ -181,10 +234,12 @@ class Tested(NamedTuple):
     Attributes:
         reason: why the servers cannot run it; "" if they can.
         whole: True if it needs whole tensors.
+        instead: what to do if they cannot run it; "" for the usual advice.
     """
 
     reason: str = ""
     whole: bool = False
+    instead: str = ""
 
 
 def try_foreign(optimizer: torch.optim.Optimizer, groups: Sequence[HyperParameters]) -> Tested:
@@ -202,17 +257,15 @@ def try_foreign(optimizer: torch.optim.Optimizer, groups: Sequence[HyperParamete
         if isinstance(value, torch.optim.Optimizer):
             return Tested(
                 f"it is built around another optimizer, {type(value).__name__} in the attribute {attribute!r}, so "
-                "the servers cannot build it from hyper-parameters alone"
+                "the servers cannot build it from hyper-parameters alone",
+                instead=AROUND,
             )
-    if callable(getattr(kind, "train", None)) and callable(getattr(kind, "eval", None)):
-        return Tested(
-            "its eval() and train() exchange the weights for others, which they compute from the optimizer's state, "
-            "and this state is on the servers"
-        )
     if not _sources:
         _classes.setdefault(class_name(kind), kind)
     servers_kind = kind if _is_sent(kind) else class_of(class_name(kind))
     with torch.random.fork_rng(devices=[]):
+        if reason := _rounded_state(optimizer, groups):
+            return Tested(reason, instead=UNROUNDED)
         trial = _Trial.of(optimizer, servers_kind, groups[:MOST_GROUPS])
         known = _registered.get(kind)
         if reason := trial.difference(trial.whole, BUILT, sliced=known is False):
@@ -251,6 +304,15 @@ class _Segment(NamedTuple):
         return tensor.clone() if self.stop < 0 else tensor.reshape(-1)[self.start : self.stop].clone()
 
 
+AROUND = (
+    "Give that optimizer to DistributedOptimizer, and let the script do the rest: change weights between two steps in "
+    "`with optimizer.editing():`, as Lookahead does, compute the gradient at other weights in "
+    "`with optimizer.editing(private=True):`, as SAM does, and average weights with torch.optim.swa_utils.AveragedModel"
+)
+UNROUNDED = (
+    "Use the class whose state is not rounded, such as torch.optim.AdamW: the state is in the memory of the servers, "
+    "so it takes none on an accelerator"
+)
 BUILT = "an optimizer that is built from its hyper-parameters updates differently: "
 ON_SLICES = "the update of an element depends on others: on slices, "
 ON_TENSORS = "and the update of a tensor depends on others: on whole tensors, "
@@ -302,13 +364,13 @@ class _Trial(NamedTuple):
         }
         for dtype in sorted({torch.float64} | used, key=str):
             try:
-                copied = _copy_of(self.optimizer, self.groups, self.whole[0], dtype)
-                expected = list(_steps([copied], self.whole, dtype))
+                small = _copy_of(self.optimizer, self.groups, self.whole[0], dtype)
+                expected = list(_steps([small], self.whole, dtype, alone=True))
             except Exception as error:  # an optimizer may raise any exception
                 return f"a step on a small copy of it failed: {first_line(error)}"
             try:
                 built = [_built_by_server(self.kind, self.groups, segments, dtype) for segments in parts]
-                found = list(_steps(built, parts, dtype))
+                found = list(_steps(built, parts, dtype, alone=False))
             except Exception as error:  # an optimizer may raise any exception
                 return f"{words}it failed with {first_line(error)}"
             if difference := _difference(expected, found, dtype):
@@ -345,14 +407,14 @@ Runnable = tuple[torch.optim.Optimizer, list[torch.Tensor]]
 
 def _initial(segment: _Segment, dtype: torch.dtype) -> torch.Tensor:
     generator = torch.Generator().manual_seed(segment.parameter)
-    return segment.of(torch.randn(SHAPES[segment.parameter], generator=generator, dtype=dtype))
+    return segment.of(torch.randn((SHAPES + LARGE)[segment.parameter], generator=generator, dtype=dtype))
 
 
 def _gradient(segment: _Segment, step: int, dtype: torch.dtype) -> torch.Tensor | None:
     if (step, segment.parameter) in WITHOUT_GRADIENT:
         return None
     generator = torch.Generator().manual_seed(1000 + 100 * step + segment.parameter)
-    whole = torch.randn(SHAPES[segment.parameter], generator=generator, dtype=dtype)
+    whole = torch.randn((SHAPES + LARGE)[segment.parameter], generator=generator, dtype=dtype)
     return segment.of(whole * 3.0 ** (step % 4 - segment.parameter))
 
 
@@ -363,7 +425,6 @@ def _copy_of(
     dtype: torch.dtype,
 ) -> Runnable:
     """Return a copy of the script's optimizer with other parameters and without state."""
-    kind = type(optimizer)
     parameters = [
         [_initial(segment, dtype) for segment in segments if segment.group == group]
         for group in range(len(groups))
@@ -374,14 +435,9 @@ def _copy_of(
         for group, small in zip(optimizer.param_groups, parameters, strict=False)
         for parameter in group["params"]
     }
-    # A scheduler replaces the method `step` by one that calls the script's optimizer.
-    left_out = {"state", "param_groups", *dir(kind)}
-    attributes = {key: value for key, value in vars(optimizer).items() if key not in left_out}
-    attributes |= {key: OrderedDict() for key in attributes if key.startswith("_optimizer_")}
-    copied = kind.__new__(kind)
-    vars(copied).update(copy.deepcopy(attributes, memo))
-    copied.state = defaultdict(dict)
-    copied.param_groups = [
+    other = copied(optimizer, memo, without=("state", "param_groups"))
+    other.state = defaultdict(dict)
+    other.param_groups = [
         {
             **copy.deepcopy({k: v for k, v in group.items() if k != "params"}, memo),
             **settings,
@@ -389,7 +445,29 @@ def _copy_of(
         }
         for group, settings, small in zip(optimizer.param_groups, groups, parameters, strict=False)
     ]
-    return copied, [parameter for small in parameters for parameter in small]
+    if has_modes(type(optimizer)):
+        type(optimizer).train(other)  # type: ignore[attr-defined]
+    return other, [parameter for small in parameters for parameter in small]
+
+
+def _rounded_state(optimizer: torch.optim.Optimizer, groups: Sequence[HyperParameters]) -> str:
+    """Describe an entry of the state that is kept in 8 bits or fewer; "" if there is none.
+
+    Such classes round only the state of large parameters, so the small ones of the test do not show it. A class that
+    cannot take this step is refused by the test, with the reason.
+    """
+    dimensions = max((p.dim() for group in optimizer.param_groups for p in group["params"]), default=1)
+    segment = _Segment(0, len(SHAPES) + min(max(dimensions, 1), len(LARGE)) - 1)
+    try:
+        large, [parameter] = _copy_of(optimizer, groups[:1], [segment], torch.float32)
+        parameter.grad = _gradient(segment, 1, torch.float32)
+        type(large).step(large)
+    except Exception:  # an optimizer may raise any exception
+        return ""
+    for key, value in large.state[parameter].items():
+        if isinstance(value, torch.Tensor) and value.dim() and value.dtype in EIGHT_BITS:
+            return f"it rounds its state {key!r} to 8 bits in blocks ({value.dtype}), with kernels of its own"
+    return ""
 
 
 def _built_by_server(
@@ -408,33 +486,64 @@ def _built_by_server(
     return build(kind, settings), parameters
 
 
+Flat = tuple[str, list[torch.Tensor]]
+"""When parameters had some values, in words, and the flattened parameters."""
+
+
 def _steps(
-    optimizers: Sequence[Runnable], parts: Sequence[Sequence[_Segment]], dtype: torch.dtype
-) -> Iterator[list[torch.Tensor]]:
-    """Yield the flattened parameters before the first step and after each step."""
+    optimizers: Sequence[Runnable], parts: Sequence[Sequence[_Segment]], dtype: torch.dtype, *, alone: bool
+) -> Iterator[Flat]:
+    """Yield the parameters before the first step and after each step, and sometimes those that are evaluated.
+
+    Args:
+        optimizers: the optimizers.
+        parts: the segments of each optimizer.
+        dtype: the dtype of the parameters.
+        alone: True to evaluate as a process alone does, False to evaluate as a server does.
+    """
     torch.manual_seed(0)
-    count = 1 + max(segment.group for segments in parts for segment in segments)
     for step in range(STEPS + 1):
         for (optimizer, parameters), segments in zip(optimizers, parts, strict=True):
             if step:
                 for parameter, segment in zip(parameters, segments, strict=True):
                     parameter.grad = _gradient(segment, step, dtype)
                 type(optimizer).step(optimizer)
-        flat = [torch.zeros(torch.Size(shape).numel(), dtype=dtype) for _ in range(count) for shape in SHAPES]
-        for (_, parameters), segments in zip(optimizers, parts, strict=True):
-            for parameter, (group, index, start, stop) in zip(parameters, segments, strict=True):
-                target = flat[group * len(SHAPES) + index]
-                target[start : stop if stop >= 0 else None] = parameter.detach().reshape(-1)
-        yield flat
+        yield f"after step {step}", _flat([parameters for _, parameters in optimizers], parts, dtype)
+        if step in EVALUATED and has_modes(type(optimizers[0][0])):
+            values = [_evaluated(*each, alone=alone) for each in optimizers]
+            yield f"in an evaluation after step {step}", _flat(values, parts, dtype)
 
 
-def _difference(
-    expected: Sequence[Sequence[torch.Tensor]], found: Sequence[Sequence[torch.Tensor]], dtype: torch.dtype
-) -> str:
+def _evaluated(optimizer: Any, parameters: Sequence[torch.Tensor], *, alone: bool) -> list[torch.Tensor]:
+    """Return the weights that an optimizer gives for an evaluation."""
+    if not alone:
+        copies = {id(parameter): parameter.clone() for parameter in parameters}
+        evaluated(optimizer, copies)
+        return list(copies.values())
+    optimizer.eval()
+    values = [parameter.clone() for parameter in parameters]
+    optimizer.train()
+    return values
+
+
+def _flat(
+    values: Sequence[Sequence[torch.Tensor]], parts: Sequence[Sequence[_Segment]], dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """Return all parameters, flattened, given the values of the segments of each part."""
+    count = 1 + max(segment.group for segments in parts for segment in segments)
+    flat = [torch.zeros(torch.Size(shape).numel(), dtype=dtype) for _ in range(count) for shape in SHAPES]
+    for of_part, segments in zip(values, parts, strict=True):
+        for value, (group, index, start, stop) in zip(of_part, segments, strict=True):
+            target = flat[group * len(SHAPES) + index]
+            target[start : stop if stop >= 0 else None] = value.detach().reshape(-1)
+    return flat
+
+
+def _difference(expected: Sequence[Flat], found: Sequence[Flat], dtype: torch.dtype) -> str:
     """Describe the first element in which two sequences of parameters differ; "" if there is none."""
     tolerance = TOLERANCES.get(dtype, COARSE)
-    start = expected[0]
-    for step, (ours, theirs) in enumerate(zip(expected, found, strict=True)):
+    _, start = expected[0]
+    for (when, ours), (_, theirs) in zip(expected, found, strict=True):
         for index, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
             allowed = (
                 tolerance * (mine - start[index]).abs().max() + 8 * torch.finfo(dtype).eps * mine.abs().max()
@@ -445,7 +554,7 @@ def _difference(
                 shape = list(SHAPES[index % len(SHAPES)])
                 return (
                     f"element {element} of a parameter of shape {shape} is {float(other[element]):.6g} instead of "
-                    f"{float(mine[element]):.6g} after step {step}"
+                    f"{float(mine[element]):.6g} {when}"
                 )
     return ""
 

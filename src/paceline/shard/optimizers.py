@@ -2,7 +2,7 @@
 
 An *elementwise* optimizer updates each element independently, so it gives the same result on any slice of the flat
 vectors. A *tensorwise* optimizer updates each tensor independently, so servers that hold whole tensors can run it.
-`ELEMENTWISE` and `TENSORWISE` list those of torch, and `REASONS` says why its other optimizers are rejected before
+`ELEMENTWISE` and `TENSORWISE` list those of torch, and `REFUSED` says why its other optimizers are rejected before
 training begins. Classes of other packages are tested (see `foreign`). Paceline's own LARS needs whole tensors only to
 scale the gradients, so the workers scale the gradients and the servers run SGD.
 
@@ -29,7 +29,7 @@ import torch
 from ..core.layout import HyperParameter, HyperParameters, Layout, ShardSlice
 from ..core.messages import MOST_STATES_BYTES
 from ..errors import ConfigurationError, ProtocolError, UsageError
-from .foreign import Tested, build, class_of, try_foreign
+from .foreign import Tested, build, class_of, has_modes, try_foreign
 from .lars import LARS
 from .optimizer_sources import class_name
 from .vectors import Vectors, dtype_name, lent_bytes
@@ -59,12 +59,17 @@ OF_TORCH = ELEMENTWISE | TENSORWISE
 PER_PARAMETER_STATE = frozenset({"step", "eta", "mu", "mu_product"})
 """Keys of the state entries that hold one number per parameter. Other entries hold one number per element."""
 
-REASONS = {
-    "LBFGS": "its step needs the inner products of whole gradients, and evaluates the closure several times",
-    "SparseAdam": "it updates only the rows that occur in a sparse gradient, but gradients are pushed as dense "
-    "vectors; use Adam, and create the embeddings with sparse=False",
+REFUSED = {
+    "LBFGS": Tested(
+        "its step needs the inner products of whole gradients, and evaluates the closure several times",
+        instead="Use Adam, or SGD with momentum",
+    ),
+    "SparseAdam": Tested(
+        "it updates only the rows that occur in a sparse gradient, but gradients are pushed as dense vectors",
+        instead="Use Adam, and create the embeddings with sparse=False",
+    ),
 }
-"""Why the other optimizers of torch cannot run on the servers."""
+"""Why the other optimizers of torch cannot run on the servers, and what to use instead."""
 
 HARMLESS = frozenset(
     {
@@ -110,15 +115,16 @@ def server_optimizer(optimizer: torch.optim.Optimizer) -> ServerOptimizer:
         return ServerOptimizer("SGD")
     if (name := torch_name(kind)) is not None:
         return ServerOptimizer(name, name in TENSORWISE)
-    base = next((base for base in kind.__mro__ if base.__name__ in REASONS and _is_of_torch(base)), None)
-    tested = (
-        try_foreign(optimizer, read_groups(optimizer)) if base is None else Tested(REASONS[base.__name__])
-    )
+    base = next((base for base in kind.__mro__ if base.__name__ in REFUSED and _is_of_torch(base)), None)
+    tested = try_foreign(optimizer, read_groups(optimizer)) if base is None else REFUSED[base.__name__]
     if tested.reason:
+        others = (
+            "Optimizers that update each element or each tensor independently can run there, for example "
+            f"{', '.join(OF_TORCH)} and paceline.LARS"
+        )
         raise ConfigurationError(
             f"{kind.__module__}.{kind.__qualname__} cannot run on the servers, each of which holds a part of the "
-            f"parameters: {tested.reason}. Optimizers that update each element or each tensor independently can run "
-            f"there, for example {', '.join(OF_TORCH)} and paceline.LARS. Outside a run, every optimizer works."
+            f"parameters: {tested.reason}. {tested.instead or others}. Outside a run, every optimizer works."
         )
     return ServerOptimizer(class_name(kind), tested.whole)
 
@@ -126,13 +132,14 @@ def server_optimizer(optimizer: torch.optim.Optimizer) -> ServerOptimizer:
 def torch_name(kind: type) -> str | None:
     """Return the name in `OF_TORCH` of the class that makes the same updates as `kind`; None if there is none.
 
-    A subclass makes the same updates if it overrides none of its base's methods, except those in `HARMLESS`.
+    A subclass makes the same updates if it overrides none of its base's methods, except those in `HARMLESS`, and has
+    no modes (see `foreign`).
     """
     for position, base in enumerate(kind.__mro__):
         if base is OF_TORCH.get(base.__name__):
             own = {name for cls in kind.__mro__[:position] for name in vars(cls)} - HARMLESS
             same = all(_function(kind, name) is _function(base, name) for name in own if hasattr(base, name))
-            return base.__name__ if same else None
+            return base.__name__ if same and not has_modes(kind) else None
     return None
 
 

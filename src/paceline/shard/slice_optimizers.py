@@ -30,6 +30,7 @@ from ..errors import ConfigurationError, UserCodeError, first_line
 from ..sync.plugins import user_traceback
 from ..sync.translation import FAMILIES, WHOLE, Family, Fraction
 from .device_queue import SliceOnDevice
+from .foreign import copied, evaluated, has_modes
 from .optimizers import NUMBER, OF_TORCH, entry_of, make_optimizer, segments_of_state, take_step, tensors_of
 from .vectors import Vectors, segment_views
 
@@ -72,6 +73,9 @@ class SliceOptimizer(Protocol):
         Raises:
             ProtocolError: the state does not match the segments of this slice.
         """
+
+    def evaluated(self) -> Vectors | None:
+        """Return the weights that are evaluated, in new vectors; None if they are those that are trained."""
 
     def groups(self) -> tuple[HyperParameters, ...]:
         """Return the hyper-parameters of each group as the last step has set them."""
@@ -364,6 +368,9 @@ class FusedOptimizer:
                 steps[position] = max(steps[position], 1.0)
         self._runs = self._divide(steps)
 
+    def evaluated(self) -> Vectors | None:
+        return None
+
     def groups(self) -> tuple[HyperParameters, ...]:
         return self._groups
 
@@ -473,7 +480,8 @@ class TorchOptimizer:
         self._device = device
         with self._fitting(spec.name):
             self._on_device = None if device == HOST else SliceOnDevice(weights, self._mean, device)
-        self._parameters = self._shaped(weights if self._on_device is None else self._on_device.weights)
+        self._weights = weights if self._on_device is None else self._on_device.weights
+        self._parameters = self._shaped(self._weights)
         self._groups = spec.groups  # current hyper-parameters of the optimizer
         self._name, self._foreign = spec.name, spec.name not in OF_TORCH
         self._fractions = FractionalSteps(FAMILIES.get(spec.name, Family()))
@@ -512,21 +520,37 @@ class TorchOptimizer:
         parts = self._shaped(gradient)
         for parameter, part, segment in zip(self._parameters, parts, self._bounds.segments, strict=True):
             parameter.grad = part if present[segment.parameter] else None
+        with self._user_code("in a step"):
+            if fraction.whole:
+                take_step(self._optimizer)
+            else:
+                self._fractions.take(self._optimizer, fraction)
+        if self._on_device is not None:
+            self._on_device.publish()
+
+    def evaluated(self) -> Vectors | None:
+        if not has_modes(type(self._optimizer)):
+            return None
+        vectors = {dtype: vector.clone() for dtype, vector in self._weights.items()}
+        with self._user_code("in eval()"):
+            evaluated(
+                self._optimizer, dict(zip(map(id, self._parameters), self._shaped(vectors), strict=True))
+            )
+        return {dtype: vector.to(HOST) for dtype, vector in vectors.items()}
+
+    @contextmanager
+    def _user_code(self, where: str) -> Iterator[None]:
+        """Return a context in which an exception of a class that is not torch's is reported as that of the user."""
         try:
             with self._fitting(self._name):
-                if fraction.whole:
-                    take_step(self._optimizer)
-                else:
-                    self._fractions.take(self._optimizer, fraction, partial(take_step, self._optimizer))
+                yield
         except Exception as error:
             if not self._foreign or isinstance(error, ConfigurationError):
                 raise
             raise UserCodeError(
-                f"the optimizer {self._name} raised {first_line(error)} in a step on a server",
+                f"the optimizer {self._name} raised {first_line(error)} {where} on a server",
                 user_traceback(error),
             ) from None
-        if self._on_device is not None:
-            self._on_device.publish()
 
     def weights_changed(self) -> None:
         if self._on_device is not None:
@@ -593,8 +617,9 @@ MEAN_DECAY = 0.9
 """Decay, in joint steps, of the running mean of the gradient of optimizers that have none."""
 
 FIRST_VALUES = {"mu": 1.0, "mu_product": 1.0}
-"""Entry of the state -> its first value, if this is not zero. A single number, except the number of steps, begins with
-what the first step sets."""
+"""Entry of the state of torch's optimizers -> its first value, if this is not zero. A single number, except the number
+of steps, begins with what the first step sets. What the vectors of other classes begin with is found out by
+`_first_states`: a schedule-free optimizer begins with a copy of the weights."""
 
 
 def use_joint_square(
@@ -657,15 +682,12 @@ class FractionalSteps:
         self._means: dict[torch.Tensor, torch.Tensor] = {}  # parameter -> running mean of its gradient
         self._mean_weights: dict[torch.Tensor, float] = {}
 
-    def take(
-        self, optimizer: torch.optim.Optimizer, fraction: Fraction, take_step: Callable[[], object]
-    ) -> None:
+    def take(self, optimizer: torch.optim.Optimizer, fraction: Fraction) -> None:
         """Take a fraction of the optimizer's next step. Parameters without a gradient do not change.
 
         Args:
             optimizer: the optimizer, whose parameters have their gradients.
             fraction: the fraction.
-            take_step: function that takes a step with the optimizer.
         """
         groups = optimizer.param_groups
         parameters = enumerate((group, parameter) for group in groups for parameter in group["params"])
@@ -678,7 +700,13 @@ class FractionalSteps:
             }
             for place, _, parameter in moving
         }
-        counters = [{key: value for key, value in group.items() if type(value) is int} for group in groups]
+        if type(optimizer) not in OF_TORCH.values():
+            new = [parameter for place, _, parameter in moving if not states[place]]
+            first = _first_states(optimizer, new) if new else {}
+            states |= {place: first[p] for place, _, p in moving if p in first}
+        counters = [
+            {key: value for key, value in group.items() if type(value) in (int, float)} for group in groups
+        ]
         decays = [
             (group, group["weight_decay"]) for group in groups if self._family.square and coupled_decay(group)
         ]
@@ -689,7 +717,7 @@ class FractionalSteps:
         for group, _ in decays:
             group["weight_decay"] = 0.0
         try:
-            take_step()
+            take_step(optimizer)
         finally:
             for group, decay in decays:
                 group["weight_decay"] = decay
@@ -757,3 +785,30 @@ class FractionalSteps:
         whole = math.floor(ahead + 1e-9)
         self._ahead[place, key] = ahead - whole
         return after.fill_(first + whole) if isinstance(after, torch.Tensor) else first + whole
+
+
+def _first_states(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]
+) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the vectors with which the state of some parameters begins: what a step with a gradient of zero leaves.
+
+    Weight decay may move them a little, which is far less than what a step moves.
+    """
+    wanted = set(map(id, parameters))
+    copies = {
+        id(parameter): parameter.detach().clone()
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    for key, each in copies.items():
+        each.grad = torch.zeros_like(each) if key in wanted else None
+    tried = copied(optimizer, copies)
+    take_step(tried)
+    return {
+        parameter: {
+            key: value.nan_to_num(0.0, 0.0, 0.0)
+            for key, value in tried.state[copies[id(parameter)]].items()
+            if isinstance(value, torch.Tensor) and value.dim() and value.is_floating_point()
+        }
+        for parameter in parameters
+    }

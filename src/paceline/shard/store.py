@@ -189,6 +189,15 @@ class Store:
         copied = {dtype: vector.clone() for dtype, vector in push.gradient.items()}
         self._pushes[worker, iteration] = msgspec.structs.replace(push, gradient=copied)
 
+    def evaluated(self) -> Vectors:
+        """Return the weights that are evaluated: those of readers, snapshots and the end of a run.
+
+        The vectors of an optimizer with modes (see `foreign`) are new, the others are those of `weights`.
+        """
+        return self.weights | {
+            name: vector for part in self._sets for name, vector in (part.optimizer.evaluated() or {}).items()
+        }
+
     def optimizer_state(self) -> Vectors:
         """Return the optimizer's state: "<segment>/<key>" -> tensor."""
         return {name: value for part in self._sets for name, value in part.state().items()}

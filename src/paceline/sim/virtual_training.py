@@ -409,18 +409,19 @@ class Training(Driver):
         }
 
     def snapshot(self) -> WeightsSnapshot:
-        """Return the current weights and versions of all shards, the frozen parameters, and the pooled buffers."""
+        """Return what `state_dict` returns, and the versions of all shards."""
         return WeightsSnapshot(self.state_dict(), self.job.versions)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the current weights of all shards, the frozen parameters, and the pooled buffers."""
+        """Return the weights of all shards that are evaluated, the frozen parameters, and the pooled buffers."""
         vectors = {
             dtype: torch.empty(size, dtype=torch_dtype(dtype))
             for dtype, size in self.model.layout.sizes.items()
         }
         for store in self.stores:
+            weights = store.evaluated()
             for dtype, (start, stop) in store.bounds.bounds.items():
-                vectors[dtype][start:stop] = store.weights[dtype]
+                vectors[dtype][start:stop] = weights[dtype]
         state = named_weights(self.model.layout, vectors)
         state |= self.pooled_buffers()
         return state | {name: tensor.clone() for name, tensor in self._frozen.items()}
@@ -838,6 +839,9 @@ class VirtualServers(Servers):
 
     def fetch_model(self, digest: Callable[[FrozenSpec], str]) -> Mapping[str, torch.Tensor] | None:
         return self._training.state_dict() if self._training.stores else None
+
+    def fetch_evaluated(self) -> Mapping[str, torch.Tensor]:
+        return self._training.state_dict()
 
     def fetch_buffers(self) -> Mapping[str, torch.Tensor]:
         return self._training.pooled_buffers()

@@ -194,7 +194,8 @@ def evaluating(model: Model) -> Iterator[Model]:
 
     At the beginning of the context, the worker fetches the current weights from the servers. The target of the `with`
     statement is a copy of the model with these weights, in evaluation mode, which training does not change. The
-    BatchNorm statistics of the copy are those of all workers together, as in the weights that the run saves.
+    BatchNorm statistics of the copy are those of all workers together, as in the weights that the run saves. If an
+    optimizer has `eval()`, as a schedule-free one, the copy has the weights that this gives.
 
     If other workers may have to wait for this worker, as under `bsp`, it goes on pushing inside the context, on a
     background thread and about as often as usual. These pushes contain no gradient, so they count as progress but do
@@ -235,7 +236,8 @@ def evaluating(model: Model) -> Iterator[Model]:
     training.require_not_idle("evaluating()")
     training.refresh()
     snapshot = copy.deepcopy(model).eval()
-    pool_buffers(training, model, snapshot)
+    values = _pooled_by_memory(training) | _evaluated_by_memory(training, training.modes(training=False))
+    _copy_into(model, snapshot, values)
     assert session is not None
     with metrics_of(session).evaluation(session), training.idle():
         yield snapshot
@@ -261,7 +263,9 @@ def save(obj: object, path: str | os.PathLike[str]) -> str:
     trained model, the file contains the statistics of all workers together, as in the weights that the run saves. The
     buffers are recognized in a module and in nested dictionaries, lists and tuples (but not in named tuples), by the
     memory that they share with the model, as in `model.state_dict()`; a copy, such as
-    `copy.deepcopy(model.state_dict())`, is saved as it is.
+    `copy.deepcopy(model.state_dict())`, is saved as it is. Weights of an optimizer that has `eval()`, as a
+    schedule-free one, are recognized and replaced by those for an evaluation in the same way, unless `obj` contains the
+    `state_dict()` of an optimizer, which belongs to certain weights.
 
     Args:
         obj: the object, for example `model.state_dict()`.
@@ -300,8 +304,11 @@ def save(obj: object, path: str | os.PathLike[str]) -> str:
     training = training_of(session)
     if training is None:
         hold_job_model(session)
-    elif pooled := _pooled_by_memory(training):
-        obj = _replaced(obj, pooled)
+    else:
+        values = _pooled_by_memory(training)
+        if not _has_optimizer(obj):
+            values |= _evaluated_by_memory(training, training.modes())
+        obj = _replaced(obj, values) if values else obj
     _write(obj, place, lambda: session is None or session.is_main_now())
     return place
 
@@ -434,10 +441,17 @@ def _write(obj: object, path: str | os.PathLike[str], is_valid: Callable[[], boo
         raise
 
 
-def pool_buffers(training: WorkerTraining, model: nn.Module, twin: nn.Module) -> None:
-    """Set the buffers of `twin`, a copy of `model`, to the statistics of all workers together."""
-    if pooled := _pooled_by_memory(training):
-        _pool_into(model, twin, pooled)
+def _evaluated_by_memory(training: WorkerTraining, sets: Sequence[int]) -> dict[Key, torch.Tensor]:
+    """Return the weights of some parameter sets that are evaluated, by the memory of this worker's own weights."""
+    found = training.fetch_evaluated(sets)
+    return {_key(own): found[i] for i, own in enumerate(training.parameters) if i in found and own.numel()}
+
+
+def _has_optimizer(obj: Any) -> bool:
+    """Return True if an object contains the `state_dict()` of an optimizer, which belongs to certain weights."""
+    if isinstance(obj, dict):
+        return "param_groups" in obj or any(map(_has_optimizer, obj.values()))
+    return type(obj) in (list, tuple) and any(map(_has_optimizer, obj))
 
 
 def _pooled_by_memory(training: WorkerTraining) -> dict[Key, torch.Tensor]:
@@ -452,33 +466,36 @@ def _key(tensor: torch.Tensor) -> Key:
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride())
 
 
-def _pool_into(model: nn.Module, twin: nn.Module, pooled: Mapping[Key, torch.Tensor]) -> None:
+def _copy_into(model: nn.Module, twin: nn.Module, values: Mapping[Key, torch.Tensor]) -> None:
+    """Set tensors of `twin`, a copy of `model`, to other values, given by the memory of the tensors of `model`."""
+    if not values:
+        return
     own = {**dict(model.named_buffers()), **dict(model.named_parameters())}
     with torch.no_grad():
         for name, tensor in [*twin.named_buffers(), *twin.named_parameters()]:
-            if (value := pooled.get(_key(own[name]))) is not None:
+            if (value := values.get(_key(own[name]))) is not None:
                 tensor.copy_(value)
 
 
-def _replaced(obj: Any, pooled: Mapping[Key, torch.Tensor]) -> Any:
-    """Return the object with the pooled values of the buffers in it. The object itself is not changed."""
+def _replaced(obj: Any, values: Mapping[Key, torch.Tensor]) -> Any:
+    """Return the object with other values of tensors in it, given by their memory. The object is not changed."""
     if isinstance(obj, torch.Tensor):
-        return pooled.get(_key(obj), obj) if obj.layout == torch.strided else obj
+        return values.get(_key(obj), obj) if obj.layout == torch.strided else obj
     if isinstance(obj, nn.Module):
-        if not any(_key(buffer) in pooled for buffer in obj.buffers()):
+        if not any(_key(tensor) in values for tensor in [*obj.buffers(), *obj.parameters()]):
             return obj
         twin = copy.deepcopy(obj)
-        _pool_into(obj, twin, pooled)
+        _copy_into(obj, twin, values)
         return twin
     if isinstance(obj, dict):
-        changed = {key: new for key, value in obj.items() if (new := _replaced(value, pooled)) is not value}
+        changed = {key: new for key, value in obj.items() if (new := _replaced(value, values)) is not value}
         if not changed:
             return obj
         new_dict = copy.copy(obj)
         new_dict.update(changed)
         return new_dict
     if type(obj) in (list, tuple):
-        items = [_replaced(value, pooled) for value in obj]
+        items = [_replaced(value, values) for value in obj]
         return obj if all(new is old for new, old in zip(items, obj, strict=True)) else type(obj)(items)
     return obj
 

@@ -14,6 +14,7 @@ import math
 import numbers
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeVar, overload
 
 import torch
@@ -25,7 +26,7 @@ from ..core.joint_batch import clip_factor
 from ..core.layout import OptimizerSpec
 from ..core.requests import COORDINATOR, Send
 from ..errors import UsageError
-from ..shard.foreign import counters_of
+from ..shard.foreign import counters_of, has_modes
 from ..shard.lars import LARS
 from ..shard.optimizers import ServerOptimizer, read_groups, server_optimizer
 from ..sync.events import MOST_NORM, Clip
@@ -94,7 +95,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Raises:
         ConfigurationError: in a run, the optimizer cannot run on slices of the parameters; the message says why.
-        UsageError: `optimizer` is a `DistributedOptimizer`.
+        UsageError: `optimizer` is a `DistributedOptimizer`, or no `torch.optim.Optimizer`.
 
     Example:
         >>> import paceline, torch
@@ -110,6 +111,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
     ) -> None:
         if isinstance(optimizer, DistributedOptimizer):
             raise UsageError("The optimizer is already a DistributedOptimizer; wrap the original optimizer.")
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise UsageError(
+                f"DistributedOptimizer got a {type(optimizer).__name__}, expected a torch.optim.Optimizer. If it is "
+                "built around an optimizer, wrap that one, or use a class that does both, such as AdamWScheduleFree "
+                "instead of ScheduleFreeWrapper."
+            )
         session = current()
         # the class that the servers run; outside a run, any optimizer will do
         self._kind = server_optimizer(optimizer) if session is not None else ServerOptimizer("")
@@ -129,6 +136,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._overflow_watch = OverflowWatch(session) if session is not None else None
         self.marks = Marks(session) if session is not None and session.workers > 1 else None
         self._set_index = 0  # index of this optimizer among those of the script
+        self._evaluates = False  # True if the script has called `eval()` of an optimizer with modes last
         # True if a graph may hold initial weights of a model whose shapes are not all known, which must not change
         # before the step.
         self._begins_at_step = False
@@ -227,6 +235,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         assert self._training is not None
         self._require_current("step()")
         self._training.require_not_idle("step()")
+        self._training.require_training_mode(self._set_index, "step()")
         self._training.require_same(self._set_index, self._parameters())
         if resumption_of(session).repeats:
             self._clip.clear()
@@ -457,10 +466,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._wait_for_forward(self._session)
 
     def __getattr__(self, name: str) -> Any:
-        """Return a public attribute of the wrapped optimizer that this class does not have, for example `eval`.
+        """Return a public attribute of the wrapped optimizer that this class does not have.
 
         A method can be called only outside a run: in a run, the servers hold the optimizer's state, so the method
-        would change this worker's weights, or a state that is not used.
+        would change this worker's weights, or a state that is not used. If the class has both `train` and `eval`, as
+        schedule-free optimizers do, these may be called in a run, too: `eval()` sets the model in this worker to the
+        weights that the class's own `eval()` gives with the current weights and state of the servers, and `train()`
+        to those of the last step again. Meanwhile, `step()` and `editing()` are refused.
         """
         wrapped = self.__dict__.get("_wrapped")
         if wrapped is None or name.startswith("_"):
@@ -468,6 +480,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         value = getattr(wrapped, name)
         if self._session is None or not callable(value):
             return value
+        if name in ("train", "eval") and has_modes(type(wrapped)):
+            return partial(self._set_mode, evaluates=name == "eval")
 
         def refuse(*arguments: object, **options: object) -> None:
             raise UsageError(
@@ -476,6 +490,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
 
         return refuse
+
+    def _set_mode(self, *, evaluates: bool) -> None:
+        """Set the parameters to the weights that are evaluated, or to those that are trained."""
+        self._require_current("eval()" if evaluates else "train()")
+        wrapped: Any = self._wrapped
+        if self._training is None:
+            wrapped.eval() if evaluates else wrapped.train()
+        elif evaluates:
+            self._training.evaluate(self._set_index)
+        else:
+            self._training.train(self._set_index)
+        self._evaluates = evaluates
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -616,6 +642,8 @@ def _begin(session: Session) -> None:
     sets = list(training.sets) if training is not None else []
     indices: list[int] = []
     for optimizer in found:
+        if optimizer._training is None and has_modes(type(optimizer._wrapped)):
+            optimizer._wrapped.train()  # type: ignore[attr-defined]  # the servers begin in training mode
         if optimizer._training is None:
             set_index = training.set_of(optimizer._parameters()) if training is not None else None
         else:
@@ -640,6 +668,9 @@ def _begin(session: Session) -> None:
             optimizer._forward_hook.remove()
             optimizer._forward_hook = None
     are_trained(session, found)
+    for optimizer in found:
+        if optimizer._evaluates:
+            training.evaluate(optimizer._set_index)
 
 
 def _clip_to(max_norm: float, norm: float) -> Clip:

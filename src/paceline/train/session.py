@@ -101,6 +101,14 @@ class Servers(ABC):
         """
 
     @abstractmethod
+    def fetch_evaluated(self) -> Mapping[str, torch.Tensor]:
+        """Return the current weights that are evaluated, by their names in the `state_dict`, in new memory.
+
+        They differ from those that are trained if an optimizer has modes (see `shard.foreign`). May be called only
+        between two iterations.
+        """
+
+    @abstractmethod
     def fetch_state(self) -> list[tuple[ShardSlice, Vectors]]:
         """Return each shard with its optimizer state, which maps "<segment>/<key>" to a tensor.
 

@@ -26,6 +26,7 @@ from ..core.messages import MOST_PARAMETER, Combined, GradientHashed, Observatio
 from ..core.metrics import Settled
 from ..core.requests import COORDINATOR, Send
 from ..errors import NonFiniteGradientError, UsageError
+from ..shard.foreign import has_modes
 from ..shard.optimizers import join_state
 from ..shard.vectors import Vectors, digest, sampled_norm, squared_norm, torch_dtype
 from ..sync.events import Clip, PushFlags
@@ -100,6 +101,7 @@ class WorkerTraining:
         self._said_unabortable = False
         self._thread = threading.get_ident()
         self._inside = ""  # one of the three contexts above, if the script is in one
+        self._evaluated: set[int] = set()  # the sets whose optimizers are in evaluation mode
         # The sets whose last push had NaN in its gradient. The guard of the run must learn of the next one, too.
         self._had_nan: set[int] = set()
         # what was seen of the last push, if the guard is told of it when the script has logged its loss
@@ -167,6 +169,7 @@ class WorkerTraining:
             WeightsChangedError: weights have been changed since the last step.
         """
         self.require_not_idle("The first step with new parameters")
+        self._require_training_mode("The first step with new parameters")
         session, before = self._session, self._trained
         self._weights.require_unchanged()
         trained = TrainedModel.of(sets, before)
@@ -266,6 +269,18 @@ class WorkerTraining:
             )
         if self._inside:
             raise UsageError(f"{call} was called inside `with {self._inside}:`. End this block first.")
+
+    def require_training_mode(self, set_index: int, call: str) -> None:
+        """Raise `UsageError` if the optimizer of a set is in evaluation mode."""
+        if set_index in self._evaluated:
+            raise UsageError(
+                f"{call} was called after the optimizer's eval(), so the model has the weights for evaluation. Call "
+                "the optimizer's train() first, which gives back the weights for training."
+            )
+
+    def _require_training_mode(self, call: str) -> None:
+        for set_index in self._evaluated:
+            self.require_training_mode(set_index, call)
 
     def require_same(
         self, set_index: int, parameters: Sequence[torch.Tensor], *, may_grow: bool = False
@@ -534,10 +549,53 @@ class WorkerTraining:
             self._weights.mark_pulled()
         self.refresh()
 
+    def modes(self, *, training: bool = True) -> list[int]:
+        """Return the sets whose optimizers have modes. If `training` is True, those in training mode only."""
+        found = [index for index, each in enumerate(self.sets) if has_modes(type(each.owner))]
+        return [index for index in found if not (training and index in self._evaluated)]
+
+    def fetch_evaluated(self, sets: Sequence[int]) -> dict[int, torch.Tensor]:
+        """Fetch the current weights of these sets that are evaluated: index of each parameter -> its values.
+
+        They are in new memory on the device of the model. Nothing is fetched if `sets` is empty.
+        """
+        if not sets:
+            return {}
+        found, described = self._session.servers.fetch_evaluated(), self._trained.spec.layout.parameters
+        return {
+            index: found[described[index].names[0]].to(self._trained.device)
+            for set_index in sets
+            for index in self._trained.members[set_index]
+        }
+
+    def evaluate(self, set_index: int) -> None:
+        """Set the parameters of a set to the weights that are evaluated, until `train`.
+
+        Raises:
+            UsageError: the script evaluates or edits the model.
+            WeightsChangedError: weights have been changed since the last step.
+        """
+        self.require_not_idle("The optimizer's eval()")
+        if set_index not in self._evaluated:
+            self._weights.require_unchanged()
+            self._weights.set_apart(self.fetch_evaluated([set_index]))
+            self._evaluated.add(set_index)
+
+    def train(self, set_index: int) -> None:
+        """Set the parameters of a set to the weights of the last pull again.
+
+        Raises:
+            WeightsChangedError: weights have been changed since `evaluate`.
+        """
+        if set_index in self._evaluated:
+            self._weights.put_back(self._trained.members[set_index])
+            self._evaluated.remove(set_index)
+
     @contextmanager
     def editing(self) -> Iterator[None]:
         """Return a context in which the script may edit the weights. See `DistributedOptimizer.editing`."""
         self.require_not_idle("editing()")
+        self._require_training_mode("editing()")
         session, weights = self._session, self._weights
         weights.require_unchanged()
         if session.core.lockstep and session.encodes_weights:
@@ -571,6 +629,7 @@ class WorkerTraining:
     def editing_privately(self) -> Iterator[None]:
         """Return a context after which the weights are those from before it."""
         self.require_not_idle("editing(private=True)")
+        self._require_training_mode("editing(private=True)")
         self._weights.require_unchanged()
         before = self._weights.copies()
         self._inside = EDITING_PRIVATELY

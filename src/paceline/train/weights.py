@@ -13,6 +13,9 @@ every step would cost too much. So copies are made for the first few steps, befo
 each step once a script has restored its weights. Without the truth, a large parameter on the CPU that was edited in
 place counts as changed.
 
+Between `eval()` and `train()` of an optimizer with modes (see `shard.foreign`), its parameters are *apart*: in other
+memory, with the weights that are evaluated. They may not be edited there, and pulls do not change them.
+
 A script that subtracts what it has added restores its weights up to rounding. This is no error, either, if the
 weights at which it has computed the gradient explain the difference. The weights are then those of the last pull.
 """
@@ -20,7 +23,7 @@ weights at which it has computed the gradient explain the difference. The weight
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Protocol
 from weakref import finalize
 
@@ -64,6 +67,8 @@ class Weights:
         self._subtracts = False  # True if it has restored them up to rounding
         # index -> copy of a parameter with which a gradient was computed, if it may differ from the last pull
         self._used: dict[int, torch.Tensor] = {}
+        # index -> version counter of each parameter that `set_apart` has set to other values
+        self._apart: dict[int, int] = {}
 
     def copy_to(self, vectors: Vectors) -> None:
         """Copy the values of the parameters into flat vectors. Parameters of other vectors are not copied."""
@@ -82,11 +87,12 @@ class Weights:
         vectors = stager.weights
         self._views = parameter_views(self._layout, vectors)
         changed = []
-        for index, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
+        here = [index for index in range(len(self._parameters)) if index not in self._apart]
+        for index in here:
             true = stager.true_values(index)
-            if not same(parameter, view if true is None else true):
+            if not same(self._parameters[index], self._views[index] if true is None else true):
                 changed.append(index)
-        point_at(self._parameters, self._views)
+        point_at([self._parameters[index] for index in here], [self._views[index] for index in here])
         for index in changed:
             torch.autograd.graph.increment_version(self._parameters[index])
         # A sample is superfluous if the stager notices all edits.
@@ -104,7 +110,8 @@ class Weights:
             indices: the parameters that were pulled; None for all parameters.
         """
         self._stager.weights_pulled(set_index)
-        pulled = self._parameters if indices is None else [self._parameters[index] for index in indices]
+        indices = range(len(self._parameters)) if indices is None else indices
+        pulled = [self._parameters[index] for index in indices if index not in self._apart]
         # Tell autograd that the weights have changed, because it cannot detect that a pull has written to them.
         torch.autograd.graph.increment_version(pulled)
         self.mark()
@@ -166,6 +173,41 @@ class Weights:
             self._restores = self._restores or bool(suspects or differs)
         self._mark()
 
+    def set_apart(self, values: Mapping[int, torch.Tensor]) -> None:
+        """Set parameters to other values, in memory that no pull changes, until `put_back`.
+
+        Args:
+            values: index of each parameter -> its values, in memory that nothing else uses.
+        """
+        parameters = [self._parameters[index] for index in values]
+        point_at(parameters, list(values.values()))
+        self._invalidate(parameters)
+        self._apart |= {index: self._parameters[index]._version for index in values}
+
+    def put_back(self, indices: Sequence[int]) -> None:
+        """Set parameters that were set apart to the values of the last pull again.
+
+        Raises:
+            WeightsChangedError: a parameter was edited meanwhile.
+        """
+        self._require_unedited_apart()
+        parameters = [self._parameters[index] for index in indices]
+        point_at(parameters, [self._views[index] for index in indices])
+        self._invalidate(parameters)
+        for index, parameter in zip(indices, parameters, strict=True):
+            del self._apart[index]
+            self._versions[index] = parameter._version
+
+    def _invalidate(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Tell autograd and `torch.autocast` that parameters have other values."""
+        torch.autograd.graph.increment_version(parameters)
+        torch.clear_autocast_cache()
+
+    def _require_unedited_apart(self) -> None:
+        for index, version in self._apart.items():
+            if self._parameters[index]._version != version:
+                raise change_error(self._layout.parameters[index], "was edited after the optimizer's eval(),")
+
     def _are_in_place(self) -> bool:
         """Return True if each parameter is at its place. This takes a tenth of the time of `_moved`."""
         try:
@@ -177,6 +219,8 @@ class Weights:
         """Return the parameters that are in other memory."""
         moved = []
         for index, parameter in enumerate(self._parameters):
+            if index in self._apart:
+                continue
             view = self._views[index]
             if parameter.shape != view.shape:
                 raise shape_error(self._layout.parameters[index], parameter.shape)
@@ -211,7 +255,7 @@ class Weights:
         rounded = []
         for index, value in enumerate(present):
             view = self._views[index]
-            if value.dtype == view.dtype and same(value, view):
+            if index in self._apart or (value.dtype == view.dtype and same(value, view)):
                 continue
             if not self._is_rounded(index, value):
                 kept = dict.fromkeys(moved)  # these parameters have their values elsewhere
@@ -309,6 +353,7 @@ class Weights:
     def change_after_training(self) -> str:
         """Describe a change of the weights after the last step; return "" if there is none."""
         try:
+            self._require_unedited_apart()
             self.require_unchanged(anywhere=True)  # a script may end with model.cpu()
         except WeightsChangedError as error:
             change = str(error).partition(" outside step() ")[0]
@@ -328,7 +373,11 @@ class Weights:
         versions = [parameter._version for parameter in self._parameters]
         if versions == self._versions:
             return []
-        return [index for index, version in enumerate(versions) if version != self._versions[index]]
+        return [
+            index
+            for index, version in enumerate(versions)
+            if version != self._versions[index] and index not in self._apart
+        ]
 
     def _sample_differs(self) -> bool:
         return not all(torch.equal(part, copy) for part, copy in self._samples)

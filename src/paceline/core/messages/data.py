@@ -310,8 +310,9 @@ class KeptStates(Message):
 
 @sent("coordinator", to="server", during="serving")
 @sent("reader", to="server", forwarded=False)
+@sent("worker", to="server", forwarded=False)
 class FetchSnapshot(Message):
-    """Request the current weights of a shard. Sent by readers, and by the coordinator at the end of a run.
+    """Request the current weights of a shard that are evaluated. The coordinator sends this at the end of a run.
 
     Attributes:
         shard: index of the shard.
@@ -325,8 +326,9 @@ class FetchSnapshot(Message):
 
 @sent("server", to="coordinator", during="serving", forwarded=False)
 @sent("server", to="reader", forwarded=False)
+@sent("server", to="worker", forwarded=False)
 class Snapshot(Message):
-    """The current weights of a shard, with their version.
+    """The current weights of a shard that are evaluated, with their version.
 
     The payload contains the weights and, for shard 0, the buffers of the model, pooled across workers, followed by
     those values of frozen parameters that the server keeps.
