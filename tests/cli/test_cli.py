@@ -191,6 +191,7 @@ def test_a_script_that_cannot_be_compiled_is_refused_before_anything_starts(
 
 RUN_OPTIONS = {
     "--checkpoint-every": "Time between two checkpoints, such as 30s, 5min or 1h",
+    "--server-device": "Device on which the servers make the steps",
     "--keep": "Number of the newest checkpoints that are kept",
     "--checkpoint-dir": "Directory for the run's checkpoints",
     "--resume": "Go on with the run in this directory",
@@ -645,6 +646,7 @@ ANY_NAME = {
     "--tensorboard",
     "--checkpoint-dir",
 }  # options whose value may be any text
+NEED_SERVERS = {("join", "--listen"), ("join", "--server-device")}
 REQUIRED = {  # what each command needs besides the option
     "run": ["--dry-run", "train.py"],
     "check": ["train.py"],
@@ -676,7 +678,7 @@ def test_nonsense_for_any_option_is_refused_in_one_sentence_that_names_it(
 ) -> None:
     for name, value in {**SLURM, "PACELINE_SECRET": "0" * 64}.items():
         monkeypatch.setenv(name, value)
-    brings = ["--servers", "1"] if (command, option) == ("join", "--listen") else []
+    brings = ["--servers", "1"] if (command, option) in NEED_SERVERS else []
     # The value of --dashboard may be left out, and what follows is then the script.
     given = [f"{option}={NONSENSE}"] if option == "--dashboard" else [option, NONSENSE]
     ended = call(*command.split(), *brings, *given, *REQUIRED.get(command, []))

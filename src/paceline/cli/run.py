@@ -466,6 +466,15 @@ def join(
             rich_help_panel="Servers on this machine",
         ),
     ] = 0,
+    server_device: Annotated[
+        str,
+        typer.Option(
+            SETTINGS["server_device"].option,
+            metavar=SETTINGS["server_device"].metavar,
+            help=SETTINGS["server_device"].help,
+            rich_help_panel="Servers on this machine",
+        ),
+    ] = "cpu",
     wait: Annotated[
         float,
         number_option(
@@ -499,11 +508,11 @@ def join(
     The tasks of a Slurm job need no address: srun paceline join --slurm train.py (see paceline join --slurm --help).
     """
     with interruptible("nothing was started"):
-        from ..start.processes.devices import assign_devices, shared
+        from ..start.processes.devices import assign_devices, devices_of_servers, shared
         from ..trace.run_dir import require_usable
 
         place = address_of(address)
-        require_processes(script, workers, servers, listen, port)
+        require_processes(script, workers, servers, listen, port, server_device)
         require_own_address(listen)
         if str(script).startswith("-"):
             raise ConfigurationError(
@@ -517,6 +526,7 @@ def join(
         # The servers look here for the modules that --import has named, as those of `serve` do.
         sys.path.append(os.getcwd())
         assigned = assign_devices(devices, workers, usual=1, imports=imports or ())
+        of_servers = devices_of_servers(server_device, assigned.devices, imports or ())
         if run_dir is not None:
             require_usable(run_dir)
         token = secret_of(secret_file)
@@ -536,7 +546,7 @@ def join(
             workers=assigned.workers,
             devices=assigned.devices,
             imports=imports or (),
-            servers=ServerOffer(servers, listen, port, sys.path) if servers else None,
+            servers=ServerOffer(servers, listen, port, sys.path, of_servers) if servers else None,
             console=console,
             patience_s=wait,
             rejoins=rejoin,
@@ -585,7 +595,9 @@ def _tell_how_to_join(address: str, job: Job, announce_to: int | None, *, is_new
         announce(announce_to, Announcement(address, job.run_dir, secret_file))
 
 
-def require_processes(script: Path | None, workers: int | None, servers: int, listen: str, port: int) -> None:
+def require_processes(
+    script: Path | None, workers: int | None, servers: int, listen: str, port: int, server_device: str
+) -> None:
     """Raise `ConfigurationError` unless a machine that joins has something to do, and its options belong together."""
     if workers == 0 and not servers:
         raise ConfigurationError(
@@ -596,10 +608,10 @@ def require_processes(script: Path | None, workers: int | None, servers: int, li
             "the script is missing: paceline join HOST:PORT SCRIPT. Only a machine without workers (--workers 0) "
             "needs none."
         )
-    if (listen or port) and not servers:
+    of_servers = {"--listen": listen, "--port": port, "--server-device": server_device.removeprefix("cpu")}
+    if not servers and (given := " and ".join(name for name, value in of_servers.items() if value)):
         raise ConfigurationError(
-            "--listen and --port are for the servers of this machine, and it brings none; add --servers 1, or omit "
-            "them."
+            f"{given} is for the servers of this machine, and it brings none; add --servers 1, or omit {given}."
         )
 
 

@@ -77,8 +77,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
             "by-parameter" for slices that contain about the same number of whole parameters.
         overlap: "shards" if each shard answers pulls independently, or "off" if no worker pulls until all workers
             have pushed to all shards.
-        server_device: the device on which servers make the steps of optimizers that need whole tensors, as the user
-            names it. Each machine looks for it.
+        server_device: the device on which the servers of the launcher's machine make the steps of optimizers that need
+            whole tensors, as the user names it.
         sync: the sync model, or one model per shard, and any planned changes, in the notation of the command line.
         imports: modules that every process imports, because they define sync models or conditions that the run
             uses or may change to.
@@ -117,7 +117,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         wire: the format in which float32 gradients and weights travel between processes.
         optimizers: the places from which processes may take the classes of optimizers that are not torch's.
         devices: the device of each worker that the launcher starts; () if none is assigned.
-        server_devices: the devices among which the servers that the launcher starts are divided; () for the CPU.
+        server_devices: the devices among which the servers of this machine are divided; () for the CPU.
         resumed: the checkpoint with which the run begins; None if it begins anew.
         lineage: the identity of the run and of those that have resumed it in its directory, which its checkpoints
             carry. See `paceline.checkpoints.manifest`.

@@ -65,6 +65,15 @@ def port(name: str, value: Any) -> int:
     return value
 
 
+def named_device(name: str, value: object) -> str:
+    """Accept "auto", or the name of a device in torch's notation."""
+    if not re.fullmatch(r"(?!cpu:|auto:)[a-z][a-z0-9_]*(:[0-9]{1,4})?", str(value)):
+        raise ConfigurationError(
+            f"{name} is {value!r}, expected 'cpu', 'auto', or a device such as 'cuda:1'."
+        )
+    return str(value)
+
+
 def run_dir(name: str, value: str | os.PathLike[str]) -> str:
     """Accept a directory that can be written and contains no run."""
     require_usable(value)

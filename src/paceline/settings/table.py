@@ -31,6 +31,7 @@ from .checks import (
     Setting,
     directory_or_bucket,
     duration,
+    named_device,
     number,
     numbers,
     one_of,
@@ -138,7 +139,7 @@ class Settings(TypedDict, total=False):
             "a device such as cuda or cuda:1, or auto for an accelerator of the machine that no worker of the run "
             "uses, if there is one. The steps of other optimizers are made on the CPU.",
             metavar="<cpu|auto|DEVICE>",
-            check=lambda name, value: str(value),
+            check=named_device,
         ),
     ]
     split: Annotated[

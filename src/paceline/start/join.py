@@ -71,7 +71,6 @@ from ..wire.secure import Contexts, contexts
 from ..wire.stream import Stream, no_payload
 from ..wire.transports import TCP, is_local, seen_from
 from .local import FIRST_PAUSE_S, MOST_REJOINS, HostMachine, LocalEngine, Process, Rejoins
-from .processes.devices import devices_of_servers
 from .processes.interruption import Interruption
 from .processes.orders import payload_of_server
 from .processes.program import EXIT_PEER_LOST
@@ -114,12 +113,14 @@ class ServerOffer(msgspec.Struct, frozen=True):
             the coordinator, "0.0.0.0" or "::" for all addresses.
         port: TCP port of the servers; 0 for any free port.
         path: module search path from which they import what users define.
+        devices: see `Job.server_devices`.
     """
 
     count: int
     listen: str = ""
     port: int = 0
     path: Sequence[str] = ()
+    devices: tuple[Device, ...] = ()
 
 
 def join(
@@ -193,10 +194,8 @@ def join(
                 job = decode_job(admitted.job, admitted.now_ticks)
                 if checkpoint is not None:
                     job = structs.replace(job, resumed=ResumedFrom(str(checkpoint)))
-                found: tuple[Device, ...] = ()
-                if servers is not None:
-                    found = devices_of_servers(job.server_device, devices, [*job.imports, *imports])
-                job = claim_run_dir(structs.replace(job, run_dir=folder, server_devices=found))
+                of_servers = () if servers is None else servers.devices
+                job = claim_run_dir(structs.replace(job, run_dir=folder, server_devices=of_servers))
                 folder, first = job.run_dir, False
                 listener = None
                 if sock is not None:

@@ -26,6 +26,7 @@ from msgspec import structs
 from ...errors import ConfigurationError
 from ...run.compute_devices import CPU, Device
 from ...run.job import Job
+from ...settings import SETTINGS
 from ...sync.plugins import load_models
 from .program import Companion
 
@@ -37,11 +38,6 @@ DRIVERS = {"cuda": "libcuda.so.1", "rocm": "/dev/kfd", "xpu": "/dev/dri"}
 
 AUTO = "auto"
 BACKENDS = "torch.backends"  # group of entry points that torch loads by itself
-SHAPES = {
-    "devices": "a list of devices such as 'cuda:0,cuda:1,cpu'",
-    "server_device": "one device such as 'cuda:1' or 'cpu'",
-}
-"""Name of a setting -> what users may write besides "auto"."""
 ENTRY = re.compile(r"([a-z][a-z0-9_]*)(?::([0-9]{1,4}))?")
 
 
@@ -112,7 +108,7 @@ def assign_devices(
     Raises:
         ConfigurationError: the devices cannot be used, or do not fit the number of workers.
     """
-    entries = _entries("devices", wanted)
+    entries = _entries(wanted)
     some = type(workers) is int and workers > 0  # whoever makes the job refuses other numbers
     if entries is None:
         found = _chosen_devices(imports) if workers is None or some else []
@@ -146,18 +142,13 @@ def devices_of_servers(
     Raises:
         ConfigurationError: there is no such device.
     """
-    if wanted == CPU.kind:
+    if SETTINGS["server_device"].value(wanted) == CPU.kind:
         return ()
-    entries = _entries("server_device", wanted)
-    if entries is None:
-        used = {device.name for device in workers}
-        found = [device for device in _chosen_devices(imports) if device.name not in used]
-    elif len(entries) == 1:
+    if (entries := _entries(wanted)) is not None:
         found = _named("server_device", entries, imports)
     else:
-        raise ConfigurationError(
-            f"server_device is {wanted!r}, expected 'auto' alone, or {SHAPES['server_device']}."
-        )
+        used = {device.name for device in workers}
+        found = [device for device in _chosen_devices(imports) if device.name not in used]
     return tuple(alone(found)) if found else ()
 
 
@@ -210,13 +201,8 @@ def shared(devices: Sequence[Device]) -> str:
     )
 
 
-def _entries(name: str, wanted: object) -> list[tuple[str, int]] | None:
-    """Return the kind and the index of each device that the user wants; None for all accelerators.
-
-    Args:
-        name: name of the setting.
-        wanted: its value.
-    """
+def _entries(wanted: object) -> list[tuple[str, int]] | None:
+    """Return the kind and the index of each device that the user wants; None for all accelerators."""
     if wanted is None:
         return None
     each = wanted if isinstance(wanted, Iterable) and not isinstance(wanted, str) else str(wanted).split(",")
@@ -227,7 +213,9 @@ def _entries(name: str, wanted: object) -> list[tuple[str, int]] | None:
     for word in words:
         read = ENTRY.fullmatch(word)
         if read is None or word == AUTO or (read[1] == CPU.kind and read[2]):
-            raise ConfigurationError(f"{name} contains {word!r}, expected 'auto' alone, or {SHAPES[name]}.")
+            raise ConfigurationError(
+                f"devices contains {word!r}, expected 'auto' alone, or a list of devices such as 'cuda:0,cuda:1,cpu'."
+            )
         entries.append((read[1], int(read[2] or 0)))
     return entries
 
