@@ -167,9 +167,12 @@ class ForAccelerators(Rule):
 
 
 class Lookahead(torch.optim.Optimizer):
+    """Has hyper-parameters that are in none of its groups."""
+
     def __init__(self, base: torch.optim.Optimizer, alpha: float = 0.5) -> None:
-        self.base = base
         super().__init__(base.param_groups, {"alpha": alpha})
+        self.base = base
+        self.param_groups = [{"params": group["params"]} for group in base.param_groups]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -177,33 +180,34 @@ class Lookahead(torch.optim.Optimizer):
 
 
 class Switching(Rule):
-    """Negates the weights for an evaluation. If `undoes` is False, `train()` leaves them so."""
+    """Negates the weights for an evaluation, which fails before the first step. `train()` may leave them so."""
 
-    training = False
+    training, evaluates = False, False
 
     def __init__(self, params: Any, lr: float = 0.1, undoes: bool = True) -> None:
         super().__init__(params, lr, undoes=undoes)
 
     def update(self, weight: torch.Tensor, gradient: torch.Tensor, state: Any, group: Any) -> None:
         assert self.training, "call train() first"
+        state["steps"] = state.get("steps", 0) + 1
         weight.sub_(gradient, alpha=group["lr"])
 
     def train(self) -> None:
-        if not self.training and self.param_groups[0]["undoes"]:
+        if self.evaluates and self.param_groups[0]["undoes"]:
             self._negate()
-        self.training = True
+        self.training, self.evaluates = True, False
 
     def eval(self) -> None:
-        if self.training:
+        if not self.evaluates:
             self._negate()
-        self.training = False
+        self.training, self.evaluates = False, True
 
     @torch.no_grad()
     def _negate(self) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter in self.state:
-                    parameter.neg_()
+                assert self.state[parameter]["steps"]
+                parameter.neg_()
 
 
 class SwitchingBase(torch.optim.SGD):
@@ -418,6 +422,8 @@ def test_alone_the_methods_of_the_wrapped_optimizer_are_passed_through() -> None
     optimizer = paceline.DistributedOptimizer(Private(parameters()))
     optimizer.train()
     assert optimizer.training
+    sum(parameter.sum() for parameter in optimizer.param_groups[0]["params"]).backward()
+    optimizer.step()
     optimizer.eval()
     assert not optimizer.training
     assert not hasattr(optimizer, "first_step")

@@ -15,6 +15,7 @@ import paceline
 from paceline import DistributedOptimizer, simulate, worker_count, worker_index
 from paceline.errors import UsageError, WeightsChangedError
 from paceline.sim import Cluster
+from tests.support.delayed_queue import on_the_double
 
 if TYPE_CHECKING:
     from tests.conftest import RunOnThreads
@@ -175,6 +176,20 @@ def test_a_live_run_is_its_simulation_to_the_bit(
     for key, value in run.state_dict.items():
         assert torch.equal(value, expected[key])
     assert live[0] == live[1] == simulated[0]
+
+
+@pytest.mark.parametrize("name", ["AdamW", OWN])
+def test_on_a_device_whose_copies_are_late_too(name: str) -> None:
+    of_device: list[Any] = []
+    of_host: list[Any] = []
+    cluster = Cluster([1.0, 1.3], servers=2)
+    with on_the_double(seed=1, piece_bytes=256):
+        found = simulate(cluster, "bsp", train_fn=training(name, told=of_device.append)).state_dict
+    expected = simulate(cluster, "bsp", train_fn=training(name, told=of_host.append)).state_dict
+    assert found is not None
+    assert expected is not None
+    assert of_device == of_host
+    assert all(torch.equal(value, expected[key]) for key, value in found.items())
 
 
 # -- what is evaluated, and when ----------------------------------------------------------------------------

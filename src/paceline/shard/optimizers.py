@@ -29,7 +29,7 @@ import torch
 from ..core.layout import HyperParameter, HyperParameters, Layout, ShardSlice
 from ..core.messages import MOST_STATES_BYTES
 from ..errors import ConfigurationError, ProtocolError, UsageError
-from .foreign import Tested, build, class_of, has_modes, try_foreign
+from .foreign import Tested, build, class_of, has_modes, look_inside, try_foreign
 from .lars import LARS
 from .optimizer_sources import class_name
 from .vectors import Vectors, dtype_name, lent_bytes
@@ -116,7 +116,9 @@ def server_optimizer(optimizer: torch.optim.Optimizer) -> ServerOptimizer:
     if (name := torch_name(kind)) is not None:
         return ServerOptimizer(name, name in TENSORWISE)
     base = next((base for base in kind.__mro__ if base.__name__ in REFUSED and _is_of_torch(base)), None)
-    tested = try_foreign(optimizer, read_groups(optimizer)) if base is None else REFUSED[base.__name__]
+    tested = look_inside(optimizer) if base is None else REFUSED[base.__name__]
+    if not tested.reason:
+        tested = try_foreign(optimizer, read_groups(optimizer))
     if tested.reason:
         others = (
             "Optimizers that update each element or each tensor independently can run there, for example "
