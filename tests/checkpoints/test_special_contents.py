@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import schedulefree
 import torch
 from torch import nn
 
@@ -14,6 +16,7 @@ import paceline
 from paceline.checkpoints.reading import Checkpoint
 from paceline.core.layout import Layout, Parameter
 from paceline.errors import CheckpointError
+from paceline.run.readers import evaluated_in
 from paceline.train.worker_state import hyper_parameters
 from tests.support.sharded import LINEAGE, Net, Shards, model_of
 
@@ -144,3 +147,39 @@ def test_a_buffer_that_the_format_cannot_contain_is_named_by_its_dtype(tmp_path:
     with pytest.raises(CheckpointError, match=r"a tensor of torch\.complex128, which"):
         shards.write(tmp_path, net=net)
     assert list((tmp_path / LINEAGE).iterdir()) == []
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_weights_and_state_are_in_training_mode_and_those_for_an_evaluation_follow(
+    trains: bool, tmp_path: Path
+) -> None:
+    """Whether the script has called `train()` before training began makes no difference."""
+    net, alone = Net(), Net()
+    optimizer, expected = (schedulefree.AdamWScheduleFree(each.parameters(), lr=0.1) for each in (net, alone))
+    expected.train()
+    if trains:
+        optimizer.train()
+    shards = Shards(model_of(net, [optimizer]), 3, net)
+    for seed in range(4):
+        step(net, optimizer, shards, seed)
+        for parameter, each in zip(alone.parameters(), net.parameters(), strict=True):
+            parameter.grad = each.grad
+        expected.step()
+    checkpoint = Checkpoint(shards.write(tmp_path, settings=[hyper_parameters(optimizer)]))
+
+    loaded = Net(1)
+    again = schedulefree.AdamWScheduleFree(loaded.parameters())
+    loaded.load_state_dict(checkpoint.state_dict)
+    again.load_state_dict(checkpoint.optimizers[0])
+    assert_close(loaded, dict(alone.named_parameters()))
+    again.eval()
+    expected.eval()
+    assert_close(loaded, dict(alone.named_parameters()))
+    assert_close(loaded, evaluated_in(checkpoint))
+    again.train()
+    again.step()
+
+
+def assert_close(net: nn.Module, expected: Mapping[str, torch.Tensor]) -> None:
+    for name, parameter in net.named_parameters():
+        assert torch.allclose(parameter, expected[name], rtol=1e-6, atol=1e-6)

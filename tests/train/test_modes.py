@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -305,6 +306,32 @@ def test_evaluating_and_save_use_the_weights_for_evaluation(host: Callable[..., 
     last: list[torch.Tensor] = []
     final = host(train)
     assert torch.equal(torch.cat([value.flatten() for value in final.values()]), last[0])
+
+
+@pytest.mark.parametrize("sync", ["bsp", "asp"])
+def test_a_worker_that_joins_late_has_the_weights_for_an_evaluation_until_it_trains(
+    sync: str, run_on_threads: RunOnThreads
+) -> None:
+    joins, looked = threading.Event(), threading.Event()
+
+    def train() -> None:
+        script = Script(MAKERS["AdamW"])
+        if worker_index() == 0:
+            script.step(5)
+            told.append(script.evaluated)
+            joins.set()
+            assert looked.wait(60.0)
+        else:
+            with paceline.evaluating(script.model) as snapshot:
+                found = torch.cat([p.detach().flatten() for p in snapshot.parameters()])
+            assert torch.equal(found, told[0])
+            looked.set()
+        script.step(3)
+        script.optimizer.eval()
+
+    told: list[torch.Tensor] = []
+    run = run_on_threads(train, workers=2, servers=2, sync=sync, late=joins, imports=["schedulefree"])
+    assert all(value.isfinite().all() for value in run.state_dict.values())
 
 
 def test_between_eval_and_train_no_step_and_no_edit_is_possible(host: Callable[..., Any]) -> None:

@@ -347,7 +347,7 @@ class Fetches(Servers):
 
     def fetch_model(self, digest: Callable[[FrozenSpec], str]) -> Mapping[str, torch.Tensor] | None:
         if (checkpoint := self._checkpoint()) is not None and self.links.core.started is None:
-            return _evaluated_in(checkpoint)
+            return evaluated_in(checkpoint)
         return self._read(partial(_read_model, digest))
 
     def _checkpoint(self) -> Checkpoint | None:
@@ -545,7 +545,7 @@ class Fetches(Servers):
         )
 
 
-def _evaluated_in(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+def evaluated_in(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     """Return the buffers in a checkpoint, and its weights that are evaluated."""
     model = msgspec.json.decode(checkpoint.job, type=JobCut).model
     if all(each.name in OF_TORCH for each in model.optimizers):
