@@ -15,7 +15,7 @@ from paceline.cli.console import run_app
 from .harness import command_of
 
 NAMES = (
-    "transport overlap links codecs step sync zipline simulator guard look unequal what-if advice auto data "
+    "transport overlap links codecs step slicing sync zipline simulator guard look unequal what-if advice auto data "
     "coordinator startup late-join checkpoints ray-startup accelerator"
 )
 BENCHMARKS = {name: name.replace("-", "_") for name in NAMES.split()} | {"overlap": "overlap.measurement"}

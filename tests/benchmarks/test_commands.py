@@ -25,6 +25,7 @@ OPTIONS = {
     "links": {"--rate", "--sizes", "--rounds", "--wire"},
     "codecs": {"--rounds"},
     "step": {"--rounds"},
+    "slicing": {"--rounds"},
     "sync": set[str](),
     "zipline": {"--rounds"},
     "simulator": set[str](),

@@ -1,0 +1,212 @@
+"""`python -m benchmarks slicing`: slices of whole tensors against even ones, and servers against threads of one.
+
+The tensors of an optimizer that needs them whole, such as Muon, are divided among the shards by what updates cost.
+The layout is that of a transformer: Muon trains the matrices of its layers, and AdamW the embedding and the vectors.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from statistics import median
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+
+from paceline.cli.console import TellShare
+from paceline.core.layout import Layout, ModelSpec, OptimizerSpec, Parameter, ShardSlice
+from paceline.shard.optimizers import make_optimizer
+from paceline.shard.store import Push, Store
+
+from .harness import Benchmark, Columns, Figures, Rounds, marked, rounds_text
+
+SHARDS = 4
+GOAL = 1.1  # largest ratio of the time of a step, whole tensors to even slices
+TABLE = 16_384  # rows of the embedding
+
+
+class SlicingRow(msgspec.Struct, frozen=True):
+    """A step of all shards with one way of slicing.
+
+    Attributes:
+        slicing: the optimizer of the matrices, and how they are sliced.
+        largest: size of the largest shard, as a multiple of the mean.
+        mean_ms: mean processor time of a shard's step.
+        slowest_ms: that of the slowest shard, which workers wait for.
+        even_ms: the slowest shard's with the same updates on even slices; 0 if they do not exist.
+    """
+
+    slicing: str
+    largest: float
+    mean_ms: float
+    slowest_ms: float
+    even_ms: float
+
+
+class ParallelRow(msgspec.Struct, frozen=True):
+    """A step of Muon by servers that run at the same time.
+
+    Attributes:
+        servers: number of servers.
+        threads: number of threads of each.
+        step_ms: time until all have made their steps.
+        alone_ms: time of the step by one server with one thread.
+    """
+
+    servers: int
+    threads: int
+    step_ms: float
+    alone_ms: float
+
+
+SLICING_COLUMNS: Columns[SlicingRow] = {
+    "slices": lambda row: row.slicing,
+    "largest / mean size": lambda row: f"{row.largest:.2f}",
+    "step: mean (ms)": lambda row: f"{row.mean_ms:.1f}",
+    "slowest shard (ms)": lambda row: f"{row.slowest_ms:.1f}",
+    "to even slices": lambda row: (
+        marked(f"{row.slowest_ms / row.even_ms:.2f}", row.slowest_ms <= GOAL * row.even_ms)
+        if row.even_ms
+        else "-"
+    ),
+    "slowest / mean": lambda row: f"{row.slowest_ms / row.mean_ms:.2f}",
+}
+
+PARALLEL_COLUMNS: Columns[ParallelRow] = {
+    "servers": lambda row: str(row.servers),
+    "threads of each": lambda row: str(row.threads),
+    "step (ms)": lambda row: f"{row.step_ms:.1f}",
+    "times as fast": lambda row: f"{row.alone_ms / row.step_ms:.2f}",
+}
+
+
+class _Shard(NamedTuple):
+    store: Store
+    pushes: Sequence[Push]
+
+    def step(self) -> None:
+        """Make a step of each parameter set."""
+        for number, push in enumerate(self.pushes):
+            self.store.put(0, number, push)
+            self.store.apply([(0, number)], [1.0])
+
+
+@Benchmark(minutes=3, quick={"rounds": 1, "width": 32})
+def measure(tell: TellShare, rounds: Rounds = 15, width: int = 512, layers: int = 10) -> list[Figures[Any]]:
+    """Compare steps on slices of whole tensors with steps on even slices, and servers with threads of one server.
+
+    The steps of the shards are timed one after the other, in turns of all ways of slicing. Their processor time hardly
+    depends on other programs. Servers that run at the same time are timed by the clock.
+    """
+    ways = {
+        "AdamW, even": ("AdamW", False),
+        "AdamW, whole tensors": ("AdamW", True),
+        "Muon, whole tensors": ("Muon", True),
+    }
+    models = {name: _model(*way, width, layers) for name, way in ways.items()}
+    slices = {name: model.sliced(SHARDS, "auto") for name, model in models.items()}
+    shards = {name: [_shard(models[name], bounds) for bounds in slices[name]] for name in ways}
+    times_ms: dict[str, list[list[float]]] = {name: [[] for _ in range(SHARDS)] for name in ways}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for number in range(rounds + 1):  # the first one touches the memory
+            tell(f"round {number}", 0.5 * number / (rounds + 1))
+            for index in range(SHARDS):
+                for name in ways:
+                    times_ms[name][index].append(_processor_ms(shards[name][index].step))
+        typical = {name: [median(each[1:]) for each in of_shards] for name, of_shards in times_ms.items()}
+        rows = [
+            SlicingRow(
+                name,
+                max(each.size_bytes for each in slices[name])
+                / (sum(each.size_bytes for each in slices[name]) / SHARDS),
+                sum(typical[name]) / SHARDS,
+                max(typical[name]),
+                0.0 if ways[name][0] == "Muon" else max(typical["AdamW, even"]),
+            )
+            for name in ways
+        ]
+        shards.clear()
+        parallel = _parallel(models["Muon, whole tensors"], rounds, tell)
+    finally:
+        torch.set_num_threads(threads)
+    caption = f"goal: whole tensors within {GOAL - 1:.0%} of even slices; {rounds_text(rounds)}"
+    size = f"{layers} layers of width {width}, embedding of {TABLE} rows"
+    return [
+        Figures(f"A step of {SHARDS} shards on one core each: {size}", rows, SLICING_COLUMNS, caption),
+        Figures("A step of Muon: several servers, or threads of one server", parallel, PARALLEL_COLUMNS),
+    ]
+
+
+def _parallel(model: ModelSpec, rounds: int, tell: TellShare) -> list[ParallelRow]:
+    """Time steps of one server with one and two threads, and of two servers at the same time with one thread each."""
+    held = {count: [_shard(model, bounds) for bounds in model.sliced(count, "auto")] for count in (1, 2)}
+    cases = [(1, 1), (1, 2), (2, 1)]
+    times_ms: dict[tuple[int, int], list[float]] = {case: [] for case in cases}
+    with ThreadPoolExecutor(2) as pool:
+        for number in range(rounds + 1):
+            tell(f"servers, round {number}", 0.5 + 0.5 * number / (rounds + 1))
+            for servers, threads in cases:
+
+                def step(shard: _Shard, threads: int = threads) -> None:
+                    torch.set_num_threads(threads)
+                    shard.step()
+
+                begun_s = time.perf_counter()
+                list(pool.map(step, held[servers]))
+                times_ms[servers, threads].append(1e3 * (time.perf_counter() - begun_s))
+    typical = {case: median(each[1:]) for case, each in times_ms.items()}
+    return [ParallelRow(*case, typical[case], typical[1, 1]) for case in cases]
+
+
+def _model(name: str, whole: bool, width: int, layers: int) -> ModelSpec:
+    """Return a transformer whose matrices an optimizer trains that may need whole tensors, and the rest AdamW."""
+    matrices, vectors = list[Parameter](), [Parameter(("embedding",), (TABLE, width), "float32", set_index=1)]
+    for layer in range(layers):
+        shapes = [(width, width)] * 4 + [(4 * width, width), (width, 4 * width)]
+        matrices += [Parameter((f"{layer}.{i}",), shape, "float32") for i, shape in enumerate(shapes)]
+        sizes = [width] * 2 + [4 * width, width]
+        vectors += [
+            Parameter((f"{layer}.{i}.bias",), (n,), "float32", set_index=1) for i, n in enumerate(sizes)
+        ]
+    first, second = (_spec(kind, len(each)) for kind, each in ((name, matrices), ("AdamW", vectors)))
+    return ModelSpec(
+        Layout.of([*matrices, *vectors]), msgspec.structs.replace(first, whole=whole), (), (second,)
+    )
+
+
+def _spec(name: str, parameters: int) -> OptimizerSpec:
+    group = make_optimizer(name, ({"lr": 1e-3},), [[torch.zeros(1, 1)]]).param_groups[0]
+    settings = {key: value for key, value in group.items() if key != "params"}
+    return OptimizerSpec(name, (settings,), (0,) * parameters)
+
+
+def _shard(model: ModelSpec, bounds: ShardSlice) -> _Shard:
+    generator = torch.Generator().manual_seed(bounds.index)
+    weights, gradient = (
+        {
+            name: torch.randn(stop - start, generator=generator)
+            for name, (start, stop) in bounds.bounds.items()
+        }
+        for _ in range(2)
+    )
+    present = b"\1" * len(model.layout.parameters)
+    pushes = [
+        Push(
+            {name: each for name, each in gradient.items() if name in bounds.of_set(i).bounds},
+            present,
+            spec.groups,
+            i,
+        )
+        for i, spec in enumerate(model.optimizers)
+    ]
+    return _Shard(Store(bounds, weights, model.optimizers_over_layout), pushes)
+
+
+def _processor_ms(work: Callable[[], object]) -> float:
+    begun_s = time.thread_time()
+    work()
+    return 1e3 * (time.thread_time() - begun_s)
