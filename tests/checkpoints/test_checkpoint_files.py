@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from paceline.checkpoints.reading import newest_whole
-from paceline.shard.optimizers import ELEMENTWISE, decode_states
+from paceline.shard.optimizers import ELEMENTWISE
+from paceline.shard.vectors import decode_states
 from tests.support.sharded import LINEAGE, Net, Shards, model_of
 
 Optimizers = Callable[[nn.Module], list[torch.optim.Optimizer]]

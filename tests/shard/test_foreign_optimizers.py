@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -143,11 +144,14 @@ class Worded(Rule):
         weight.sub_(change, alpha=group["lr"] * sum(group["mix"]))
 
 
-class Logged(Rule):
-    """Keeps a list per parameter."""
+class Holding(Rule):
+    """Keeps a queue per parameter."""
+
+    def __init__(self, params: Any, nested: bool = False) -> None:
+        super().__init__(params, nested=nested)
 
     def update(self, weight: torch.Tensor, gradient: torch.Tensor, state: Any, group: Any) -> None:
-        state.setdefault("norms", []).append(0.0)
+        state["norms"] = [deque([0.0])] if group["nested"] else deque([0.0])
         weight.sub_(gradient, alpha=group["lr"])
 
 
@@ -164,6 +168,74 @@ class Rounded(Rule):
 class ForAccelerators(Rule):
     def update(self, weight: torch.Tensor, gradient: torch.Tensor, state: Any, group: Any) -> None:
         raise RuntimeError("the kernel adam_8bit is not there for the CPU")
+
+
+class Counting(Rule):
+    """Counts its steps, and moves the weights by less and less."""
+
+    count = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.counted()
+        super().step()
+
+    def counted(self) -> None:
+        self.count += 1
+
+    def number(self) -> int:
+        return self.count
+
+    def update(self, weight: torch.Tensor, gradient: torch.Tensor, state: Any, group: Any) -> None:
+        weight.sub_(gradient, alpha=group["lr"] / self.number())
+
+
+class CountingInState(Counting):
+    def counted(self) -> None:
+        self.state["k"] = self.number() + 1  # type: ignore[index]
+
+    def number(self) -> int:
+        return self.state.get("k", 0)  # type: ignore[call-overload, no-any-return]
+
+
+class CountingInGroup(Counting):
+    """Adds an entry to each group, and one that depends on all gradients."""
+
+    def __init__(self, params: Any, *, summing: bool = False) -> None:
+        super().__init__(params, summing=summing)
+
+    def counted(self) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+
+    def number(self) -> int:
+        return self.param_groups[0]["step"]  # type: ignore[no-any-return]
+
+    def update(self, weight: torch.Tensor, gradient: torch.Tensor, state: Any, group: Any) -> None:
+        super().update(weight, gradient, state, group)
+        if group["summing"]:
+            group["total"] = group.get("total", 0.0) + gradient.sum()
+
+
+class Curved(Rule):
+    """Divides by the diagonal of the Hessian."""
+
+    def update(self, weight: torch.Tensor, gradient: torch.Tensor, state: Any, group: Any) -> None:
+        curvature: Any = 0.0
+        if gradient.requires_grad:
+            with torch.enable_grad():
+                [curvature] = torch.autograd.grad(gradient.sum(), weight)
+        weight.sub_(gradient.detach() / (1 + curvature), alpha=group["lr"])
+
+
+class OfLoss(Rule):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = 0.0 if closure is None else float(closure())
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=group["lr"] / (1 + loss))
+        return loss
 
 
 class Lookahead(torch.optim.Optimizer):
@@ -260,6 +332,7 @@ ACCEPTED: dict[str, Callable[[], torch.optim.Optimizer]] = {
         [{"params": parameters()[:1], "lr": 0.0}, {"params": parameters()[1:], "betas": (0.5, 0.6)}]
     ),
     "it overrides the step of SGD": lambda: Clamped(parameters(), lr=0.1, momentum=0.9),
+    "it counts in its groups": lambda: CountingInGroup(parameters()),
     "hidden settings have their default": lambda: Hidden(parameters()),
     "words and triples": lambda: Worded(parameters(), mode="plain", mix=(1.0, 2.0, 3.0)),
     "it has modes": lambda: Switching(parameters()),
@@ -283,7 +356,25 @@ REFUSED: dict[str, tuple[Callable[[], torch.optim.Optimizer], str]] = {
     "norm of the gradient": (lambda: JointlyNormalized(parameters(), lr=0.1), "depends on others.*shape"),
     "even with a tiny rate": (lambda: JointlyNormalized(parameters(), lr=1e-9), "depends on others"),
     "settings outside the groups": (lambda: Hidden(parameters(), power=3), "built from its hyper-parameters"),
-    "a list in the state": (lambda: Logged(parameters()), "state 'norms' is of type list"),
+    "an object in the state": (lambda: Holding(parameters()), "state 'norms' is of type deque"),
+    "a strange object in a list": (
+        lambda: Holding(parameters(), nested=True),
+        r"state norms\[0\] is a .*deque",
+    ),
+    "a counter in the state": (
+        lambda: CountingInState(parameters()),
+        "an entry 'k' besides those of parameters",
+    ),
+    "a counter in an attribute": (
+        lambda: Counting(parameters()),
+        "a checkpoint cannot hold all that it keeps",
+    ),
+    "a sum over all parameters": (
+        lambda: CountingInGroup(parameters(), summing=True),
+        "'total' in a parameter group is .* instead of",
+    ),
+    "second derivatives": (lambda: Curved(parameters()), "computes derivatives of the gradients"),
+    "the loss": (lambda: OfLoss(parameters()), r"depends on the loss that step\(closure\) returns"),
     "a wrapper": (
         lambda: Lookahead(torch.optim.SGD(parameters(), lr=0.1)),
         "built around another optimizer, SGD in the attribute 'base'",
@@ -305,7 +396,7 @@ REFUSED: dict[str, tuple[Callable[[], torch.optim.Optimizer], str]] = {
         lambda: ForAccelerators(parameters()),
         "a step on a small copy of it failed.*adam_8bit.* can run there, for example SGD, Adam, AdamW",
     ),
-    "a closure is required": (lambda: NeedsClosure(parameters()), "needs the closure"),
+    "a closure is required": (lambda: NeedsClosure(parameters()), r"the loss that step\(closure\) returns"),
 }
 
 
@@ -473,7 +564,7 @@ def test_the_state_of_slices_joins_to_that_of_the_whole_and_back() -> None:
 
 
 def test_a_counter_in_a_group_is_kept_when_the_learning_rate_changes() -> None:
-    class Counting(Rule):
+    class CountingK(Rule):
         def __init__(self, params: Any, lr: float = 0.1, k: int = 0) -> None:
             super().__init__(params, lr, k=k)
 
@@ -486,12 +577,8 @@ def test_a_counter_in_a_group_is_kept_when_the_learning_rate_changes() -> None:
             weight.sub_(gradient, alpha=group["lr"] / (1 + group["k"]))
 
     weight = nn.Parameter(torch.zeros(4))
-    optimizer = Counting([weight], lr=1.0)
+    optimizer = CountingK([weight], lr=1.0)
     name = server_optimizer(optimizer).name
-    assert foreign.counters_of(optimizer) == ["k"]  # a run refuses to save its state
-    lion = Lion(parameters())
-    server_optimizer(lion)
-    assert foreign.counters_of(lion) == []
     layout = Layout.of([Parameter(("p",), (4,), "float32")])
     [bounds] = layout.slice_evenly(1)
     weights = {"float32": torch.zeros(bounds.bounds["float32"][1])}
@@ -595,6 +682,40 @@ def test_unknown_hyper_parameters_are_refused_by_name() -> None:
     optimizer.param_groups[0]["mix"] = {"a": 1}
     with pytest.raises(ConfigurationError, match=r"mix is \{'a': 1\}"):
         read_groups(optimizer)
+
+
+def test_a_default_of_the_class_that_cannot_be_sent_need_not_be_sent() -> None:
+    class Typed(Rule):
+        def __init__(self, params: Any, lr: float = 0.1, dtype: Any = torch.float64) -> None:
+            super().__init__(params, lr, dtype=dtype)
+
+        def update(self, weight: torch.Tensor, gradient: torch.Tensor, state: Any, group: Any) -> None:
+            weight.sub_(gradient.to(group["dtype"]), alpha=group["lr"])
+
+    assert not server_optimizer(Typed(parameters())).whole
+    assert read_groups(Typed(parameters())) == ({"lr": 0.1},)
+    with pytest.raises(ConfigurationError, match=r"dtype is torch\.float16, .* or the default of the class"):
+        server_optimizer(Typed(parameters(), dtype=torch.float16))
+
+
+def test_groups_may_be_told_apart_by_entries_of_the_script() -> None:
+    class Both(Rule):
+        """Whitens matrices, as the Muon of several packages does, and takes the sign for other parameters."""
+
+        def update(self, weight: torch.Tensor, gradient: torch.Tensor, state: Any, group: Any) -> None:
+            if group["use_muon"]:
+                assert gradient.dim() == 2
+                u, _, v = torch.linalg.svd(gradient, full_matrices=False)
+                gradient = u @ v
+            weight.sub_(gradient.sign() if not group["use_muon"] else gradient, alpha=group["lr"])
+
+    matrix, *others = parameters()
+    optimizer = Both([{"params": [matrix], "use_muon": True}, {"params": others, "use_muon": False}])
+    assert server_optimizer(optimizer).whole
+    assert read_groups(optimizer) == ({"lr": 0.1, "use_muon": True}, {"lr": 0.1, "use_muon": False})
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, 10, cycle_momentum=False)
+    optimizer.param_groups[0]["note"] = "added later"
+    assert [group.keys() for group in read_groups(optimizer)] == [{"lr", "use_muon"}] * 2
 
 
 def test_arguments_of_the_constructor_come_from_the_first_group() -> None:

@@ -104,10 +104,10 @@ model, first, second, loader = paceline.prepare(model, first, second, loader)
     ),
     "Muon, and a class of one's own": (
         """
-from own import NormalizedSGD
+from own import Whitened
 
 first = torch.optim.Muon([model[0].weight, model[3].weight], lr=0.02)
-second = NormalizedSGD([model[0].bias, model[3].bias], lr=0.01, momentum=0.9)
+second = Whitened([model[0].bias, model[3].bias], lr=0.01)
 model, first, second, loader = paceline.prepare(model, first, second, loader)
 """,
         """
@@ -142,16 +142,29 @@ OWN = """
 import torch
 
 
-class NormalizedSGD(torch.optim.SGD):
+class Whitened(torch.optim.Optimizer):
+    def __init__(self, params, lr=0.01):
+        super().__init__(params, {"lr": lr})
+
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    parameter.grad.div_(parameter.grad.norm() + 1e-6)
-        return super().step(closure)
+                    state = self.state[parameter]
+                    if not state:
+                        state["sides"] = [torch.eye(n) for n in parameter.shape]
+                        state["seen"] = {"steps": 0}
+                    state["seen"]["steps"] += 1
+                    update = parameter.grad
+                    for side in state["sides"]:
+                        side.mul_(0.9).add_(torch.outer(update, update))
+                        values, vectors = torch.linalg.eigh(side)
+                        update = vectors @ (values.clamp(min=1e-6).rsqrt() * (vectors.T @ update))
+                    parameter.sub_(update, alpha=group["lr"] * (1 + 1 / group["step"]) / state["seen"]["steps"] ** 0.1)
 """
-"""A module with an optimizer that needs whole tensors."""
+"""A module with an optimizer that needs whole tensors, nests its state, and counts in its groups."""
 
 KILLS = -(-int(os.environ.get("PACELINE_CHAOS", "4")) // len(SCRIPTS))
 """Number of times that each script is killed, one after the other."""

@@ -16,9 +16,9 @@ from paceline.checkpoints.writing import Draft, ShardWriter, shard_content
 from paceline.core.job_cut import JobCut
 from paceline.core.layout import BufferSpec, Layout, ModelSpec, OptimizerSpec, Parameter
 from paceline.core.messages import ShardState
-from paceline.shard.optimizers import encode_states, read_groups, server_optimizer
+from paceline.shard.optimizers import read_groups, server_optimizer
 from paceline.shard.store import Push, Store
-from paceline.shard.vectors import dtype_name, parameter_views, sliced, torch_dtype
+from paceline.shard.vectors import dtype_name, encode_states, parameter_views, sliced, torch_dtype
 
 LINEAGE = "paceline-0123456789abcdef"
 """The identity of the checkpoints."""
@@ -108,7 +108,6 @@ class Shards:
             for name, vector in checkpoint.weights(self.model.layout, bounds).items():
                 store.weights[name].copy_(vector)
             store.load_optimizer_state(checkpoint.optimizer_state(self.model, bounds))
-            store.load_counters(checkpoint.counters(self.model))
 
     def named_weights(self) -> dict[str, torch.Tensor]:
         """Return the weights by their names."""

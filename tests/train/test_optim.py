@@ -100,7 +100,7 @@ def test_an_optimizer_that_cannot_run_on_slices_is_refused_by_name(
 ) -> None:
     def train() -> None:
         model = net()
-        with pytest.raises(ConfigurationError, match=rf"^{name} cannot run on the servers, .* SGD, Adam,"):
+        with pytest.raises(ConfigurationError, match=rf"^{name} cannot run on the servers, .* Use Adam,"):
             DistributedOptimizer(kind(model.parameters(), lr=0.1))
         step(model, DistributedOptimizer(Mine(model.parameters(), lr=0.1)))
 

@@ -375,3 +375,11 @@ def test_a_bar_of_tqdm_is_full_at_the_end_of_each_epoch(
         assert drawn == expected
         assert (drawn != 20) if sync == "asp" else (drawn == 20)
     assert log.count("100%|") >= 2
+
+
+def test_the_page_of_optimizers_is_what_the_test_of_their_classes_finds() -> None:
+    require("pytorch_optimizer")
+    require("schedulefree")
+    script = PAGE.parent / "make_optimizers.py"
+    ended = subprocess.run([sys.executable, script, "--check"], env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert ended.returncode == 0, f"run: python {script}"

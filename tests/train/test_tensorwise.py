@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import runpy
 import sys
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ import paceline
 from paceline import DistributedOptimizer, simulate, worker_count, worker_index
 from paceline.core.layout import Layout, ModelSpec, OptimizerSpec, Parameter
 from paceline.errors import ConfigurationError
+from paceline.shard.vectors import tensors_of
 from paceline.sim import Cluster
 from tests.support.live import run_program
 from tests.support.marks import thorough
@@ -63,6 +65,35 @@ class NormalizedSGD(torch.optim.SGD):
         return super().step(closure)
 
 
+class Whitened(torch.optim.Optimizer):
+    """Whitens the gradient of each tensor along each dimension, as Shampoo and SOAP do, and nests its state."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state, update = self.state[parameter], parameter.grad
+                if not state:
+                    state["sides"] = [torch.eye(n, dtype=update.dtype) if n > 1 else [] for n in update.shape]
+                    state["seen"] = {"steps": 0, "words": ("whitened", None)}
+                state["seen"]["steps"] += 1
+                for dim, side in enumerate(state["sides"]):
+                    if len(side):
+                        along = update.movedim(dim, 0).reshape(len(side), -1)
+                        side.mul_(0.9).add_(along @ along.T)
+                        values, vectors = torch.linalg.eigh(side)
+                        power = vectors @ (values.clamp(min=1e-6).pow(-0.25)[:, None] * vectors.T)
+                        update = torch.tensordot(power, update, dims=[[1], [dim]]).movedim(0, dim)
+                rate = group["lr"] * group["step"] / (group["step"] + 1)
+                parameter.sub_(update, alpha=rate / state["seen"]["steps"] ** 0.25)
+
+
 def muon_and_adamw(net: Net) -> list[torch.optim.Optimizer]:
     trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in trained if parameter.dim() == 2]
@@ -74,11 +105,12 @@ def one_of(kind: Callable[..., torch.optim.Optimizer], **settings: Any) -> Calla
     return lambda net: [kind([p for p in net.parameters() if p.requires_grad], **settings)]
 
 
-OWN = "a class of one's own"
+OWN, NESTED = "a class of one's own", "a class with nested state"
 MAKERS: dict[str, Callable[[Net], Sequence[torch.optim.Optimizer]]] = {
     "Muon and AdamW": muon_and_adamw,
     "Adafactor": one_of(torch.optim.Adafactor, lr=0.05, weight_decay=0.1),
     OWN: one_of(NormalizedSGD, lr=0.05, momentum=0.9),
+    NESTED: one_of(Whitened, lr=0.05),
 }
 TOLERANCES = {
     "Muon and AdamW": 2e-3
@@ -140,7 +172,7 @@ def test_the_number_of_servers_does_not_change_a_bit(name: str) -> None:
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-@pytest.mark.parametrize("name", [name for name in MAKERS if name != OWN])  # servers cannot import this file
+@pytest.mark.parametrize("name", ["Muon and AdamW", "Adafactor"])  # servers cannot import this file
 def test_a_live_run_is_its_simulation_to_the_bit(
     name: str, transport: str, run_on_threads: RunOnThreads
 ) -> None:
@@ -163,6 +195,34 @@ def test_a_live_run_is_its_simulation_to_the_bit(
                     assert of_servers[key].shape == value.shape
 
 
+@pytest.mark.parametrize("name", [OWN, NESTED])
+def test_the_state_can_be_fetched_and_loaded_with_what_is_counted_in_the_groups(name: str) -> None:
+    states: list[Any] = []
+    simulate(Cluster([1.0, 1.1], servers=2), "bsp", train_fn=training(name, told=states.append))
+    alone: list[Any] = []
+    training(name, told=alone.append)()
+    for [found] in states:
+        [expected] = alone[0]
+        assert found["param_groups"][0].get("step") == expected["param_groups"][0].get("step")
+        for position, entries in expected["state"].items():
+            torch.testing.assert_close(tensors_of(found["state"][position]), tensors_of(entries))
+
+    def go_on() -> State:
+        net = Net()
+        [own] = MAKERS[name](net)
+        optimizer: Any = DistributedOptimizer(own, model=net)
+        optimizer.load_state_dict(copy.deepcopy(states[0][0]))
+        for step in range(5):
+            optimizer.zero_grad()
+            net.loss(torch.ones(4, 12, dtype=torch.float64), torch.arange(4), step).backward()
+            optimizer.step()
+        return net.state_dict()
+
+    run = simulate(Cluster([1.0], servers=3), "bsp", train_fn=go_on)
+    assert run.state_dict is not None
+    assert largest_difference(run.state_dict, go_on()) <= 1e-12
+
+
 @pytest.mark.parametrize("servers", [(1, 3), (3, 1)], ids=str)
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_run_goes_on_from_a_cut_on_another_number_of_servers(name: str, servers: tuple[int, int]) -> None:
@@ -172,11 +232,11 @@ def test_a_run_goes_on_from_a_cut_on_another_number_of_servers(name: str, server
         generator = torch.Generator().manual_seed(1)
         x, y = torch.randn(64, 12, generator=generator).double(), torch.arange(64) % 5
         loader = paceline.distribute(DataLoader(TensorDataset(x, y), batch_size=8))
-        for epoch in paceline.epochs(3):
-            for step, (images, labels) in enumerate(loader):
+        for _ in paceline.epochs(3):
+            for images, labels in loader:
                 for optimizer in optimizers:
                     optimizer.zero_grad()
-                net.loss(images, labels, epoch + step).backward()
+                net.loss(images, labels, int(labels.sum())).backward()  # a resumed loop counts from 0
                 for optimizer in optimizers:
                     optimizer.step()
 

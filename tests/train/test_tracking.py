@@ -19,7 +19,7 @@ from paceline.core.data_ledger import LoopPositions
 from paceline.core.messages import EpochReached, LoopPosition, StatesDecided
 from paceline.core.requests import Send
 from paceline.errors import ProtocolError, UsageError
-from paceline.shard.optimizers import decode_states, encode_states
+from paceline.shard.vectors import decode_states, encode_states
 from paceline.sim import Cluster, Presence, simulate
 from paceline.train import session as sessions
 

@@ -20,8 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline
 from paceline import DistributedOptimizer, worker_index
 from paceline.errors import ConfigurationError, UsageError, WeightsChangedError
-from paceline.shard.optimizers import encode_states
-from paceline.shard.vectors import digest, digest_of
+from paceline.shard.vectors import digest, digest_of, encode_states
 from paceline.train.data import EpochOrder
 from paceline.train.generator_states import generators_lock
 from paceline.train.job_model import Buffers, JointModel

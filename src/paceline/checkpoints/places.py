@@ -20,10 +20,10 @@ import safetensors.torch
 import torch
 from torch.serialization import skip_data
 
-from ..core.layout import Layout, ModelSpec, ShardSlice, StateEntries
+from ..core.layout import HyperParameters, Layout, ModelSpec, ShardSlice, StateEntries, joint_counters
 from ..errors import CheckpointError
-from ..shard.optimizers import NUMBER, OF_TORCH, entry_of, make_optimizer, specimen
-from ..shard.vectors import bytes_of, torch_dtype
+from ..shard.optimizers import OF_TORCH, make_optimizer, specimen
+from ..shard.vectors import NESTED, NUMBER, bytes_of, entries_of, tensors_of, torch_dtype
 
 MODEL = "model.safetensors"
 PLACES = "places.json"  # exists while the checkpoint is being written
@@ -55,7 +55,10 @@ class Places(msgspec.Struct, frozen=True):
 
 
 class _Entry(NamedTuple):
-    """An entry of the optimizer state of a parameter. A vector is described by a tensor without values."""
+    """An entry of the optimizer state of a parameter, by its name in a result of `shard.vectors.tensors_of`.
+
+    A vector is described by a tensor without values.
+    """
 
     value: torch.Tensor
     is_vector: bool
@@ -96,8 +99,15 @@ def lay_out(
     state = _joined(layout, slices, entries)
     vectors: dict[int, dict[str, int]] = {}
     members = []
+    counters = joint_counters(each.counters for each in entries)
     for index in range(len(model.optimizers)):
-        groups = _groups_of(model, index, entries[0], settings[index] if index < len(settings) else ())
+        groups = _groups_of(
+            model,
+            index,
+            entries[0].groups[index],
+            counters[index] if counters else (),
+            settings[index] if index < len(settings) else (),
+        )
         names = tuple(itertools.chain.from_iterable(group["params"] for group in groups))
         members.append(names)
         vectors |= _lay_out_optimizer(folder / optimizer_file(index), layout, names, groups, state)
@@ -164,6 +174,7 @@ def _joined(
         described = [
             *((name, dtype, None) for name, dtype in found.vectors.items()),
             *((name, dtype, value) for name, (dtype, value) in found.numbers.items()),
+            *((name, "uint8", value) for name, value in found.nested.items()),
         ]
         for name, dtype, value in described:
             position, _, key = name.partition("/")
@@ -172,24 +183,30 @@ def _joined(
             if value is None:
                 shape = found.shapes.get(name, layout.parameters[index].shape)
                 of_parameter[key] = _Entry(torch.empty(shape, dtype=torch_dtype(dtype)), is_vector=True)
+            elif isinstance(value, bytes):
+                structure = torch.frombuffer(bytearray(value), dtype=torch.uint8)
+                of_parameter[key] = _Entry(structure, is_vector=False)
             elif key not in of_parameter or of_parameter[key].value.item() < value:
                 of_parameter[key] = _Entry(torch.tensor(value, dtype=torch_dtype(dtype)), is_vector=False)
     return joined
 
 
 def _groups_of(
-    model: ModelSpec, index: int, entries: StateEntries, settings: Settings
+    model: ModelSpec,
+    index: int,
+    servers: Sequence[HyperParameters],
+    counters: Sequence[HyperParameters],
+    settings: Settings,
 ) -> list[dict[str, Any]]:
     """Return the groups of an optimizer with all settings that torch expects, and the names of their parameters."""
     spec = model.optimizers_over_layout[index]
-    servers = entries.groups[index]
     groups: list[dict[str, Any]] = [dict(group) for group in servers]
     if spec.name in OF_TORCH:  # this process does not load classes of users
         parameters = [[specimen(whole=spec.whole)] for _ in servers]
         groups = make_optimizer(spec.name, servers, parameters).param_groups
     for group, more in zip(groups, settings, strict=False):
         group.update(more)
-    for group, counted in zip(groups, entries.counters[index] if entries.counters else (), strict=False):
+    for group, counted in zip(groups, counters, strict=False):
         group.update(counted)
     for number, group in enumerate(groups):
         group["params"] = [
@@ -213,13 +230,9 @@ def _lay_out_optimizer(
     of_member = {
         position: state[index_of[name]] for position, name in enumerate(members) if index_of[name] in state
     }
-    state_dict = {
+    state_dict: dict[str, Any] = {
         "state": {
-            position: {
-                key: value
-                for name, entry in entries.items()
-                for key, value in entry_of(name, entry.value).items()
-            }
+            position: entries_of({name: entry.value for name, entry in entries.items()})
             for position, entries in of_member.items()
         },
         "param_groups": [
@@ -236,10 +249,10 @@ def _lay_out_optimizer(
     except RuntimeError as error:  # torch's own writer does not say what the system has reported
         raise OSError(0, f"{path.name} cannot be created") from error
     in_file = [
-        (members[position], key, entry)
-        for position, entries in of_member.items()
-        for key, entry in entries.items()
-        if not key.startswith(NUMBER)
+        (members[position], key, of_member[position][key])
+        for position, entries in state_dict["state"].items()
+        for key in tensors_of(entries)
+        if not key.startswith((NUMBER, NESTED))
     ]
     places: dict[int, dict[str, int]] = {}
     with path.open("r+b") as file:

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import safetensors
 import torch
 
-from ..core.layout import HyperParameters, Layout, ModelSpec, ShardSlice
+from ..core.layout import Layout, ModelSpec, ShardSlice
 from ..errors import CheckpointError, first_line
-from ..shard.optimizers import slice_state
+from ..shard.optimizers import slice_state, with_counters
 from ..shard.vectors import Vectors, dtype_name, segment_views, torch_dtype
 from .manifest import (
     MANIFEST,
@@ -170,12 +170,9 @@ class Checkpoint:
             for position, name in enumerate(record.parameters):
                 if name in of_name and position in entries:
                     state[of_name[name]] = entries[position]
-        return slice_state(bounds, parameters, state)
-
-    def counters(self, model: ModelSpec) -> list[tuple[HyperParameters, ...]]:
-        """Return what each optimizer of a model has changed in its own groups. See `StateEntries.counters`."""
         known = dict(self._records(model))
-        return [known[index].counters if index in known else () for index in range(len(model.optimizers))]
+        counters = [known[index].counters if index in known else () for index in range(len(model.optimizers))]
+        return with_counters(slice_state(bounds, parameters, state), counters)
 
     def _records(self, model: ModelSpec) -> list[tuple[int, OptimizerRecord]]:
         """Return those optimizers of the checkpoint that the model has, too, with their indices."""

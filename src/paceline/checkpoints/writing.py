@@ -25,9 +25,10 @@ import msgspec
 import torch
 
 from .. import VERSION
-from ..core.layout import ModelSpec, ShardSlice, StateEntries, item_bytes
+from ..core.layout import ModelSpec, ShardSlice, StateEntries, item_bytes, joint_counters
 from ..errors import CheckpointError
 from ..files import read_regular
+from ..shard.optimizers import vectors_in
 from ..shard.vectors import Vectors, bytes_of, segment_views, torch_dtype
 from .manifest import (
     DRAFT,
@@ -201,7 +202,7 @@ class Draft:
         for path in files_in(self.path):
             await_disk(path)
             records[str(path.relative_to(self.path))] = record_of(path, pace)
-        counters = self._entries[0].counters
+        counters = joint_counters(each.counters for each in self._entries)
         optimizers = tuple(
             OptimizerRecord(
                 spec.name,
@@ -346,7 +347,7 @@ def shard_content(bounds: ShardSlice, weights: Vectors, state: Vectors) -> list[
         weights: the shard's slice of the weights.
         state: the shard's optimizer state, as returned by `Store.optimizer_state()`.
     """
-    vectors = [state[name].contiguous() for name in sorted(state) if state[name].dim()]
+    vectors = [vector.contiguous() for vector in vectors_in(state).values()]
     return [bytes_of(vector.reshape(-1)) for vector in [*segment_views(bounds, weights), *vectors]]
 
 

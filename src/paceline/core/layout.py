@@ -26,8 +26,9 @@ of these vectors without conversion.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple, TypeVar
 
@@ -422,6 +423,16 @@ HyperParameter = float | int | bool | str | tuple[float | None, ...] | None
 
 HyperParameters = dict[str, HyperParameter]
 """The settings of one parameter group: `lr`, `momentum`, `betas`, ..."""
+
+Counters = tuple[tuple[HyperParameters, ...], ...]
+"""For each parameter set, what the optimizer itself has changed in each group, or has added to the group; () for a set
+that has no such optimizer, or no parameters in a shard. Only optimizers that are not torch's do that."""
+
+
+def joint_counters(of_shards: Iterable[Counters]) -> Counters:
+    """Return, for each parameter set, the counters in the first shard that has some. They are equal in all of them."""
+    by_set = itertools.zip_longest(*of_shards, fillvalue=())
+    return tuple(next(filter(None, of_set), ()) for of_set in by_set)
 
 
 class OptimizerSpec(msgspec.Struct, frozen=True):
@@ -901,16 +912,17 @@ class StateEntries(msgspec.Struct, frozen=True, omit_defaults=True):
             with a shape of their own.
         numbers: "<segment>/<key>" -> (name of the dtype in torch, value), for entries with one value.
         groups: for each parameter set, the hyper-parameters of each group as the last push had set them.
-        counters: for each parameter set, what the optimizer itself has changed in each group. Only optimizers that
-            are not torch's do that.
+        counters: see `Counters`.
         shapes: "<segment>/<key>" -> shape, for entries of optimizers that need whole tensors.
+        nested: "<segment>/<key>" -> bytes, for entries that say how others are nested. See `shard.vectors`.
     """
 
     vectors: dict[str, str]
     numbers: dict[str, tuple[str, float | int]]
     groups: tuple[tuple[HyperParameters, ...], ...]
-    counters: tuple[tuple[HyperParameters, ...], ...] = ()
+    counters: Counters = ()
     shapes: dict[str, tuple[int, ...]] = {}
+    nested: dict[str, bytes] = {}
 
     def size_of(self, name: str, bounds: ShardSlice) -> int:
         """Return the number of values of an entry in `vectors`."""

@@ -553,7 +553,6 @@ def evaluated_in(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     (bounds,) = model.sliced(1, "auto")
     store = Store(bounds, checkpoint.weights(model.layout, bounds), model.optimizers_over_layout)
     store.load_optimizer_state(checkpoint.optimizer_state(model, bounds))
-    store.load_counters(checkpoint.counters(model))
     return checkpoint.state_dict | named_weights(model.layout, store.evaluated())
 
 

@@ -422,7 +422,7 @@ def require_meaningful(checkpoint: Checkpoint) -> None:
     Raises:
         CheckpointError: its content means nothing to this version of Paceline.
     """
-    from ..shard.optimizers import require_states  # imports torch
+    from ..shard.vectors import require_states  # imports torch
     from .registration import require_sound_parameters
 
     try:

@@ -83,9 +83,8 @@ from ..core.requests import (
 from ..errors import ConfigurationError, PacelineError, ProtocolError, UserCodeError, first_line
 from ..files import PatientWriter, Unfinished
 from ..shard.foreign import class_of
-from ..shard.optimizers import decode_states
 from ..shard.store import Push
-from ..shard.vectors import Vectors
+from ..shard.vectors import Vectors, decode_states
 from ..trace.keyframes import keyframe_of
 from ..trace.recording import Header, Recorder
 from ..wire.memory import MASTER, ConnectionSource, PassedSockets, Region

@@ -40,7 +40,7 @@ from ..core.messages import (
 )
 from ..errors import ProtocolError
 from ..shard.codecs import BaseSender, Receiver, Sender
-from ..shard.optimizers import require_plausible_state
+from ..shard.optimizers import COUNTERS, require_plausible_state
 from ..shard.store import BufferSlots, Push, Store
 from ..shard.vectors import GroupsReader, Vectors, bytes_of, pack, packed_bytes, tensors_over, unpack
 from ..wire.memory import MASTER, PIECE_BYTES, Region, cut, find_memory
@@ -242,11 +242,9 @@ class ServerMemory:
             for name, value in checkpoint.optimizer_state(
                 plan.model, bounds, lacking=initial is not None
             ).items()
-            if bounds.segments[int(name.partition("/")[0])].parameter >= known
+            if name == COUNTERS or bounds.segments[int(name.partition("/")[0])].parameter >= known
         }
         self.begin(index, [bytearray(part) for part in parts])
-        if self._next is None:
-            self.stores[index].load_counters(checkpoint.counters(plan.model))
 
     def prepare(self, model: ModelSpec, slices: Sequence[ShardSlice], master: Region | None) -> None:
         """Prepare to store an extended model. If this method is called again, what has arrived since is forgotten."""

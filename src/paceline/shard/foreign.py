@@ -11,20 +11,17 @@ The test takes a few steps on small parameters of several shapes, with the scrip
 that are built like those of two servers: first on slices, then on whole tensors. It is done in double precision and in
 the dtypes of the model, and takes some milliseconds. If all results differ, the optimizer is refused, with what
 differed.
-
-Some classes *have modes*: their `train()` and `eval()` exchange the weights for others, which they compute from the
-weights and the state, as schedule-free optimizers do. A server's optimizer is in training mode from the beginning. The
-server calls `eval()` of a copy, on copies of its weights, when somebody asks for the weights that are evaluated. The
-test compares these, too, with what `eval()` gives in one process, and requires that `train()` undoes `eval()`.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 from collections import OrderedDict, defaultdict
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import cloudpickle
@@ -33,6 +30,7 @@ import torch
 from ..core.layout import HyperParameters
 from ..errors import ConfigurationError, UsageError, first_line
 from .optimizer_sources import OptimizerSources, class_name
+from .vectors import entries_of, tensors_of
 
 SHAPES = ((), (1,), (7,), (4, 3), (3, 2, 2, 2), (3, 5), (2, 3, 2), (5, 1, 2), (2, 3, 1, 2))
 LARGE = ((4608,), (72, 64), (18, 16, 16), (18, 16, 4, 4))  # shapes of parameters whose state is looked at
@@ -49,7 +47,6 @@ Kind = TypeVar("Kind", bound=type[torch.optim.Optimizer])
 
 _registered: dict[type, bool] = {}  # class -> True if it needs whole tensors
 _classes: dict[str, type[torch.optim.Optimizer]] = {}
-_counters: dict[type, set[str]] = {}  # the hyper-parameters that an optimizer changes in its own steps
 # The sources of this process, in a list of at most one. It is empty in a process that is not part of a run.
 _sources: list[OptimizerSources] = []
 
@@ -275,22 +272,59 @@ def try_foreign(optimizer: torch.optim.Optimizer, groups: Sequence[HyperParamete
     with torch.random.fork_rng(devices=[]):
         if reason := _rounded_state(optimizer, groups):
             return Tested(reason, instead=UNROUNDED)
-        trial = _Trial.of(optimizer, servers_kind, groups[:MOST_GROUPS])
+        trial = _Trial(optimizer, servers_kind, groups[:MOST_GROUPS])
         known = _registered.get(kind)
+        if trial.reason or (trial.random and known is None):
+            return Tested(trial.reason or RANDOM)
+        if trial.random:
+            return Tested("", known is True)
         if reason := trial.difference(trial.whole, BUILT, sliced=known is False):
             return Tested(reason)
-        if known is not None:
-            return Tested("", known)
-        if not (reason := trial.difference(trial.slices, ON_SLICES, sliced=True)):
-            return Tested()
-        if not (other := trial.difference(trial.tensors, ON_TENSORS, sliced=False)):
-            return Tested("", whole=True)
-        return Tested(reason if other == reason else f"{reason}; {other}")
+        whole = known
+        reasons = []
+        for parts, words, kept_whole in ((trial.slices, ON_SLICES, False), (trial.tensors, ON_TENSORS, True)):
+            if whole is None:
+                if reason := trial.difference(parts, words, sliced=not kept_whole):
+                    reasons.append(reason)
+                else:
+                    whole = kept_whole
+        if whole is None:
+            return Tested("; ".join(dict.fromkeys(reasons)))
+        return Tested(trial.difference(trial.whole, RESUMED, sliced=not whole, resumed=True), whole)
 
 
-def counters_of(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return the hyper-parameters that an optimizer changes in its own steps, as seen in the test of its class."""
-    return sorted(_counters.get(type(optimizer), ()))
+def groups_without_parameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return a copy of each parameter group, without its parameters."""
+    return [
+        {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+    ]
+
+
+def changed_groups(
+    optimizer: torch.optim.Optimizer, settings: Sequence[HyperParameters], built: Sequence[Mapping[str, Any]]
+) -> tuple[HyperParameters, ...]:
+    """Return what an optimizer has itself changed in its groups, or added to them.
+
+    Args:
+        optimizer: the optimizer.
+        settings: the hyper-parameters of each group as they were set last.
+        built: its groups when it was built, for the entries that are no hyper-parameters.
+    """
+    changed: list[HyperParameters] = []
+    for group, known, before in zip(optimizer.param_groups, settings, built, strict=True):
+        numbers = {
+            key: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+            for key, value in group.items()
+        }
+        changed.append(
+            {
+                key: value
+                for key, value in numbers.items()
+                if isinstance(value, int | float | str | None)
+                and {**before, **known}.get(key, group) != value
+            }
+        )
+    return tuple(changed)
 
 
 def _is_sent(kind: type) -> bool:
@@ -325,93 +359,164 @@ UNROUNDED = (
 BUILT = "an optimizer that is built from its hyper-parameters updates differently: "
 ON_SLICES = "the update of an element depends on others: on slices, "
 ON_TENSORS = "and the update of a tensor depends on others: on whole tensors, "
+RESUMED = "a checkpoint cannot hold all that it keeps: after a resume, "
+RANDOM = (
+    "two runs of it differ, because it draws random numbers that torch.manual_seed() does not determine; register the "
+    "class if it updates each element or each tensor independently"
+)
 
 
-class _Trial(NamedTuple):
-    """What a test compares.
+class _Trial:
+    """A test of an optimizer.
 
-    Attributes:
+    Args:
         optimizer: the script's optimizer.
         kind: the class that servers use.
         groups: the hyper-parameters.
+
+    Attributes:
         whole, slices, tensors: all parameters of the test, as they are; divided between two servers by slices; and by
             whole tensors.
+        reason: why the servers cannot run it, whatever they hold; "" if that has not been found.
+        random: True if its updates are not the same when they are repeated.
     """
 
-    optimizer: torch.optim.Optimizer
-    kind: type[torch.optim.Optimizer]
-    groups: Sequence[HyperParameters]
-    whole: list[list[_Segment]]
-    slices: list[list[_Segment]]
-    tensors: list[list[_Segment]]
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         optimizer: torch.optim.Optimizer,
         kind: type[torch.optim.Optimizer],
         groups: Sequence[HyperParameters],
-    ) -> _Trial:
-        groups = [{**group, "lr": group["lr"] or USUAL_RATE} if "lr" in group else group for group in groups]
-        dimensions = {p.dim() for group in optimizer.param_groups for p in group["params"]}
-        whole = _segments(len(groups), dimensions)
+    ) -> None:
+        self._kind = kind
+        self._groups = [
+            {**group, "lr": group["lr"] or USUAL_RATE} if "lr" in group else group for group in groups
+        ]
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        whole = _segments(
+            [{p.dim() for p in group["params"]} for group in optimizer.param_groups[: len(groups)]]
+        )
         cuts = [(segment, torch.Size(SHAPES[segment.parameter]).numel()) for segment in whole]
         first = [segment._replace(stop=count // 3) for segment, count in cuts if count // 3]
         second = [segment._replace(start=count // 3, stop=count) for segment, count in cuts]
-        return cls(optimizer, kind, groups, [whole], [first, second], [whole[::2], whole[1::2]])
+        self.whole, self.slices, self.tensors = [whole], [first, second], [whole[::2], whole[1::2]]
+        self._expected: dict[torch.dtype, tuple[list[Flat], Sequence[HyperParameters]]] = {}
+        used = sorted({p.dtype for p in parameters if p.is_floating_point()}, key=str)
+        failed = ""
+        for dtype in dict.fromkeys([torch.float64, *used]):
+            small = _copy_of(optimizer, self._groups, whole, dtype)
+            try:
+                steps = list(_steps([small], self.whole, dtype, alone=True))
+            except Exception as error:  # an optimizer may raise any exception
+                failed = f"a step on a small copy of it failed: {first_line(error)}"
+            else:
+                self._expected[dtype] = steps, changed_groups(small.optimizer, self._groups, small.built)
+        # Some classes cannot take steps in double precision.
+        self.reason = "" if self._expected.keys() >= set(used) else failed
+        dtype = next(iter(self._expected), torch.float64)
+        self.random = False
+        for take, needs in {_take: "", **NEEDS}.items():
+            small = _copy_of(optimizer, self._groups, whole, dtype)
+            with suppress(Exception):  # the script cannot use it in this way, either
+                steps = list(_steps([small], self.whole, dtype, alone=True, take=take))
+                if not self._expected or _difference(self._expected[dtype][0], steps, dtype):
+                    self.random = self.random or not needs
+                    self.reason = "" if self.random else needs
 
-    def difference(self, parts: list[list[_Segment]], words: str, *, sliced: bool) -> str:
+    def difference(
+        self, parts: list[list[_Segment]], words: str, *, sliced: bool, resumed: bool = False
+    ) -> str:
         """Return, after some words, what differs if servers hold these parts; "" if nothing does.
 
         Args:
             parts: what each server holds.
             words: the first words of a sentence.
             sliced: True if the state must have an entry for each element, or for each parameter.
+            resumed: True if other servers go on half-way from what a checkpoint holds.
         """
-        used = {
-            p.dtype for group in self.optimizer.param_groups for p in group["params"] if p.is_floating_point()
-        }
-        for dtype in sorted({torch.float64} | used, key=str):
-            try:
-                small = _copy_of(self.optimizer, self.groups, self.whole[0], dtype)
-                expected = list(_steps([small], self.whole, dtype, alone=True))
-            except Exception as error:  # an optimizer may raise any exception
-                return f"a step on a small copy of it failed: {first_line(error)}"
-            try:
-                built = [_built_by_server(self.kind, self.groups, segments, dtype) for segments in parts]
-                found = list(_steps(built, parts, dtype, alone=False))
-            except Exception as error:  # an optimizer may raise any exception
-                return f"{words}it failed with {first_line(error)}"
-            if difference := _difference(expected, found, dtype):
+        for dtype in self._expected:
+            servers: list[_Running] = []
+            if difference := self._difference(servers, parts, dtype, resumed=resumed):
                 return words + difference
-            tested = [each for each, _ in built]
-            if problem := _unusual_state(tested, sliced=sliced):
+            if problem := _unusual_state([each.optimizer for each in servers], sliced=sliced):
                 return problem
-            _counters.setdefault(type(self.optimizer), set()).update(_changed_settings(tested, self.groups))
+        return ""
+
+    def _difference(
+        self, servers: list[_Running], parts: list[list[_Segment]], dtype: torch.dtype, *, resumed: bool
+    ) -> str:
+        """Describe the first element, or the first entry of a parameter group, in which servers differ.
+
+        Args:
+            servers: the list to which the optimizers of the servers are added.
+            parts: what each server holds.
+            dtype: the dtype of the parameters.
+            resumed: see `difference`.
+        """
+        resume = partial(_resumed, self._kind, self._groups) if resumed else None
+        expected, counters = self._expected[dtype]
+        try:
+            servers += [_built_by_server(self._kind, self._groups, segments, dtype) for segments in parts]
+            if difference := _difference(expected, list(_steps(servers, parts, dtype, resume=resume)), dtype):
+                return difference
+        except Exception as error:  # an optimizer may raise any exception
+            return f"it fails with {first_line(error)}"
+        for server, segments in zip(servers, parts, strict=True):
+            found = changed_groups(server.optimizer, self._groups, server.built)
+            for group in {segment.group for segment in segments}:
+                for key in sorted(counters[group].keys() | found[group].keys()):
+                    here, there = found[group].get(key), counters[group].get(key)
+                    if here != there:
+                        return f"{key!r} in a parameter group is {here} instead of {there} after step {STEPS}"
         return ""
 
 
-def _segments(group_count: int, dimensions: set[int]) -> list[_Segment]:
-    """Return all parameters of the test, which have as many dimensions as the script's, so a class accepts them."""
-    shapes = [index for index, shape in enumerate(SHAPES) if len(shape) in dimensions] or range(len(SHAPES))
-    return [_Segment(group, index) for group in range(group_count) for index in shapes]
+def _segments(dimensions: Sequence[set[int]]) -> list[_Segment]:
+    """Return all parameters of the test, which have as many dimensions as the script's, so a class accepts them.
+
+    Args:
+        dimensions: for each group, the numbers of dimensions of its parameters.
+    """
+    return [
+        _Segment(group, index)
+        for group, found in enumerate(dimensions)
+        for index in [index for index, shape in enumerate(SHAPES) if len(shape) in found]
+        or range(len(SHAPES))
+    ]
 
 
-def _changed_settings(
-    optimizers: Sequence[torch.optim.Optimizer], groups: Sequence[HyperParameters]
-) -> set[str]:
-    """Return the hyper-parameters that optimizers have changed since they were built with `groups`."""
-    return {
-        key
-        for optimizer in optimizers
-        for group, settings in zip(optimizer.param_groups, groups, strict=True)
-        for key, value in settings.items()
-        if group.get(key) != value
-    }
+class _Running(NamedTuple):
+    """An optimizer, its parameters in the order of its segments, and its groups before the first step."""
+
+    optimizer: torch.optim.Optimizer
+    parameters: list[torch.Tensor]
+    built: list[dict[str, Any]]
 
 
-Runnable = tuple[torch.optim.Optimizer, list[torch.Tensor]]
-"""An optimizer, and its parameters in the order of its segments."""
+Resume = Callable[[Sequence[_Segment], _Running], _Running]
+"""Function of the segments of an optimizer, and of the optimizer, that returns what a server resumes it with."""
+
+
+def _take(running: _Running, step: int) -> None:
+    type(running.optimizer).step(running.optimizer)
+
+
+def _take_with_loss(running: _Running, step: int) -> None:
+    type(running.optimizer).step(running.optimizer, lambda: 2.0**-step)
+
+
+def _take_with_graph(running: _Running, step: int) -> None:
+    """Take a step with gradients of the same values, of which there are derivatives."""
+    for parameter in running.parameters:
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad + 3 * (parameter - parameter.detach())
+    _take(running, step)
+
+
+NEEDS: dict[Callable[[_Running, int], None], str] = {
+    _take_with_loss: "its update depends on the loss that step(closure) returns, but the servers receive gradients",
+    _take_with_graph: "it computes derivatives of the gradients, but the servers receive their values",
+}
+"""Ways to take a step that change the updates of some optimizers -> why these cannot run on servers."""
 
 
 def _initial(segment: _Segment, dtype: torch.dtype) -> torch.Tensor:
@@ -423,7 +528,11 @@ def _gradient(segment: _Segment, step: int, dtype: torch.dtype) -> torch.Tensor 
     if (step, segment.parameter) in WITHOUT_GRADIENT:
         return None
     generator = torch.Generator().manual_seed(1000 + 100 * step + segment.parameter)
-    whole = torch.randn((SHAPES + LARGE)[segment.parameter], generator=generator, dtype=dtype)
+    lasting = torch.Generator().manual_seed(500 + segment.parameter)
+    shape = (SHAPES + LARGE)[segment.parameter]
+    whole = torch.randn(shape, generator=generator, dtype=dtype) + torch.randn(
+        shape, generator=lasting, dtype=dtype
+    )
     return segment.of(whole * 3.0 ** (step % 4 - segment.parameter))
 
 
@@ -432,10 +541,10 @@ def _copy_of(
     groups: Sequence[HyperParameters],
     segments: Sequence[_Segment],
     dtype: torch.dtype,
-) -> Runnable:
+) -> _Running:
     """Return a copy of the script's optimizer with other parameters and without state."""
     parameters = [
-        [_initial(segment, dtype) for segment in segments if segment.group == group]
+        [torch.nn.Parameter(_initial(segment, dtype)) for segment in segments if segment.group == group]
         for group in range(len(groups))
     ]
     # A copy of an attribute refers to the small parameters wherever the attribute refers to the script's.
@@ -446,6 +555,8 @@ def _copy_of(
     }
     other = copied(optimizer, memo, without=("state", "param_groups"))
     other.state = defaultdict(dict)
+    of_all = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+    other.state.update(copy.deepcopy(of_all, memo))
     other.param_groups = [
         {
             **copy.deepcopy({k: v for k, v in group.items() if k != "params"}, memo),
@@ -456,7 +567,7 @@ def _copy_of(
     ]
     if has_modes(type(optimizer)):
         type(optimizer).train(other)  # type: ignore[attr-defined]
-    return other, [parameter for small in parameters for parameter in small]
+    return _Running(other, list(itertools.chain(*parameters)), groups_without_parameters(other))
 
 
 def _rounded_state(optimizer: torch.optim.Optimizer, groups: Sequence[HyperParameters]) -> str:
@@ -468,7 +579,7 @@ def _rounded_state(optimizer: torch.optim.Optimizer, groups: Sequence[HyperParam
     dimensions = max((p.dim() for group in optimizer.param_groups for p in group["params"]), default=1)
     segment = _Segment(0, len(SHAPES) + min(max(dimensions, 1), len(LARGE)) - 1)
     try:
-        large, [parameter] = _copy_of(optimizer, groups[:1], [segment], torch.float32)
+        large, [parameter], _ = _copy_of(optimizer, groups[:1], [segment], torch.float32)
         parameter.grad = _gradient(segment, 1, torch.float32)
         type(large).step(large)
     except Exception:  # an optimizer may raise any exception
@@ -484,7 +595,7 @@ def _built_by_server(
     groups: Sequence[HyperParameters],
     segments: Sequence[_Segment],
     dtype: torch.dtype,
-) -> Runnable:
+) -> _Running:
     """Return an optimizer that is built as a server builds it, with parameters for these segments."""
     parameters = [_initial(segment, dtype) for segment in segments]
     pairs = list(zip(segments, parameters, strict=True))
@@ -492,7 +603,28 @@ def _built_by_server(
         {**settings, "params": [p for segment, p in pairs if segment.group == group]}
         for group, settings in enumerate(groups)
     ]
-    return build(kind, settings), parameters
+    optimizer = build(kind, settings)
+    return _Running(optimizer, parameters, groups_without_parameters(optimizer))
+
+
+def _resumed(
+    kind: type[torch.optim.Optimizer],
+    groups: Sequence[HyperParameters],
+    segments: Sequence[_Segment],
+    before: _Running,
+) -> _Running:
+    """Return an optimizer that a server builds from what a checkpoint holds of another one."""
+    running = _built_by_server(kind, groups, segments, before.parameters[0].dtype)
+    for old, new in zip(before.parameters, running.parameters, strict=True):
+        new.copy_(old)
+        kept = {
+            name: value.clone() for name, value in tensors_of(before.optimizer.state.get(old, {})).items()
+        }
+        running.optimizer.state[new].update(entries_of(kept))
+    counters = changed_groups(before.optimizer, groups, before.built)
+    for group, counted in zip(running.optimizer.param_groups, counters, strict=True):
+        group.update(counted)
+    return running
 
 
 Flat = tuple[str, list[torch.Tensor]]
@@ -500,26 +632,38 @@ Flat = tuple[str, list[torch.Tensor]]
 
 
 def _steps(
-    optimizers: Sequence[Runnable], parts: Sequence[Sequence[_Segment]], dtype: torch.dtype, *, alone: bool
+    optimizers: list[_Running],
+    parts: Sequence[Sequence[_Segment]],
+    dtype: torch.dtype,
+    *,
+    alone: bool = False,
+    take: Callable[[_Running, int], None] = _take,
+    resume: Resume | None = None,
 ) -> Iterator[Flat]:
     """Yield the parameters before the first step and after each step, and sometimes those that are evaluated.
 
     Args:
         optimizers: the optimizers.
-        parts: the segments of each optimizer.
+        parts: the segments of each of them.
         dtype: the dtype of the parameters.
         alone: True to evaluate as a process alone does, False to evaluate as a server does.
+        take: function that takes the step with this number.
+        resume: function of (segments, optimizer) that returns another one, which replaces it after half of the steps.
     """
     torch.manual_seed(0)
     for step in range(STEPS + 1):
-        for (optimizer, parameters), segments in zip(optimizers, parts, strict=True):
+        for index, (running, segments) in enumerate(zip(optimizers, parts, strict=True)):
             if step:
-                for parameter, segment in zip(parameters, segments, strict=True):
+                for parameter, segment in zip(running.parameters, segments, strict=True):
                     parameter.grad = _gradient(segment, step, dtype)
-                type(optimizer).step(optimizer)
-        yield f"after step {step}", _flat([parameters for _, parameters in optimizers], parts, dtype)
-        if step in EVALUATED and has_modes(type(optimizers[0][0])):
-            values = [_evaluated(*each, alone=alone) for each in optimizers]
+                take(running, step)
+            if resume is not None and step == STEPS // 2:
+                optimizers[index] = resume(segments, running)
+        yield f"after step {step}", _flat([running.parameters for running in optimizers], parts, dtype)
+        if step in EVALUATED and has_modes(type(optimizers[0].optimizer)):
+            values = [
+                _evaluated(running.optimizer, running.parameters, alone=alone) for running in optimizers
+            ]
             yield f"in an evaluation after step {step}", _flat(values, parts, dtype)
 
 
@@ -562,8 +706,8 @@ def _difference(expected: Sequence[Flat], found: Sequence[Flat], dtype: torch.dt
                 element = int(wrong.nonzero()[0])
                 shape = list(SHAPES[index % len(SHAPES)])
                 return (
-                    f"element {element} of a parameter of shape {shape} is {float(other[element]):.6g} instead of "
-                    f"{float(mine[element]):.6g} {when}"
+                    f"element {element} of a parameter of shape {shape} is {float(other[element]):.12g} instead of "
+                    f"{float(mine[element]):.12g} {when}"
                 )
     return ""
 
@@ -571,17 +715,26 @@ def _difference(expected: Sequence[Flat], found: Sequence[Flat], dtype: torch.dt
 def _unusual_state(optimizers: Sequence[torch.optim.Optimizer], *, sliced: bool) -> str:
     """Describe an entry of the state that servers cannot hold; "" if there is none.
 
-    If they hold slices, an entry must be as large as its parameter or a single number.
+    If they hold slices, an entry must be as large as its parameter or a single number. Else, it may also be a list, a
+    tuple or a dictionary.
     """
     for optimizer in optimizers:
         for parameter, entries in optimizer.state.items():
-            for key, value in entries.items() if isinstance(entries, dict) else ():
+            if not isinstance(parameter, torch.Tensor):
+                return f"its state has an entry {parameter!r} besides those of parameters"
+            for key, value in entries.items():
                 if isinstance(value, torch.Tensor):
                     if sliced and value.dim() and value.shape != parameter.shape:
                         return (
                             f"its state {key!r} has shape {list(value.shape)} for a parameter of shape "
                             f"{list(parameter.shape)}; servers can hold a number per element or per parameter"
                         )
+                elif isinstance(value, list | tuple | dict) and not sliced:
+                    try:
+                        tensors_of({key: value})
+                    except UsageError as error:
+                        problem, _, _ = str(error).partition(", ")
+                        return f"its state {problem}; expected numbers, strings and tensors"
                 elif not isinstance(value, int | float | type(None)):
                     return (
                         f"its state {key!r} is of type {type(value).__name__}; expected a tensor or a number"

@@ -8,31 +8,30 @@ scale the gradients, so the workers scale the gradients and the servers run SGD.
 
 Hyper-parameters are sent with every push as plain data; `read_groups` reads them from the user's optimizer.
 
-Below: the states of optimizers as slices, the states of tracked objects as bytes, and how `torch._dynamo` stays out.
+Below: the states of optimizers as slices, and how `torch._dynamo` stays out.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import math
-import struct
+import itertools
 import sys
-from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import msgspec
 import numpy as np
 import torch
 
-from ..core.layout import HyperParameter, HyperParameters, Layout, ShardSlice
-from ..core.messages import MOST_STATES_BYTES
-from ..errors import ConfigurationError, ProtocolError, UsageError
+from ..core.layout import Counters, HyperParameter, HyperParameters, Layout, ShardSlice, item_bytes
+from ..errors import ConfigurationError, ProtocolError
 from .foreign import Tested, build, class_of, has_modes, look_inside, try_foreign
 from .lars import LARS
 from .optimizer_sources import class_name
-from .vectors import Vectors, dtype_name, lent_bytes
+from .vectors import NESTED, Vectors, bytes_of, entries_of, tensors_of
 
 ELEMENTWISE: dict[str, type[torch.optim.Optimizer]] = {
     "SGD": torch.optim.SGD,
@@ -89,6 +88,15 @@ AFTER_SCALING: HyperParameters = {"dampening": 0.0, "weight_decay": 0.0, "maximi
 
 PLAIN = frozenset({float, int, bool, type(None)})
 """Types of hyper-parameters that need no conversion."""
+
+OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"})
+"""What torch's schedulers add to parameter groups for themselves."""
+
+NOT_SENT: Any = object()
+"""Stands for a hyper-parameter that a group lacks, or that servers have by default."""
+
+# optimizer -> its `_further_keys` when they were first read. The names of the settings that are sent stay the same.
+_of_groups: WeakKeyDictionary[torch.optim.Optimizer, tuple[str, ...]] = WeakKeyDictionary()
 
 
 class ServerOptimizer(NamedTuple):
@@ -154,26 +162,45 @@ def read_groups(optimizer: torch.optim.Optimizer) -> tuple[HyperParameters, ...]
     """
     rest: HyperParameters = {}
     keys: tuple[str, ...]
-    convert = _read_value
+    convert: Callable[[str, Any], Any] = _read_value
     kind: Any = type(optimizer)
     if isinstance(optimizer, LARS):
         keys, rest = ("lr", "momentum", "nesterov"), AFTER_SCALING
     elif (known := _keys_of(kind)) is not None:
         keys = known
         if torch_name(kind) in TENSORWISE:
-            convert = _read_foreign_value
+            convert = partial(_read_foreign_value, kind)
     else:
         keys = tuple(key for key in optimizer.defaults if key not in IMPLEMENTATION_KEYS)
-        convert = _read_foreign_value
+        keys += _of_groups.setdefault(optimizer, _further_keys(optimizer))
+        convert = partial(_read_foreign_value, kind)
     found = []
     for group in optimizer.param_groups:
         settings = rest.copy()
         for key in keys:
-            value = group[key]
+            value = group.get(key, NOT_SENT)
             # This runs in every step, and nearly all values are plain.
-            settings[key] = value if type(value) in PLAIN else convert(key, value)
+            value = value if type(value) in PLAIN else convert(key, value)
+            if value is not NOT_SENT:
+                settings[key] = value
         found.append(settings)
     return tuple(found)
+
+
+def _further_keys(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    """Return the names of the plain entries of a script's groups that are not among the defaults of the optimizer.
+
+    An optimizer may tell its groups apart by them, as the Muon of several packages does by `use_muon`.
+    """
+    known = {"params", *optimizer.defaults, *IMPLEMENTATION_KEYS, *OF_SCHEDULERS}
+    return tuple(
+        dict.fromkeys(
+            key
+            for group in optimizer.param_groups
+            for key, value in group.items()
+            if key not in known and type(value) in PLAIN | {str}
+        )
+    )
 
 
 def make_optimizer(
@@ -271,8 +298,13 @@ def _read_value(key: str, value: Any) -> HyperParameter:
     )
 
 
-def _read_foreign_value(key: str, value: Any) -> HyperParameter:
-    """Return a hyper-parameter of a class that is not one of torch's: also a string, or a tuple of numbers."""
+def _read_foreign_value(kind: Any, key: str, value: Any) -> Any:
+    """Return a hyper-parameter of a class that is not one of torch's: also a string, or a tuple of numbers.
+
+    A value of another kind is not sent if the class has it by default.
+    """
+    if value is NOT_SENT:
+        return NOT_SENT
     if isinstance(value, str):
         return str(value)
     if isinstance(value, tuple | list) and all(isinstance(v, int | float | np.number | None) for v in value):
@@ -280,27 +312,39 @@ def _read_foreign_value(key: str, value: Any) -> HyperParameter:
     try:
         return _read_value(key, value)
     except (ConfigurationError, RuntimeError, ValueError):
+        default = _defaults_of(kind).get(key, NOT_SENT)
+        if type(value) is type(default) and not isinstance(value, torch.Tensor) and value == default:
+            return NOT_SENT
         raise ConfigurationError(
             f"Hyper-parameter {key} is {value!r}, which cannot be sent to the servers; expected a number, text, "
-            "None, or a tuple of numbers and None."
+            "None, a tuple of numbers and None, or the default of the class."
         ) from None
+
+
+@functools.lru_cache(maxsize=64)
+def _defaults_of(kind: Any) -> dict[str, Any]:
+    """Return the hyper-parameters that a class has by default; {} if it has some without default."""
+    try:
+        return dict(kind([specimen(whole=True)]).defaults)
+    except Exception:  # an optimizer may raise any exception
+        return {}
 
 
 # -- Splits the state of an optimizer into one state per shard, and joins the states of all shards -----------
 #
 # The user's optimizer stores its state per parameter, but a shard holds segments of parameters. The state of
 # a shard maps "<segment>/<key>" to a tensor, where <segment> is the position of the segment in the shard and
-# <key> is torch's name for the entry, for example "0/momentum_buffer". Entries that are Python numbers, which
-# only optimizers that are not torch's have, become tensors without dimensions under a marked key, for example
-# "0/#steps".
+# <key> is the name of a tensor in a result of `vectors.tensors_of`, for example "0/momentum_buffer". What an
+# optimizer counts in its groups is the entry `COUNTERS`.
 
 # An optimizer state is rejected if it is larger than STATE_LIMIT_FACTOR times the shard's weights, plus
-# STATE_SLACK_BYTES, because optimizers store only a few vectors as large as the weights.
+# STATE_SLACK_BYTES, because optimizers store only a few vectors as large as the weights, and for whole tensors a few
+# matrices as large as the square of each side.
 STATE_LIMIT_FACTOR = 8
 STATE_SLACK_BYTES = 16 * 1024 * 1024
 
-NUMBER = "#"
-"""First character of the keys of Python numbers."""
+COUNTERS = "counters"
+"""Name of the entry of a shard's state that has the counters of all parameter sets, as bytes in MessagePack."""
 
 
 def slice_state(
@@ -311,63 +355,46 @@ def slice_state(
     Args:
         bounds: the shard.
         parameters: the parameters, in the order of the layout.
-        state: the optimizer's `state`: parameter -> key -> value. Values that are neither tensors nor numbers are
-            omitted.
+        state: the optimizer's `state`: parameter -> key -> value. Values that `tensors_of` leaves out are omitted.
     """
     values: Vectors = {}
-    single = PER_PARAMETER_STATE | {
+    found = {parameter: tensors_of(entries) for parameter, entries in state.items()}
+    single = {
         key
-        for parameter, entries in state.items()
-        for key, value in tensors_of(entries).items()
+        for parameter, entries in found.items()
+        for key, value in entries.items()
         if not value.dim() and parameter.dim()
     }
     for position, segment in enumerate(bounds.segments):
-        for key, value in tensors_of(state.get(parameters[segment.parameter], {})).items():
-            if key in PER_PARAMETER_STATE:
+        for key, value in found.get(parameters[segment.parameter], {}).items():
+            if key in PER_PARAMETER_STATE and not value.dim() and value.is_floating_point():
                 value = value.to(_scalar_dtype())
-            elif segment.shape is None and key not in single and key[0] != NUMBER:
+            elif segment.shape is None and key not in single:
                 value = value.reshape(-1)[segment.offset :][: segment.stop - segment.start].clone()
             values[f"{position}/{key}"] = value
     return values
 
 
-def tensors_of(entries: Mapping[str, Any]) -> Vectors:
-    """Return those entries of one parameter's state that are tensors or numbers, as tensors."""
-    return {
-        key if isinstance(value, torch.Tensor) else f"{NUMBER}{key}": value
-        if isinstance(value, torch.Tensor)
-        else torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
-        for key, value in entries.items()
-        if isinstance(value, torch.Tensor | int | float)
-    }
-
-
-def entry_of(key: str, value: torch.Tensor) -> dict[str, Any]:
-    """Return an entry of one parameter's state, given its key and value in a result of `tensors_of`."""
-    return {key[1:]: value.item()} if key.startswith(NUMBER) else {key: value}
-
-
 def join_state(layout: Layout, fetched: Iterable[tuple[ShardSlice, Vectors]]) -> dict[int, dict[str, Any]]:
     """Join the states of all shards. The result has the format of the "state" entry of a `state_dict()`."""
-    state: dict[int, dict[str, Any]] = {}
+    found: dict[int, Vectors] = {}
     for bounds, values in fetched:
-        for name, value in values.items():
-            position, _, key = name.partition("/")
-            segment = bounds.segments[int(position)]
-            parameter = layout.parameters[segment.parameter]
-            entries = state.setdefault(segment.parameter, {})
-            if key in PER_PARAMETER_STATE or not value.dim() or segment.shape is not None:
-                entries.update(entry_of(key, value))
+        for name, (position, key) in segments_of_state(bounds, values, scalars=True).items():
+            segment, value = bounds.segments[position], values[name]
+            tensors = found.setdefault(segment.parameter, {})
+            if not value.dim() or segment.shape is not None:
+                tensors[key] = value
                 continue
-            whole = entries.setdefault(key, torch.zeros(parameter.shape, dtype=value.dtype))
+            shape = layout.parameters[segment.parameter].shape
+            whole = tensors.setdefault(key, torch.zeros(shape, dtype=value.dtype))
             whole.view(-1)[segment.offset : segment.offset + value.numel()] = value
-    return dict(sorted(state.items()))
+    return {index: entries_of(found[index]) for index in sorted(found)}
 
 
 def segments_of_state(
     bounds: ShardSlice, state: Vectors, *, scalars: bool = False
 ) -> dict[str, tuple[int, str]]:
-    """Split each name in a shard's state into a segment and a key: name -> (segment, key).
+    """Split each name in a shard's state, except `COUNTERS`, into a segment and a key: name -> (segment, key).
 
     Args:
         bounds: the shard.
@@ -380,16 +407,20 @@ def segments_of_state(
     places = {}
     segments = {str(position): segment for position, segment in enumerate(bounds.segments)}
     for name, value in state.items():
+        if name == COUNTERS:
+            continue
         position, _, key = name.partition("/")
         segment = segments.get(position)
         fits = (
             segment is not None
             and key != ""
             and (
-                (segment.shape is not None and key not in PER_PARAMETER_STATE)
-                or tuple(value.shape)
-                == (() if key in PER_PARAMETER_STATE else (segment.stop - segment.start,))
-                or (scalars and not value.dim())
+                (segment.shape is not None and (scalars or key not in PER_PARAMETER_STATE))
+                or (not value.dim() and (scalars or key in PER_PARAMETER_STATE))
+                or (
+                    value.shape == (segment.stop - segment.start,)
+                    and (scalars or key not in PER_PARAMETER_STATE)
+                )
             )
         )
         if not fits:
@@ -400,6 +431,38 @@ def segments_of_state(
     return places
 
 
+def vectors_in(state: Vectors) -> Vectors:
+    """Return the large entries of a shard's state, in the order of their names: neither numbers nor what they mean."""
+    return {
+        name: value
+        for name, value in sorted(state.items())
+        if value.dim() and name != COUNTERS and not name.partition("/")[2].startswith(NESTED)
+    }
+
+
+def with_counters(state: Vectors, counters: Sequence[Sequence[HyperParameters]]) -> Vectors:
+    """Return the state of a shard with what each optimizer has changed in each of its groups."""
+    if not any(itertools.chain(*counters)):
+        return state
+    return state | {
+        COUNTERS: torch.frombuffer(bytearray(msgspec.msgpack.encode(counters)), dtype=torch.uint8)
+    }
+
+
+def counters_in(state: Vectors) -> Counters:
+    """Return the counters of a shard, by parameter set and group; () if its state has none.
+
+    Raises:
+        ProtocolError: the entry is malformed.
+    """
+    if COUNTERS not in state:
+        return ()
+    try:
+        return msgspec.msgpack.decode(bytes_of(state[COUNTERS]), type=Counters)
+    except (msgspec.MsgspecError, RuntimeError) as error:
+        raise ProtocolError(f"the counters of an optimizer cannot be read: {error}") from error
+
+
 def _scalar_dtype() -> torch.dtype:
     """Return the dtype in which torch.optim creates step counts. `load_state_dict()` can change their dtype."""
     return torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
@@ -407,202 +470,12 @@ def _scalar_dtype() -> torch.dtype:
 
 def require_plausible_state(shard: ShardSlice, size_bytes: int) -> None:
     """Raise `ProtocolError` if a shard's optimizer state of this size is larger than that of any optimizer."""
-    limit_bytes = STATE_LIMIT_FACTOR * shard.size_bytes + STATE_SLACK_BYTES
+    sides_bytes = sum(
+        side * side * item_bytes(segment.dtype) for segment in shard.segments for side in segment.shape or ()
+    )
+    limit_bytes = STATE_LIMIT_FACTOR * (shard.size_bytes + sides_bytes) + STATE_SLACK_BYTES
     if size_bytes > limit_bytes:
         raise ProtocolError(f"an optimizer state has {size_bytes} bytes, expected at most {limit_bytes}")
-
-
-# -- Encodes and decodes the states of the objects that a script tracks, without pickling. See `paceline.track`
-#
-# Encoded states are a short header in MessagePack, followed by the bytes of all tensors and arrays. The
-# header contains the nested structure, in which every container and every tensor is a pair (kind, content),
-# and the dtype and the shape of each tensor. Nothing in the bytes can cause code to run.
-
-LENGTH = struct.Struct("<Q")
-DEEPEST = 64
-"""Maximum depth of nested containers."""
-
-DTYPES = {
-    dtype_name(dtype): dtype
-    for dtype in vars(torch).values()
-    if isinstance(dtype, torch.dtype) and not dtype_name(dtype).startswith(("q", "bits"))
-}
-ARRAYS = frozenset(
-    ["bool", *(f"{kind}{bits}" for kind in ("int", "uint", "float") for bits in (8, 16, 32, 64))]
-)
-"""The dtypes of NumPy arrays that can be encoded: those that torch has, too."""
-
-SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"list": list, "tuple": tuple}
-MAPPINGS: dict[str, Callable[[list[Any]], Any]] = {
-    "dict": dict,
-    "OrderedDict": OrderedDict,
-    "Counter": lambda items: Counter(dict(items)),
-}
-
-MALFORMED = (
-    *(AttributeError, LookupError, OverflowError, RuntimeError, TypeError, ValueError),
-    *(msgspec.MsgspecError, struct.error),
-)
-"""The exceptions that other bytes than those of states can cause. A `RecursionError` is a `RuntimeError`."""
-
-
-class _Tensor(msgspec.Struct, frozen=True, array_like=True):
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def size_bytes(self) -> int:
-        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
-
-
-class _Header(msgspec.Struct, frozen=True, array_like=True):
-    """The structure of the states, and the tensors to which it refers by their positions."""
-
-    structure: Any
-    tensors: tuple[_Tensor, ...]
-
-
-def encode_states(states: Mapping[str, object]) -> list[memoryview]:
-    """Return the bytes of some states. The bytes of tensors in CPU memory are not copied if they are contiguous.
-
-    A state consists of numbers, strings, bytes, None, NumPy scalars (which are decoded as numbers), tensors and
-    arrays, in dictionaries, lists and tuples.
-
-    Args:
-        states: the state of each object, by the name of the object.
-
-    Raises:
-        UsageError: a state contains something else, or the states are too large.
-
-    Example:
-        >>> decode_states(b"".join(encode_states({"ema": {"decay": 0.9, "steps": (1, 2)}})))
-        {'ema': {'decay': 0.9, 'steps': (1, 2)}}
-    """
-    tensors: list[torch.Tensor] = []
-    structure = {name: _structure(state, name, tensors, 0) for name, state in states.items()}
-    described = tuple(_Tensor(dtype_name(tensor.dtype), tuple(tensor.shape)) for tensor in tensors)
-    header = msgspec.msgpack.encode(_Header(structure, described))
-    size_bytes = LENGTH.size + len(header) + sum(each.size_bytes for each in described)
-    if size_bytes > MOST_STATES_BYTES:
-        raise UsageError(
-            f"the states of {', '.join(states)} have {size_bytes} bytes, expected at most {MOST_STATES_BYTES}. Track "
-            "fewer objects, or smaller ones."
-        )
-    parts = [lent_bytes(tensor.contiguous().reshape(-1)) for tensor in tensors if tensor.numel()]
-    return [memoryview(LENGTH.pack(len(header)) + header), *parts]
-
-
-def _structure(value: Any, where: str, tensors: list[torch.Tensor], depth: int) -> Any:
-    """Return a value as nested lists and plain values, and append the tensors in it to `tensors`."""
-    kind = type(value).__name__
-    if depth > DEEPEST:
-        raise UsageError(f"{where} is nested more than {DEEPEST} levels deep, so it cannot be sent.")
-    if isinstance(value, np.generic):
-        value = value.item()
-    if value is None or type(value) in (bool, float, str, bytes):
-        return value
-    if isinstance(value, int) and type(value) is int:
-        if -(2**63) <= value < 2**64:
-            return value
-        raise UsageError(f"{where} is {value}, expected an integer of at most 64 bits.")
-    if (
-        isinstance(value, torch.Tensor)
-        and value.layout == torch.strided
-        and dtype_name(value.dtype) in DTYPES
-    ):
-        tensors.append(value.detach().resolve_conj().resolve_neg().cpu())
-        return ["tensor", len(tensors) - 1]
-    if isinstance(value, np.ndarray) and value.dtype.name in ARRAYS:
-        tensors.append(torch.from_numpy(value.astype(value.dtype.newbyteorder("="))))
-        return ["array", len(tensors) - 1]
-    if type(value) is torch.Size:
-        kind = "tuple"
-    elif type(value) not in (list, tuple, dict, OrderedDict, Counter):
-        raise UsageError(
-            f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be sent to other "
-            "workers. A state_dict() may contain numbers, strings, None, tensors and NumPy arrays, in dictionaries, "
-            "lists and tuples."
-        )
-    if kind in SEQUENCES:
-        return [kind, [_structure(v, f"{where}[{i}]", tensors, depth + 1) for i, v in enumerate(value)]]
-    items = []
-    for key, each in value.items():
-        if type(key) not in (str, int, float, bool, bytes, type(None)):
-            raise UsageError(f"{where} has the key {key!r}, expected a string or a number.")
-        items.append([key, _structure(each, f"{where}[{key!r}]", tensors, depth + 1)])
-    return [kind, items]
-
-
-def decode_states(data: bytes | bytearray | memoryview, *, arrays: bool = True) -> dict[str, Any]:
-    """Return the states in some bytes.
-
-    Args:
-        data: the bytes.
-        arrays: True to return NumPy arrays as arrays, False to return them as tensors.
-
-    Raises:
-        ProtocolError: the bytes are not those of states.
-    """
-    try:
-        view = memoryview(data)
-        header, begin = _read_header(view)
-        tensors = []
-        for each in header.tensors:
-            end = begin + each.size_bytes
-            tensors.append(_tensor(each, view[begin:end]))
-            begin = end
-        if begin != len(view):
-            raise ValueError(f"{len(view)} bytes, expected {begin}")
-        return {str(name): _value(state, tensors, arrays) for name, state in header.structure.items()}
-    except MALFORMED as error:
-        raise ProtocolError(f"the states of tracked objects cannot be read: {error}") from error
-
-
-def require_states(data: bytes | bytearray | memoryview) -> None:
-    """Check that some bytes are those of states, without copying the values of tensors.
-
-    Raises:
-        ProtocolError: they are not.
-    """
-    try:
-        view = memoryview(data)
-        header, begin = _read_header(view)
-        end = begin + sum(each.size_bytes for each in header.tensors)
-        if end != len(view) or any(min(each.shape, default=0) < 0 for each in header.tensors):
-            raise ValueError(f"{len(view)} bytes, expected {end}")
-        nothing = [torch.empty(0)] * len(header.tensors)
-        {str(name): _value(state, nothing, arrays=False) for name, state in header.structure.items()}
-    except MALFORMED as error:
-        raise ProtocolError(f"the states of tracked objects cannot be read: {error}") from error
-
-
-def _read_header(view: memoryview) -> tuple[_Header, int]:
-    """Return the header of encoded states, and where the bytes of the tensors begin."""
-    (length,) = LENGTH.unpack_from(view)
-    begin = LENGTH.size + length
-    return msgspec.msgpack.decode(view[LENGTH.size : begin], type=_Header), begin
-
-
-def _tensor(described: _Tensor, data: memoryview) -> torch.Tensor:
-    dtype = DTYPES[described.dtype]
-    if len(data) != described.size_bytes or min(described.shape, default=0) < 0:
-        raise ValueError("a tensor is incomplete")
-    if not data:
-        return torch.empty(described.shape, dtype=dtype)
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).reshape(described.shape)
-
-
-def _value(value: Any, tensors: Sequence[torch.Tensor], arrays: bool) -> Any:
-    if not isinstance(value, list):
-        return value
-    kind, content = value
-    if kind == "tensor":
-        return tensors[content]
-    if kind == "array":
-        return tensors[content].numpy() if arrays else tensors[content]
-    if kind in SEQUENCES:
-        return SEQUENCES[kind]([_value(each, tensors, arrays) for each in content])
-    return MAPPINGS[kind]([(key, _value(each, tensors, arrays)) for key, each in content])
 
 
 # -- Keeps `torch._dynamo` from being imported before it has anything to do ----------------------------------

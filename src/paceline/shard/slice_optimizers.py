@@ -30,9 +30,9 @@ from ..errors import ConfigurationError, UserCodeError, first_line
 from ..sync.plugins import user_traceback
 from ..sync.translation import FAMILIES, WHOLE, Family, Fraction
 from .device_queue import SliceOnDevice
-from .foreign import copied, evaluated, has_modes
-from .optimizers import NUMBER, OF_TORCH, entry_of, make_optimizer, segments_of_state, take_step, tensors_of
-from .vectors import Vectors, segment_views
+from .foreign import changed_groups, copied, evaluated, groups_without_parameters, has_modes
+from .optimizers import OF_TORCH, make_optimizer, segments_of_state, take_step
+from .vectors import NESTED, NUMBER, Vectors, entries_of, segment_views, tensors_of
 
 Kernel = Callable[..., object]
 """Function of (weights, gradient, *state) that updates a chunk of the weights and of the state in place."""
@@ -84,7 +84,7 @@ class SliceOptimizer(Protocol):
         """Note that something other than a step has changed the weights."""
 
     def counters(self) -> tuple[HyperParameters, ...]:
-        """Return what the optimizer itself has changed in each group. A class of torch changes nothing there."""
+        """Return what the optimizer itself has changed in each group. See `core.layout.Counters`."""
 
     def load_counters(self, counters: Sequence[HyperParameters]) -> None:
         """Continue to count where an optimizer of the same class has stopped.
@@ -494,6 +494,7 @@ class TorchOptimizer:
                 for group in range(len(spec.groups))
             ],
         )
+        self._built = groups_without_parameters(self._optimizer)
 
     def step(
         self,
@@ -584,21 +585,20 @@ class TorchOptimizer:
         }
 
     def load_state(self, state: Vectors) -> None:
+        found: dict[int, Vectors] = {}
         for name, (position, key) in segments_of_state(self._bounds, state, scalars=self._foreign).items():
             # As in torch's own `load_state_dict`, numbers of steps stay on the host.
-            on_host = key == "step" or key.startswith(NUMBER)
+            on_host = key == "step" or key.startswith((NUMBER, NESTED))
             value = state[name].to(HOST if on_host else self._device, copy=True)
-            self._optimizer.state[self._parameters[position]].update(entry_of(key, value))
+            found.setdefault(position, {})[key] = value
+        for position, tensors in found.items():
+            self._optimizer.state[self._parameters[position]].update(entries_of(tensors))
 
     def groups(self) -> tuple[HyperParameters, ...]:
         return self._groups
 
     def counters(self) -> tuple[HyperParameters, ...]:
-        groups = zip(self._optimizer.param_groups, self._groups, strict=True)
-        return tuple(
-            {key: group[key] for key, value in settings.items() if group[key] != value}
-            for group, settings in groups
-        )
+        return changed_groups(self._optimizer, self._groups, self._built) if self._parameters else ()
 
     def load_counters(self, counters: Sequence[HyperParameters]) -> None:
         for group, counted in zip(self._optimizer.param_groups, counters, strict=False):
@@ -766,7 +766,8 @@ class FractionalSteps:
     def _between(self, place: int, key: str, before: Any, after: Any, part: float) -> Any:
         """Return the entry of a state that lies at a part of the way from `before` to `after`.
 
-        Counters that are whole numbers move when enough parts have added up.
+        Counters that are whole numbers move when enough parts have added up. Nested entries are as they are after the
+        step, because half of the way between two bases is no basis.
         """
         if isinstance(after, torch.Tensor) and after.is_floating_point():
             if before is None:

@@ -31,10 +31,11 @@ from ..core.layout import (
 from ..errors import ConfigurationError
 from ..files import Unfinished
 from ..sync.translation import WHOLE, Standing, translate
-from .optimizers import segments_of_state
+from .optimizers import COUNTERS, counters_in, segments_of_state, vectors_in, with_counters
 from .slice_optimizers import HOST, SliceOptimizer, optimizer_of_slice
 from .vectors import (
     Vectors,
+    bytes_of,
     checksum,
     dtype_name,
     packed_bytes,
@@ -200,33 +201,34 @@ class Store:
 
     def optimizer_state(self) -> Vectors:
         """Return the optimizer's state: "<segment>/<key>" -> tensor."""
-        return {name: value for part in self._sets for name, value in part.state().items()}
+        state = {name: value for part in self._sets for name, value in part.state().items()}
+        return with_counters(state, [part.optimizer.counters() for part in self._sets])
 
     def state_entries(self, state: Vectors) -> StateEntries:
         """Return the entries of a result of `optimizer_state()`, and the hyper-parameters of all groups."""
+        vectors = vectors_in(state)
+        others = {name: state[name] for name in state.keys() - vectors.keys() - {COUNTERS}}
         return StateEntries(
-            vectors={name: dtype_name(value.dtype) for name, value in state.items() if value.dim()},
+            vectors={name: dtype_name(value.dtype) for name, value in vectors.items()},
             numbers={
                 name: (dtype_name(value.dtype), value.item())
-                for name, value in state.items()
+                for name, value in sorted(others.items())
                 if not value.dim()
             },
             shapes={
                 name: tuple(value.shape)
-                for name, value in state.items()
-                if value.dim() and self.bounds.segments[int(name.partition("/")[0])].shape is not None
+                for name, value in vectors.items()
+                if self.bounds.segments[int(name.partition("/")[0])].shape is not None
             },
             groups=tuple(part.optimizer.groups() for part in self._sets),
-            counters=tuple(part.optimizer.counters() for part in self._sets),
+            counters=counters_in(state),
+            nested={name: bytes(bytes_of(value)) for name, value in sorted(others.items()) if value.dim()},
         )
-
-    def load_counters(self, counters: Sequence[Sequence[HyperParameters]]) -> None:
-        """Restore what the optimizer of each parameter set counts in its groups. See `StateEntries.counters`."""
-        for part, counted in zip(self._sets, counters, strict=False):
-            part.optimizer.load_counters(counted)
 
     def load_optimizer_state(self, state: Vectors) -> None:
         """Restore a state returned by `optimizer_state()`. Raise `ProtocolError` if it does not fit this shard."""
+        for part, counted in zip(self._sets, counters_in(state), strict=False):
+            part.optimizer.load_counters(counted)
         if len(self._sets) == 1:
             self._sets[0].optimizer.load_state(state)
             return

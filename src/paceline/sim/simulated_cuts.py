@@ -9,8 +9,8 @@ import torch
 from msgspec import structs
 
 from ..core.job_cut import JobCut, LoopCut
-from ..core.layout import Layout, ShardSlice
-from ..shard.optimizers import join_state, slice_state
+from ..core.layout import Layout, ShardSlice, joint_counters
+from ..shard.optimizers import counters_in, join_state, slice_state, with_counters
 from ..shard.vectors import Vectors, segment_views, torch_dtype
 
 
@@ -92,20 +92,21 @@ class SimCut:
             if (piece := pieces.get(layout.parameters[segment.parameter].names[0])) is not None:
                 view.copy_(piece[segment.offset :][: view.numel()])
         states = {before.parameters[index].names[0]: state for index, state in self._joined_state().items()}
-        parameters = [torch.empty(each.shape) for each in layout.parameters]
-        known = zip(layout.parameters, parameters, strict=True)
-        return slice_state(
-            bounds,
-            parameters,
-            {tensor: states[each.names[0]] for each, tensor in known if each.names[0] in states},
-        )
+        return self._state(bounds, layout, states)
 
     def optimizer_state(self, bounds: ShardSlice) -> Vectors:
         """Return the optimizer state of a slice, which need not be that of one of the shards."""
         layout = self.job.model.layout
+        states = {layout.parameters[index].names[0]: state for index, state in self._joined_state().items()}
+        return self._state(bounds, layout, states)
+
+    def _state(self, bounds: ShardSlice, layout: Layout, states: Mapping[str, Mapping[str, Any]]) -> Vectors:
+        """Return the optimizer state of a slice, given that of each parameter by its name."""
         parameters = [torch.empty(each.shape) for each in layout.parameters]
-        state = {parameters[index]: each for index, each in self._joined_state().items()}
-        return slice_state(bounds, parameters, state)
+        known = zip(layout.parameters, parameters, strict=True)
+        of_parameter = {tensor: states[each.names[0]] for each, tensor in known if each.names[0] in states}
+        counters = joint_counters(counters_in(each.state) for each in self._shards)
+        return with_counters(slice_state(bounds, parameters, of_parameter), counters)
 
     def _joined_state(self) -> dict[int, dict[str, Any]]:
         """Return the optimizer state of each parameter of the cut."""

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 from ..core.messages import LoopPosition, StopRequested
 from ..core.requests import COORDINATOR, Send
 from ..errors import ConfigurationError, UsageError
-from ..shard.optimizers import decode_states, encode_states
+from ..shard.vectors import decode_states, encode_states
 from .collectives import update_main
 from .loops import Limits, LoopProgress, enter_loop, leave_loop, progress_of
 from .session import Session, begins_with_the_run, current, hold_job_model

@@ -14,9 +14,20 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..core.layout import BufferSpec, FrozenSpec, Layout, ModelSpec, OptimizerSpec, Parameter, ShardSlice
+from ..core.layout import (
+    BufferSpec,
+    FrozenSpec,
+    HyperParameters,
+    Layout,
+    ModelSpec,
+    OptimizerSpec,
+    Parameter,
+    ShardSlice,
+    joint_counters,
+)
 from ..errors import ConfigurationError, UsageError
-from ..shard.optimizers import slice_state
+from ..shard.foreign import changed_groups
+from ..shard.optimizers import OF_TORCH, counters_in, join_state, slice_state, with_counters
 from ..shard.vectors import Vectors, chunks, digest_of, digests_of, dtype_name
 
 
@@ -706,8 +717,27 @@ class TrainedModel(NamedTuple):
             if id(parameter) not in known or each.owner is not before.sets[set_index].owner
         ]
 
+    def optimizer_of_job(
+        self, set_index: int, shards: Sequence[tuple[ShardSlice, Vectors]]
+    ) -> tuple[dict[int, dict[str, Any]], Sequence[HyperParameters]]:
+        """Join what the shards hold of a set's optimizer.
+
+        Returns:
+            The "state" entry of its `state_dict()`, and what it has changed in each of its groups.
+        """
+        state = join_state(self.spec.layout, shards)
+        counters = joint_counters(counters_in(of_shard) for _, of_shard in shards)
+        members = enumerate(self.members[set_index])
+        return (
+            {position: state[index] for position, index in members if index in state},
+            counters[set_index] if counters else (),
+        )
+
     def initial_state(self, parameters: Sequence[torch.Tensor]) -> Callable[[ShardSlice], Vectors]:
-        """Return a function that returns a shard's part of these parameters' optimizer state."""
+        """Return a function that returns a shard's part of these parameters' optimizer state.
+
+        The state includes what those optimizers have counted whose parameters are all among these.
+        """
         wanted = set(map(id, parameters))
         state = {
             parameter: {key: _in_host_memory(value) for key, value in each.state[parameter].items()}
@@ -715,7 +745,15 @@ class TrainedModel(NamedTuple):
             for parameter in each.parameters
             if id(parameter) in wanted and parameter in each.state
         }
-        return lambda shard: slice_state(shard, self.parameters, state)
+        counters = [
+            changed_groups(
+                each.owner, each.optimizer.groups, [each.owner.defaults] * len(each.optimizer.groups)
+            )
+            if each.optimizer.name not in OF_TORCH and wanted.issuperset(map(id, each.parameters))
+            else ()
+            for each in self.sets
+        ]
+        return lambda shard: with_counters(slice_state(shard, self.parameters, state), counters)
 
 
 def _in_host_memory(value: Any) -> Any:

@@ -26,7 +26,7 @@ from ..core.joint_batch import clip_factor
 from ..core.layout import OptimizerSpec
 from ..core.requests import COORDINATOR, Send
 from ..errors import UsageError
-from ..shard.foreign import counters_of, has_modes
+from ..shard.foreign import has_modes
 from ..shard.lars import LARS
 from ..shard.optimizers import ServerOptimizer, read_groups, server_optimizer
 from ..sync.events import MOST_NORM, Clip
@@ -415,22 +415,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Return the optimizer's state in the format of the wrapped optimizer's own `state_dict()`.
 
         In a run, the state is fetched from the servers.
-
-        Raises:
-            UsageError: the optimizer is not one of torch's, and counts steps in its parameter groups.
         """
         self._require_current("state_dict()")
         own = self._wrapped.state_dict()
+        found = None
         if self._training is not None:
-            if counters := counters_of(self._wrapped):
-                raise UsageError(
-                    f"The state of {type(self._wrapped).__name__} cannot be saved in a run: it changes "
-                    f"{', '.join(counters)} in its parameter groups with each step, and the servers send only the "
-                    "state of parameters. Keep such values in the optimizer's state instead."
-                )
-            own["state"] = self._training.fetch_state(self._set_index)
-        elif self._session is not None and (state := job_state(self._session, self)) is not None:
-            own["state"] = state
+            found = self._training.fetch_state(self._set_index)
+        elif self._session is not None:
+            found = job_state(self._session, self)
+        if found is not None:
+            own["state"], counters = found
+            for group, counted in zip(own["param_groups"], counters, strict=False):
+                group.update(counted)
         return own
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

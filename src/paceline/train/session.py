@@ -21,14 +21,13 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..core.layout import BufferSpec, FrozenSpec, ModelSpec, ShardSlice
+from ..core.layout import BufferSpec, FrozenSpec, HyperParameters, ModelSpec, ShardSlice
 from ..core.lease import BatchSizing, Split
 from ..core.messages import Combined, LoopPosition, Observation
 from ..core.metrics import Noted, Settled, Stopwatch
 from ..core.requests import Request
 from ..core.worker import Worker
 from ..errors import ConfigurationError
-from ..shard.optimizers import join_state
 from ..shard.vectors import Vectors, digest_of, dtype_name
 from ..sync import SyncModel
 from ..sync.events import PushFlags
@@ -738,8 +737,10 @@ def hold_job_model(session: Session | None, *, newest: bool = False) -> None:
         _copy(state, tensors)
 
 
-def job_state(session: Session, optimizer: Untrained) -> dict[int, dict[str, Any]] | None:
-    """Return the job's state of an optimizer, as the "state" entry of a `state_dict()`.
+def job_state(
+    session: Session, optimizer: Untrained
+) -> tuple[dict[int, dict[str, Any]], Sequence[HyperParameters]] | None:
+    """Return the job's state of an optimizer. See `TrainedModel.optimizer_of_job`.
 
     Returns:
         The state; None if the worker takes part from the beginning of the run, or if it does not train the model of
@@ -759,9 +760,7 @@ def job_state(session: Session, optimizer: Untrained) -> dict[int, dict[str, Any
             sizes[segment.parameter] += segment.stop - segment.start
     if sizes != Counter({index: each.size for index, each in enumerate(trained.spec.layout.parameters)}):
         return None
-    state = join_state(trained.spec.layout, shards)
-    members = trained.members[optimizers.index(optimizer)]
-    return {position: state[index] for position, index in enumerate(members) if index in state}
+    return trained.optimizer_of_job(optimizers.index(optimizer), shards)
 
 
 def _fits(tensor: torch.Tensor | None, spec: FrozenSpec) -> bool:

@@ -7,7 +7,7 @@ The states are sent to the server of shard 0 at the end of each epoch (see `pace
 from __future__ import annotations
 
 from ..errors import UsageError
-from ..shard.optimizers import encode_states
+from ..shard.vectors import encode_states
 from .optimizer import DistributedOptimizer
 from .session import METHODS, Stateful, current
 from .worker_state import Tracked, state_of, tracked_of

@@ -27,7 +27,6 @@ from ..core.metrics import Settled
 from ..core.requests import COORDINATOR, Send
 from ..errors import NonFiniteGradientError, UsageError
 from ..shard.foreign import has_modes
-from ..shard.optimizers import join_state
 from ..shard.vectors import Vectors, digest, sampled_norm, squared_norm, torch_dtype
 from ..sync.events import Clip, PushFlags
 from .forward import builds_graph, guess_of, unwatch_backward, watch_backward
@@ -671,15 +670,15 @@ class WorkerTraining:
         buffers = self._trained.buffers
         return {str(spec): buffer for spec, buffer in zip(buffers.specs, buffers.all().values(), strict=True)}
 
-    def fetch_state(self, set_index: int) -> dict[int, dict[str, Any]]:
-        """Fetch the state of a set's optimizer from the servers, as the "state" entry of a `state_dict()`."""
-        state = join_state(self._trained.spec.layout, self._session.servers.fetch_state())
+    def fetch_state(self, set_index: int) -> tuple[dict[int, dict[str, Any]], Sequence[HyperParameters]]:
+        """Fetch the state of a set's optimizer from the servers. See `TrainedModel.optimizer_of_job`."""
+        state, counters = self._trained.optimizer_of_job(set_index, self._session.servers.fetch_state())
         members = self._trained.members[set_index]
-        return {
-            position: _beside(self.parameters[index], state[index])
-            for position, index in enumerate(members)
-            if index in state
+        beside = {
+            position: _beside(self.parameters[members[position]], entries)
+            for position, entries in state.items()
         }
+        return beside, counters
 
     def _follow_weights(self) -> None:
         """Take over the session's weights, which were moved to other memory."""

@@ -31,7 +31,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..errors import UsageError
-from ..shard.optimizers import decode_states, encode_states
+from ..shard.vectors import decode_states, encode_states
 from .generator_states import GeneratorStates, generators_lock
 from .gradients import scales_of
 from .loops import active_loop
