@@ -37,8 +37,10 @@ FEWER = WireVariant(batch="equal", servers=1, batches_per_push=2, times=1.6)
 CODED = WireVariant(batch="equal", servers=1, wire="int8", reason="because", times=2.4)
 
 
-def advised(*candidates: Candidate, variants: tuple[WireVariant, ...] = ()) -> Recommendation:
-    found = recommend(candidates, variants, servers=1, check=lambda sync: f"check {sync}")
+def advised(
+    *candidates: Candidate, variants: tuple[WireVariant, ...] = (), steps: str = ""
+) -> Recommendation:
+    found = recommend(candidates, variants, servers=1, check=lambda sync: f"check {sync}", steps=steps)
     assert found is not None
     return found
 
@@ -101,6 +103,16 @@ def test_if_the_wire_dominates_that_is_said_with_what_helps() -> None:
         "push (1.6 times as fast as bsp now, but with fewer and larger updates)."
     )
     assert (found.sync, found.servers, found.times) == ("bsp", 2, 2.0)
+
+
+def test_steps_that_take_most_of_the_transfers_are_told_instead() -> None:
+    steps = "The server needs 1.2 s for each step of Muon."
+    found = advised(on_the_wire(BSP, 0.68), variants=(FEWER, MORE), steps=steps)
+    assert found.text == (
+        "Recommended: stay with bsp. Workers wait for 40% of their time, and no other model is 10 % faster. "
+        + steps
+    )
+    assert (found.servers, found.times) == (None, 1.0)
 
 
 def test_what_helps_against_transfers_is_compared_with_the_recommended_batches() -> None:

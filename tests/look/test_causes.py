@@ -76,6 +76,10 @@ def test_steps_that_take_most_of_the_transfers_are_named_with_what_helps() -> No
     assert headline_of(known, [cause]).endswith(
         "What held the run back most: workers waited for the servers to make a step for 50 % of their time."
     )
+    crowded = evidence(*both, step_cost=cost, cores=2, queued_s={0: 20.0, 1: 20.0})
+    steps, cores = causes_of(crowded)
+    assert steps.words == cause.words
+    assert "shared 2 cores" in cores.words
     rare = structs.replace(cost, share=0.25)
     assert only(causes_of(evidence(*both, step_cost=rare))).words.startswith("For 60 % of the workers' time")
 

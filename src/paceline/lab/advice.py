@@ -23,7 +23,7 @@ from rich.text import Text
 from ..core.lease import BatchSizing
 from ..core.requests import Entry
 from ..errors import ConfigurationError
-from ..look.causes import COMPARE, evidence_of, sentences_of
+from ..look.causes import COMPARE, evidence_of, sentences_of, steps_of
 from ..look.step_cost import step_cost_in
 from ..look.summary import speed_unit
 from ..look.tables import Figures, ranking_table
@@ -206,6 +206,7 @@ def advise(
                 str(run_dir), summary.get("program", ()), ("bsp", sync), changes.options
             ),
             distributes="program" not in summary or summary.get("split") is not None,
+            steps=_steps(summary),
         ),
     )
 
@@ -257,6 +258,13 @@ def _lost_time(summary: Mapping[str, Any], run_dir: str, changes: Changes) -> li
     evidence, cost = evidence_of(summary, run_dir), step_cost_in(summary)
     found = [] if evidence is None else [each for each in sentences_of(evidence) if COMPARE not in each]
     return found if cost is None or changes.servers is None else [*found, cost.with_servers(changes.servers)]
+
+
+def _steps(summary: Mapping[str, Any]) -> str:
+    """Return what steps cost the servers of a run, and what would help, if they take most of the transfers."""
+    evidence = evidence_of(summary, "")
+    cause = None if evidence is None else steps_of(evidence)
+    return "" if cause is None else " ".join([cause.words, *cause.remedies])
 
 
 def _while_all_were_present(shard: TraceFile) -> tuple[float, Measures]:

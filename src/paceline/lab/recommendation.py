@@ -135,6 +135,7 @@ def recommend(
     servers: int,
     check: Callable[[str], str],
     distributes: bool = True,
+    steps: str = "",
 ) -> Recommendation | None:
     """Return what the simulations recommend; None without bsp, with which all others are compared.
 
@@ -145,6 +146,8 @@ def recommend(
         check: returns the command that shows the accuracy of the script under a sync model.
         distributes: False if the script of a run distributes no data. Then each worker makes a fixed number of
             iterations, and the run takes as long as its slowest worker under any model.
+        steps: what steps of the optimizers cost the servers, and what would help, in sentences, if they take most of
+            what counts as transfers. Fewer or faster transfers are then not recommended.
 
     >>> rows = [Candidate(sync="bsp", times=1.0), Candidate(sync="bsp", batch="balanced", times=2.31)]
     >>> recommend(rows, servers=1, check=str).text
@@ -154,7 +157,7 @@ def recommend(
     if bsp is None:
         return None
     exact = _better([each for each in candidates if each.effect == "exact"], bsp)
-    wire = _Wire.of(exact, variants, servers)
+    wire = _Wire.of(exact, () if steps else variants, servers)
     relaxed = _relaxed(candidates, exact.times)
     pick, times = exact, exact.times
     if exact is not bsp:
@@ -168,6 +171,7 @@ def recommend(
         sentences = [f"Recommended: stay with bsp. {_no_gain(bsp, candidates)}", wire.sentence()]
     if relaxed is not None and pick is not relaxed:
         sentences.append(f"Or {_with_its_price(relaxed)}")
+    sentences.append(steps)
     if relaxed is not None and not distributes:
         sentences.append(DISTRIBUTE)
     return Recommendation(

@@ -71,12 +71,14 @@ def causes_of(evidence: Evidence) -> tuple[Cause, ...]:
     awaited, explained = _waiting(evidence)
     if crowded is not None and not _guilty(evidence):
         awaited = None
+    steps = None if explained == "transfer" else steps_of(evidence)
+    told = {explained, *(["transfer"] if steps else [])}
     further = [
         _of_kind(evidence, name)
         for name, (kind, _) in KINDS_OF_CAUSES.items()
-        if kind != explained and not (crowded and name == "exchanges")
+        if kind not in told and not (crowded and name == "exchanges")
     ]
-    found = [crowded, awaited, _idle(evidence), *further]
+    found = [crowded, awaited, _idle(evidence), steps, *further]
     slow = sorted((each for each in found if each is not None), key=lambda each: -(each.lost_s or 0.0))
     said: set[str] = set()  # what helps is said once
     for number, cause in enumerate(slow):
@@ -689,8 +691,6 @@ def _of_kind(evidence: Evidence, name: str) -> Cause | None:
     lost_s = evidence.total_s(kind)
     if not evidence.matters(lost_s, least) or name == ("exchanges" if evidence.links else "links"):
         return None
-    if kind == "transfer" and (steps := _steps(evidence, lost_s)) is not None:
-        return steps
     per = evidence.per_iteration_s(kind)
     facts, remedies = {"each": length(median(per.values()) if per else 0.0)}, list[str]()
     if name == "links":
@@ -720,16 +720,16 @@ def _of_kind(evidence: Evidence, name: str) -> Cause | None:
     return evidence.cause(name, lost_s, remedies, **facts)
 
 
-def _steps(evidence: Evidence, transfer_s: float) -> Cause | None:
+def steps_of(evidence: Evidence) -> Cause | None:
     """Return how long workers waited for steps of the optimizers; None if this is the smaller part of the transfers.
 
     A server makes a step before it answers a pull, so the step counts as a transfer.
     """
-    cost = evidence.step_cost
-    if cost is None:
+    cost, transfer_s = evidence.step_cost, evidence.total_s("transfer")
+    if cost is None or not cost.matters:
         return None
     lost_s = min(transfer_s, cost.share * evidence.present_s())
-    if not cost.matters or lost_s < MOST_OF_TRANSFERS * transfer_s:
+    if lost_s < MOST_OF_TRANSFERS * transfer_s or not evidence.matters(lost_s, LEAST_OUTSIDE):
         return None
     return evidence.cause("steps", lost_s, [cost.remedy()], step=cost.words)
 
