@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import importlib.util
 import itertools
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,9 +19,11 @@ import torch
 from safetensors.torch import load_file
 
 import paceline
+from paceline import Cluster, DistributedOptimizer, simulate
 from paceline.trace.run_dir import read_metrics
 from tests.support import live
 from tests.support.marks import thorough
+from tests.train.test_tensorwise import Net, largest_difference
 
 pytestmark = pytest.mark.processes
 
@@ -383,3 +387,65 @@ def test_the_page_of_optimizers_is_what_the_test_of_their_classes_finds() -> Non
     script = PAGE.parent / "make_optimizers.py"
     ended = subprocess.run([sys.executable, script, "--check"], env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert ended.returncode == 0, f"run: python {script}"
+
+
+# -- optimizers of other packages, against one process ------------------------------------------------------
+
+OTHERS: dict[str, Callable[[Sequence[Any]], Any]] = {
+    "SOAP": lambda parameters: optimizers().SOAP(parameters, lr=0.01, precondition_frequency=5),
+    "Lamb": lambda parameters: optimizers().Lamb(parameters, lr=0.01, weight_decay=0.01),
+    "CAME": lambda parameters: optimizers().CAME(parameters, lr=0.01),
+    "Adan": lambda parameters: optimizers().Adan(parameters, lr=0.01),
+    "ScheduleFreeAdamW": lambda parameters: optimizers().ScheduleFreeAdamW(parameters, lr=0.01),
+}
+STEPS, BATCH = 200, 16
+
+
+def optimizers() -> Any:
+    require("pytorch_optimizer")
+    return importlib.import_module("pytorch_optimizer")
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_an_optimizer_of_another_package_equals_one_process_on_the_joint_batch(name: str) -> None:
+    """200 steps with a scheduler, clipping, decay, accumulation, a frozen layer and tied weights.
+
+    SOAP chooses a basis for what is zero in the first gradients, and rounding decides which. CAME makes tiny
+    differences larger. So they may differ by what they differ from themselves, if their gradients are changed in the
+    last bit.
+    """
+    optimizers()
+
+    def train(noise: float = 0.0) -> dict[str, torch.Tensor]:
+        net = Net()
+        optimizer: Any = DistributedOptimizer(
+            OTHERS[name]([p for p in net.parameters() if p.requires_grad]), model=net
+        )
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+        count, worker = paceline.worker_count(), paceline.worker_index()
+        for step in range(STEPS):
+            generator = torch.Generator().manual_seed(step)
+            x = torch.randn(BATCH, 12, generator=generator, dtype=torch.float64)
+            y = torch.randint(0, 5, (BATCH,), generator=generator)
+            part = slice(worker * BATCH // count, (worker + 1) * BATCH // count)
+            optimizer.zero_grad()
+            for half in (0, 1):
+                (net.loss(x[part][half::2], y[part][half::2], step) / 2).backward()
+            optimizer.clip_grad_norm(1.0)
+            for parameter in net.parameters() if noise else ():
+                if parameter.grad is not None:
+                    shape, dtype = parameter.shape, torch.float64
+                    parameter.grad.mul_(1 + noise * torch.randn(shape, generator=generator, dtype=dtype))
+            optimizer.step()
+            scheduler.step()
+        if hasattr(optimizer, "eval"):
+            optimizer.eval()
+        return {key: value.clone() for key, value in net.state_dict().items()}
+
+    alone = train()
+    allowed = max(1e-6, 10 * largest_difference(train(noise=1e-15), alone))
+    for workers, servers in ((1, 2), (2, 5), (4, 1)):
+        cluster = Cluster([1.0 + 0.1 * worker for worker in range(workers)], servers=servers)
+        found = simulate(cluster, "bsp", train_fn=train).state_dict
+        assert found is not None
+        assert largest_difference(found, alone) <= allowed, (workers, servers)
