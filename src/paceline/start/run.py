@@ -33,6 +33,7 @@ from ..core.messages import StepsTimed
 from ..core.metrics import MetricHistory
 from ..errors import ConfigurationError, RunFailedError
 from ..look.show_process import Outlets
+from ..look.step_cost import LEAST_SHARE
 from ..run.agents import CLOCK_GAP_S, MachinesLeft
 from ..run.coordinator import CoordinatorHost
 from ..run.job import Job, ResumedFrom, claim_run_dir
@@ -358,9 +359,8 @@ class LiveRun:
         self._program: list[str] = []  # what each worker runs; see `ProcessOrder`
         self._main = 0  # the main worker that the user knows of
         self._told: set[object] = set()  # what the user knows of; see `_news`
-        self._timed: Mapping[
-            int, StepsTimed
-        ] = {}  # the times of steps from which `_news` has computed a cost
+        # the times of steps that `_news` has looked at
+        self._timed: Mapping[int, StepsTimed] = {}
         self._newest: NewestCheckpoint | None = None  # the newest whole checkpoint, once a server was lost
         # (worker, incarnation) of the workers that had left before the launcher ended the others
         self._left_before = set[tuple[int, int]]()
@@ -538,8 +538,11 @@ class LiveRun:
             yield "device", server_device_line(self._job, report.model)
             if "steps" not in self._told and report.steps is not self._timed:
                 self._timed = report.steps
-                cost = step_cost_of(self._job, report)
-                yield "steps", "" if cost is None else cost.sentence()
+                if any(
+                    each.share >= LEAST_SHARE for each in report.steps.values()
+                ):  # else, it costs more than it says
+                    cost = step_cost_of(self._job, report)
+                    yield "steps", "" if cost is None else cost.sentence()
         yield "hindrance", report.hindrance
         yield from enumerate(map(str, report.choices))
         saved = checkpoints.saved
