@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import schedulefree
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 from paceline import DistributedOptimizer, simulate, worker_count, worker_index
@@ -179,6 +181,39 @@ def test_a_live_run_is_its_simulation_to_the_bit(
     assert live[0] == live[1] == simulated[0]
 
 
+@pytest.mark.parametrize("servers", [(1, 3), (3, 2)], ids=str)
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_run_goes_on_from_a_cut_on_another_number_of_servers(name: str, servers: tuple[int, int]) -> None:
+    def train() -> None:
+        net = Net(torch.float64)
+        trained = [p for p in net.parameters() if p.requires_grad]
+        optimizer: Any = DistributedOptimizer(MAKERS[name](trained), model=net)
+        generator = torch.Generator().manual_seed(1)
+        x, y = torch.randn(64, 12, generator=generator).double(), torch.arange(64) % 5
+        loader = paceline.distribute(DataLoader(TensorDataset(x, y), batch_size=8))
+        for _ in paceline.epochs(3):
+            optimizer.train()
+            for inputs, labels in loader:
+                optimizer.zero_grad()
+                net.loss(inputs, labels, int(labels[0])).backward()
+                optimizer.step()
+            optimizer.eval()
+            with torch.no_grad():
+                told.append(float(net.loss(x, y, 1)))
+
+    def on(count: int, **options: Any) -> Any:
+        return simulate(Cluster([1.0], servers=count), "bsp", train_fn=train, **options)
+
+    told: list[float] = []
+    whole = on(servers[0], cut_at_s=[9.7])
+    expected = told.copy()
+    told.clear()
+    resumed = on(servers[1], resumed=whole.cuts[0])
+    assert largest_difference(resumed.state_dict, whole.state_dict) <= 1e-12
+    assert told == pytest.approx(expected[-len(told) :], abs=1e-12)
+    assert len(told) == 2
+
+
 @pytest.mark.parametrize("name", ["AdamW", OWN])
 def test_on_a_device_whose_copies_are_late_too(name: str) -> None:
     of_device: list[Any] = []
@@ -291,7 +326,9 @@ def test_evaluating_and_save_use_the_weights_for_evaluation(host: Callable[..., 
                     script.optimizer.eval()
                 with paceline.evaluating(model) as snapshot:
                     found = torch.cat([p.detach().flatten() for p in snapshot.parameters()])
+                    loaded = torch.load(paceline.save(model.state_dict(), tmp_path / "inside.pt"))
                 assert torch.equal(found, expected)
+                assert torch.equal(torch.cat([p.flatten() for p in loaded.values()]), expected)
                 assert torch.equal(script.weights, expected if evaluates else own)
                 place = tmp_path / f"{number}-{evaluates}.pt"
                 loaded = torch.load(paceline.save([model.state_dict()], place))[0]
@@ -332,6 +369,44 @@ def test_a_worker_that_joins_late_has_the_weights_for_an_evaluation_until_it_tra
     told: list[torch.Tensor] = []
     run = run_on_threads(train, workers=2, servers=2, sync=sync, late=joins, imports=["schedulefree"])
     assert all(value.isfinite().all() for value in run.state_dict.values())
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "RAdam"])
+def test_a_model_and_its_optimizer_may_be_saved_in_both_modes_and_go_on_alone_or_in_a_run(
+    name: str, evaluates: bool, host: Callable[..., Any]
+) -> None:
+    def train() -> None:
+        script = Script(MAKERS[name])
+        script.step(5)
+        if evaluates:
+            script.optimizer.eval()
+        saved.append(copy.deepcopy((script.model.state_dict(), script.optimizer.state_dict())))
+        script.step(5)
+        script.optimizer.eval()
+        told.append(script.weights)
+
+    def go_on() -> None:
+        script = Script(MAKERS[name])
+        for _ in range(5):  # the data of the first steps
+            torch.randn(8, 6, generator=script.generator)
+        model, optimizer = copy.deepcopy(saved[0])
+        script.model.load_state_dict(model)
+        script.optimizer.load_state_dict(optimizer)
+        script.step(5)
+        script.optimizer.eval()
+        told.append(script.weights)
+
+    saved: list[Any] = []
+    told: list[torch.Tensor] = []
+    host(train)
+    host(go_on)
+    go_on()
+    assert saved[0][1]["param_groups"][0]["train_mode"] is not evaluates
+    assert saved[0][1]["param_groups"][0]["k"] == 5
+    whole, resumed, alone = told
+    assert (resumed - whole).abs().max() <= 1e-6
+    assert (alone - whole).abs().max() <= 1e-6
 
 
 def test_between_eval_and_train_no_step_and_no_edit_is_possible(host: Callable[..., Any]) -> None:

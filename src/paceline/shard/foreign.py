@@ -206,6 +206,24 @@ def evaluated(optimizer: torch.optim.Optimizer, copies: Mapping[int, torch.Tenso
     return result
 
 
+def evaluated_state(
+    optimizer: torch.optim.Optimizer, copies: Mapping[int, torch.Tensor], state_dict: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the `state_dict()` of an optimizer after its `eval()`, given that in training mode.
+
+    Args:
+        optimizer: an optimizer of a class that has modes. It stays the same.
+        copies: the `id` of each parameter -> a copy of the weights that are trained.
+        state_dict: the `state_dict()` that belongs to these weights.
+    """
+    other: Any = copied(optimizer, copies, without=("state",))
+    other.state = defaultdict(dict)
+    other.load_state_dict(state_dict)
+    other.eval()
+    result: dict[str, Any] = other.state_dict()
+    return result
+
+
 def copied(
     optimizer: torch.optim.Optimizer, parameters: Mapping[int, torch.Tensor], without: Container[str] = ()
 ) -> torch.optim.Optimizer:

@@ -236,7 +236,7 @@ def evaluating(model: Model) -> Iterator[Model]:
     training.require_not_idle("evaluating()")
     training.refresh()
     snapshot = copy.deepcopy(model).eval()
-    values = _pooled_by_memory(training) | _evaluated_by_memory(training, training.modes(training=False))
+    values = _pooled_by_memory(training) | _evaluated_by_memory(training, training.with_modes(training=False))
     _copy_into(model, snapshot, values)
     assert session is not None
     with metrics_of(session).evaluation(session), training.idle():
@@ -307,7 +307,7 @@ def save(obj: object, path: str | os.PathLike[str]) -> str:
     else:
         values = _pooled_by_memory(training)
         if not _has_optimizer(obj):
-            values |= _evaluated_by_memory(training, training.modes())
+            values |= _evaluated_by_memory(training, training.with_modes())
         obj = _replaced(obj, values) if values else obj
     _write(obj, place, lambda: session is None or session.is_main_now())
     return place

@@ -414,7 +414,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state in the format of the wrapped optimizer's own `state_dict()`.
 
-        In a run, the state is fetched from the servers.
+        In a run, the state is fetched from the servers. It is in the mode in which the optimizer is here.
         """
         self._require_current("state_dict()")
         own = self._wrapped.state_dict()
@@ -427,7 +427,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             own["state"], counters = found
             for group, counted in zip(own["param_groups"], counters, strict=False):
                 group.update(counted)
-        return own
+        return own if self._training is None else self._training.state_in_mode(self._set_index, own)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load an optimizer state that `state_dict()` has returned.

@@ -103,8 +103,8 @@ class Servers(ABC):
     def fetch_evaluated(self) -> Mapping[str, torch.Tensor]:
         """Return the current weights that are evaluated, by their names in the `state_dict`, in new memory.
 
-        They differ from those that are trained if an optimizer has modes (see `shard.foreign`). May be called only
-        between two iterations.
+        They differ from those that are trained if an optimizer has modes (see `shard.foreign`). May be called between
+        two iterations, and in `idle`.
         """
 
     @abstractmethod
@@ -367,7 +367,8 @@ class Session(ABC):
     def idle(self) -> AbstractContextManager[None]:
         """Return a context in which the script does not train, and in which no other worker waits for this one.
 
-        The weights may change at any time in this context. Only the methods for data and `fetch_state` may be called.
+        The weights may change at any time in this context. Only the methods for data, `fetch_state` and
+        `fetch_evaluated` may be called.
         If the run fails meanwhile, the error is raised at the end of the context.
         """
 

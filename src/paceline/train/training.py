@@ -26,7 +26,7 @@ from ..core.messages import MOST_PARAMETER, Combined, GradientHashed, Observatio
 from ..core.metrics import Settled
 from ..core.requests import COORDINATOR, Send
 from ..errors import NonFiniteGradientError, UsageError
-from ..shard.foreign import has_modes
+from ..shard.foreign import evaluated_state, has_modes
 from ..shard.vectors import Vectors, digest, sampled_norm, squared_norm, torch_dtype
 from ..sync.events import Clip, PushFlags
 from .forward import builds_graph, guess_of, unwatch_backward, watch_backward
@@ -548,7 +548,7 @@ class WorkerTraining:
             self._weights.mark_pulled()
         self.refresh()
 
-    def modes(self, *, training: bool = True) -> list[int]:
+    def with_modes(self, *, training: bool = True) -> list[int]:
         """Return the sets whose optimizers have modes. If `training` is True, those in training mode only."""
         found = [index for index, each in enumerate(self.sets) if has_modes(type(each.owner))]
         return [index for index in found if not (training and index in self._evaluated)]
@@ -566,6 +566,15 @@ class WorkerTraining:
             for set_index in sets
             for index in self._trained.members[set_index]
         }
+
+    def state_in_mode(self, set_index: int, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return the `state_dict()` of a set's optimizer in its present mode, given that in training mode."""
+        if set_index not in self._evaluated:
+            return state_dict
+        each, weights = self.sets[set_index], self._weights.copies()
+        members = zip(each.parameters, self._trained.members[set_index], strict=True)
+        copies = {id(parameter): weights[index] for parameter, index in members}
+        return evaluated_state(each.owner, copies, state_dict)
 
     def evaluate(self, set_index: int) -> None:
         """Set the parameters of a set to the weights that are evaluated, until `train`.
