@@ -724,8 +724,8 @@ def _difference(expected: Sequence[Flat], found: Sequence[Flat], dtype: torch.dt
                 element = int(wrong.nonzero()[0])
                 shape = list(SHAPES[index % len(SHAPES)])
                 return (
-                    f"element {element} of a parameter of shape {shape} is {float(other[element]):.12g} instead of "
-                    f"{float(mine[element]):.12g} {when}"
+                    f"element {element} of a parameter of shape {shape} is {float(other[element])} instead of "
+                    f"{float(mine[element])} {when}"
                 )
     return ""
 
