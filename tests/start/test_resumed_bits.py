@@ -192,10 +192,12 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_bits_of_a_whole_run(
     options = [*one, "--checkpoint-every", "0.3", "--run-dir", "run", "train.py"]
     program = start_program("-m", "paceline", "run", *options, stderr=subprocess.STDOUT)
     await_that(lambda: numbers_in(of_the_run(Path("run", "checkpoints"))), "a checkpoint is whole")
-    for _ in range(KILLS):
+    for number in range(KILLS):
         kill(program, mark)
         before = steps()
-        program = start_program("-m", "paceline", "run", "--resume", "run", stderr=subprocess.STDOUT)
+        servers = str(2 - number % 2)
+        resumed = ["--resume", "run", "--servers", servers]
+        program = start_program("-m", "paceline", "run", *resumed, stderr=subprocess.STDOUT)
         if chance.random() > AT_START:
             await_that(lambda before=before: steps() > before, "it trains")  # type: ignore[misc]
         time.sleep(chance.random())
