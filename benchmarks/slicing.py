@@ -17,6 +17,8 @@ import torch
 
 from paceline.cli.console import TellShare
 from paceline.core.layout import Layout, ModelSpec, OptimizerSpec, Parameter, ShardSlice
+from paceline.core.messages import StepsTimed, StepTime
+from paceline.look.step_cost import StepCost
 from paceline.shard.optimizers import make_optimizer
 from paceline.shard.store import Push, Store
 
@@ -43,6 +45,22 @@ class SlicingRow(msgspec.Struct, frozen=True):
     mean_ms: float
     slowest_ms: float
     even_ms: float
+
+
+class PredictionRow(msgspec.Struct, frozen=True):
+    """A step of Muon with several shards, as a run predicts it from the step of one shard.
+
+    Attributes:
+        layout: the matrices.
+        shards: number of shards.
+        predicted_ms: predicted processor time of the slowest shard.
+        slowest_ms: its measured processor time.
+    """
+
+    layout: str
+    shards: int
+    predicted_ms: float
+    slowest_ms: float
 
 
 class ParallelRow(msgspec.Struct, frozen=True):
@@ -72,6 +90,14 @@ SLICING_COLUMNS: Columns[SlicingRow] = {
         else "-"
     ),
     "slowest / mean": lambda row: f"{row.slowest_ms / row.mean_ms:.2f}",
+}
+
+PREDICTION_COLUMNS: Columns[PredictionRow] = {
+    "matrices": lambda row: row.layout,
+    "shards": lambda row: str(row.shards),
+    "predicted (ms)": lambda row: f"{row.predicted_ms:.1f}",
+    "slowest shard (ms)": lambda row: f"{row.slowest_ms:.1f}",
+    "ratio": lambda row: f"{row.predicted_ms / row.slowest_ms:.2f}",
 }
 
 PARALLEL_COLUMNS: Columns[ParallelRow] = {
@@ -130,6 +156,14 @@ def measure(tell: TellShare, rounds: Rounds = 15, width: int = 512, layers: int 
             for name in ways
         ]
         shards.clear()
+        predicted = [
+            row
+            for layout, shapes in {
+                "layers of a transformer": _layer(width // 2) * layers,
+                "the same, and one large": [*_layer(width // 2) * layers, (3 * width, 3 * width)],
+            }.items()
+            for row in _predictions(layout, _muon(shapes), rounds)
+        ]
         parallel = _parallel(models["Muon, whole tensors"], rounds, tell)
     finally:
         torch.set_num_threads(threads)
@@ -137,8 +171,27 @@ def measure(tell: TellShare, rounds: Rounds = 15, width: int = 512, layers: int 
     size = f"{layers} layers of width {width}, embedding of {TABLE} rows"
     return [
         Figures(f"A step of {SHARDS} shards on one core each: {size}", rows, SLICING_COLUMNS, caption),
+        Figures("A step of Muon, predicted from one shard and measured", predicted, PREDICTION_COLUMNS),
         Figures("A step of Muon: several servers, or threads of one server", parallel, PARALLEL_COLUMNS),
     ]
+
+
+def _predictions(layout: str, model: ModelSpec, rounds: int) -> list[PredictionRow]:
+    """Predict steps with several shards from the step of one, and time them."""
+    [alone], whole_ms = model.sliced(1, "auto"), _slowest_ms(model, 1, rounds)
+    report = StepsTimed((StepTime(0, 0, whole_ms / 1e3),), share=0.5)
+    cost = StepCost.of(model, [alone], {0: report}, slicing="auto", block=1, servers=1, cores_of=None)
+    assert cost is not None
+    return [
+        PredictionRow(layout, count, 1e3 * cost.predicted_s[count], _slowest_ms(model, count, rounds))
+        for count in (2, SHARDS)
+    ]
+
+
+def _slowest_ms(model: ModelSpec, shards: int, rounds: int) -> float:
+    """Return the processor time of the slowest shard's step."""
+    held = [_shard(model, bounds) for bounds in model.sliced(shards, "auto")]
+    return max(median([_processor_ms(each.step) for _ in range(rounds + 1)][1:]) for each in held)
 
 
 def _parallel(model: ModelSpec, rounds: int, tell: TellShare) -> list[ParallelRow]:
@@ -166,8 +219,7 @@ def _model(name: str, whole: bool, width: int, layers: int) -> ModelSpec:
     """Return a transformer whose matrices an optimizer trains that may need whole tensors, and the rest AdamW."""
     matrices, vectors = list[Parameter](), [Parameter(("embedding",), (TABLE, width), "float32", set_index=1)]
     for layer in range(layers):
-        shapes = [(width, width)] * 4 + [(4 * width, width), (width, 4 * width)]
-        matrices += [Parameter((f"{layer}.{i}",), shape, "float32") for i, shape in enumerate(shapes)]
+        matrices += [Parameter((f"{layer}.{i}",), s, "float32") for i, s in enumerate(_layer(width))]
         sizes = [width] * 2 + [4 * width, width]
         vectors += [
             Parameter((f"{layer}.{i}.bias",), (n,), "float32", set_index=1) for i, n in enumerate(sizes)
@@ -176,6 +228,18 @@ def _model(name: str, whole: bool, width: int, layers: int) -> ModelSpec:
     return ModelSpec(
         Layout.of([*matrices, *vectors]), msgspec.structs.replace(first, whole=whole), (), (second,)
     )
+
+
+def _layer(width: int) -> list[tuple[int, int]]:
+    """Return the shapes of the matrices of a layer."""
+    return [(width, width)] * 4 + [(4 * width, width), (width, 4 * width)]
+
+
+def _muon(shapes: Sequence[tuple[int, int]]) -> ModelSpec:
+    """Return a model of matrices that Muon trains."""
+    matrices = [Parameter((str(index),), shape, "float32") for index, shape in enumerate(shapes)]
+    optimizer = msgspec.structs.replace(_spec("Muon", len(matrices)), whole=True)
+    return ModelSpec(Layout.of(matrices), optimizer, ())
 
 
 def _spec(name: str, parameters: int) -> OptimizerSpec:
