@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tests.conftest import RunOnThreads
 
 Train = Callable[[], list[torch.Tensor]]
-STEPS, BATCH = 24, 16
+STEPS, BATCH = 16, 16
 RADIUS, EVERY, TOWARDS, DECAY = 0.05, 4, 0.5, 0.9
 WORKERS_AND_SERVERS = [(1, 1), (2, 2), (4, 5)]
 

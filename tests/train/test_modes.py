@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 State = dict[str, torch.Tensor]
 Make = Callable[..., Any]
 BATCH = 16
-STEPS = 24
+STEPS = 16
 
 
 class Net(nn.Module):
@@ -91,7 +91,7 @@ MAKERS: dict[str, Make] = {
     "RAdam": lambda p: schedulefree.RAdamScheduleFree(p, lr=0.02, betas=(0.9, 0.95), weight_decay=0.1),
     OWN: lambda p: Averaging(p, lr=0.05, momentum=0.9),
 }
-LIVE = [name for name in MAKERS if name != OWN]  # servers cannot import this file
+LIVE = ["SGD", "AdamW"]  # servers cannot import this file
 
 
 def training(
@@ -372,7 +372,7 @@ def test_a_worker_that_joins_late_has_the_weights_for_an_evaluation_until_it_tra
 
 
 @pytest.mark.parametrize("evaluates", [False, True])
-@pytest.mark.parametrize("name", ["SGD", "AdamW", "RAdam"])
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
 def test_a_model_and_its_optimizer_may_be_saved_in_both_modes_and_go_on_alone_or_in_a_run(
     name: str, evaluates: bool, host: Callable[..., Any]
 ) -> None:
