@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -10,8 +11,13 @@ import torch
 
 from paceline.core.layout import Layout, OptimizerSpec, Parameter
 from paceline.shard.optimizers import ELEMENTWISE, read_groups
-from paceline.shard.slice_optimizers import FusedOptimizer, TorchOptimizer, optimizer_of_slice
-from paceline.sync.translation import FAMILIES, WHOLE, Fraction, Standing, translate
+from paceline.shard.slice_optimizers import (
+    FractionalSteps,
+    FusedOptimizer,
+    TorchOptimizer,
+    optimizer_of_slice,
+)
+from paceline.sync.translation import FAMILIES, NORMALIZED, WHOLE, Family, Fraction, Standing, translate
 
 SIZE = 24
 EVERYONE = b"\x01"
@@ -193,16 +199,62 @@ def test_translation_is_the_identity_for_a_joint_batch_without_delay_and_monoton
         assert abs(near.means - far.means) < 1e-6
 
 
+class Signs(torch.optim.Optimizer):
+    """Moves each weight by the sign of its gradient, which it overwrites."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for weight in group["params"]:
+                weight.sub_(weight.grad.sign_(), alpha=group["lr"])
+
+
+NORMALIZING: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]] = {
+    "Muon": lambda weights: torch.optim.Muon(weights, lr=0.1, weight_decay=0.0, momentum=0.9),
+    "Adafactor": lambda weights: torch.optim.Adafactor(weights, lr=0.1, weight_decay=0.0),
+    "own.module:Signs": lambda weights: Signs(weights, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("pushes", [4, 16])
+@pytest.mark.parametrize("name", NORMALIZING)
+def test_the_noise_of_pushes_does_not_shorten_normalized_updates(name: str, pushes: int) -> None:
+    """Single pushes have more noise than a joint gradient, but must move the weights as far along the signal."""
+    generator = torch.Generator().manual_seed(0)
+    signal = torch.randn(8, 12, generator=generator)
+    signal /= signal.norm()
+
+    def travel(share: float, family: Family) -> float:
+        weight = torch.nn.Parameter(torch.ones(8, 12))
+        optimizer, parts = NORMALIZING[name]([weight]), FractionalSteps(family)
+        for _ in range(round(100 / share)):
+            noise = torch.randn(8, 12, generator=generator) * 0.2 / math.sqrt(share)
+            weight.grad = given = signal + noise
+            before = given.clone()
+            parts.take(optimizer, Fraction(share, share, share))
+            if share < 1 and family.averages:
+                assert torch.equal(given, before)  # it belongs to the push
+        return -float(((weight.detach() - 1) * signal).sum())
+
+    kind = FAMILIES.get(name, NORMALIZED)
+    expected = travel(1.0, kind)
+    assert travel(1 / pushes, kind) == pytest.approx(expected, rel=0.07)
+    assert travel(1 / pushes, Family()) < 0.9 * expected
+
+
 def test_every_family_names_entries_of_its_optimizers_state() -> None:
     settings: dict[str, dict[str, Any]] = {
         "SGD": {"lr": 0.1, "momentum": 0.9},
         "RMSprop": {"momentum": 0.9, "centered": True},
     }
-    for name, family in FAMILIES.items():
-        weight = torch.nn.Parameter(torch.zeros(1))
-        optimizer = ELEMENTWISE[name]([weight], **settings.get(name, {}))
-        weight.grad = torch.ones(1)
+    for name, kind in FAMILIES.items():
+        weight = torch.nn.Parameter(torch.zeros(1, 1))
+        optimizer = getattr(torch.optim, name)([weight], **settings.get(name, {}))
+        weight.grad = torch.ones(1, 1)
         optimizer.step()
-        named = {*family.means, *filter(None, (family.square, family.mean))}
+        named = {*kind.means, *filter(None, (kind.square, kind.mean))}
         assert named <= optimizer.state[weight].keys()
-        assert 0 < family.kept(optimizer.param_groups[0]) <= 1
+        assert 0 < kind.kept(optimizer.param_groups[0]) <= 1

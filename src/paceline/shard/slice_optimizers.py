@@ -28,7 +28,7 @@ import torch
 from ..core.layout import HyperParameters, OptimizerSpec, ShardSlice, aligned, dtype_of, item_bytes
 from ..errors import ConfigurationError, UserCodeError, first_line
 from ..sync.plugins import user_traceback
-from ..sync.translation import FAMILIES, WHOLE, Family, Fraction
+from ..sync.translation import FAMILIES, NORMALIZED, WHOLE, Family, Fraction
 from .device_queue import SliceOnDevice
 from .foreign import changed_groups, copied, evaluated, groups_without_parameters, has_modes
 from .optimizers import OF_TORCH, make_optimizer, segments_of_state, take_step
@@ -484,7 +484,7 @@ class TorchOptimizer:
         self._parameters = self._shaped(self._weights)
         self._groups = spec.groups  # current hyper-parameters of the optimizer
         self._name, self._foreign = spec.name, spec.name not in OF_TORCH
-        self._fractions = FractionalSteps(FAMILIES.get(spec.name, Family()))
+        self._fractions = FractionalSteps(FAMILIES.get(spec.name, NORMALIZED))
         group_of = [spec.group_of[segment.parameter] for segment in bounds.segments]
         self._optimizer = make_optimizer(
             spec.name,
@@ -609,7 +609,7 @@ class TorchOptimizer:
 #
 # `FractionalSteps` does it for any torch optimizer: it takes a whole step, and then moves the weights and the
 # state back to the fraction. Of what the optimizer computes, it knows only which entries of the state are
-# averages of the gradient, and which is the running mean of squares (`FAMILIES`).
+# averages of the gradient, which is the running mean of squares, and whether it needs an average (`FAMILIES`).
 #
 # `_sgd_part` and `_adam_part` compute the same on chunks of flat vectors, without copies of whole vectors.
 
@@ -692,6 +692,8 @@ class FractionalSteps:
         groups = optimizer.param_groups
         parameters = enumerate((group, parameter) for group in groups for parameter in group["params"])
         moving = [(place, *each) for place, each in parameters if each[1].grad is not None]
+        for place, _, parameter in moving if self._family.averages else ():
+            self._average(place, parameter, fraction.average)
         before = {place: self._saved(place, "", parameter.detach()) for place, _, parameter in moving}
         states = {
             place: {
@@ -732,6 +734,17 @@ class FractionalSteps:
             for key, value in earlier.items():
                 if group[key] != value:
                     group[key] = self._between(-1 - place, key, value, group[key], fraction.step)
+
+    def _average(self, place: int, parameter: torch.Tensor, part: float) -> None:
+        """Replace the gradient by a running mean, which begins with the first gradient and moves by a part."""
+        gradient = parameter.grad
+        assert gradient is not None
+        mean = self._means.setdefault(parameter, torch.zeros_like(gradient))
+        weight = self._mean_weights.get(parameter, 0.0)
+        weight = self._mean_weights[parameter] = weight + part * (1.0 - weight)
+        parameter.grad = self._saved(
+            -1 - place, "", mean.lerp_(gradient, part / weight)
+        )  # the step may change it
 
     def _saved(self, place: int, key: str, value: Any) -> Any:
         """Return a copy of an entry of the state, in memory that is used again for the next step."""

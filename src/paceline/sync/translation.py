@@ -32,6 +32,18 @@ more noise than a joint gradient: with the signal a and the noise b of the joint
 s. Therefore the square in `Family.square` is replaced by an estimate of the joint gradient's square, s g^2 + (1 - s)
 m^2, where m is the running mean of the gradient.
 
+**Normalized updates.** Muon makes the update of a matrix orthogonal, Lion takes signs, and Adafactor limits the norm of
+an update: the noise of a gradient then turns the direction or shortens what is left of the signal, and no correction of
+the state afterwards can undo this. Therefore these optimizers never see the gradient of a push itself, but a running
+mean v of gradients (`Family.averages`), which moves by r = 2 s / (1 + s):
+
+    v <- v + r (g - v).
+
+In the long run, its noise is r / (2 - r) = s times that of a push, which is that of a joint gradient, and it lags by
+(1 - s) / 2 joint steps. No other delay is corrected: the length of a normalized update does not depend on how far the
+momentum has built up, so a slower momentum would only lag behind further. This also holds for the classes about which
+nothing is known. They may normalize, and if they do not, the running mean costs them only its lag.
+
 At share 1 and delay 0 all of this is the whole step itself.
 """
 
@@ -81,6 +93,11 @@ class Fraction(NamedTuple):
         """True if the update takes the whole step, as in one process."""
         return self.step == self.weights == self.means == 1.0
 
+    @property
+    def average(self) -> float:
+        """Fraction of the way that a running mean of gradients moves whose noise is that of a joint gradient."""
+        return 2.0 * self.step / (1.0 + self.step)
+
 
 LAG = 0.5
 """The part of the delay by which averages of the gradient lag behind, relative to one joint step."""
@@ -89,7 +106,7 @@ WHOLE = Fraction(1.0, 1.0, 1.0)
 
 
 class Family(NamedTuple):
-    """The entries in the state of an optimizer class that move in their own way. Other entries move by the step.
+    """How an optimizer class takes fractions of steps: the entries of its state that do not move by the step.
 
     Attributes:
         means: keys of averages of the gradient.
@@ -97,12 +114,14 @@ class Family(NamedTuple):
         decay: hyper-parameter with the decay of `square`; "" if it is a sum. Of several numbers, the last counts.
         mean: key in `means` of a running mean of the gradient with its decay in the first of `betas`; "" if the state
             has none, so that one must be kept in addition.
+        averages: True if the optimizer is given a running mean of gradients instead of the gradient of an update.
     """
 
     means: tuple[str, ...] = ()
     square: str = ""
     decay: str = ""
     mean: str = ""
+    averages: bool = False
 
     def kept(self, settings: Mapping[str, Any]) -> float:
         """Return the part of `square` that one step keeps; 1 for a sum."""
@@ -111,6 +130,8 @@ class Family(NamedTuple):
 
 
 ADAM = Family(("exp_avg",), "exp_avg_sq", "betas", "exp_avg")
+
+NORMALIZED = Family(averages=True)
 
 FAMILIES: dict[str, Family] = {
     "SGD": Family(("momentum_buffer",)),
@@ -122,8 +143,11 @@ FAMILIES: dict[str, Family] = {
     "RMSprop": Family(("momentum_buffer", "grad_avg"), "square_avg", "alpha"),
     "Adadelta": Family((), "square_avg", "rho"),
     "Adagrad": Family((), "sum"),
+    "ASGD": Family(),
+    "Muon": NORMALIZED,
+    "Adafactor": NORMALIZED,
 }
-"""Optimizer class -> the entries of its state. Of a class that is not listed, all entries move by the step."""
+"""Optimizer class -> the entries of its state. A class that is not listed counts as `NORMALIZED`."""
 
 
 def translate(standing: Standing) -> Fraction:
