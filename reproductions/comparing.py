@@ -33,21 +33,15 @@ AT_COMMON, AT_BEST = "all models at the same rate", "each model at its own best 
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """The runs of several models, which are the labels of the runs.
+    """The runs of several models, which are the labels of the runs."""
 
-    Attributes:
-        rate: the common learning rate.
-        by_rate: label -> learning rate, ascending -> the outcomes with this rate, one for each seed.
-        best: label -> the rate with the shortest median time to the target.
-        at_best: the outcomes with the best rate and with other seeds, in the order of the runs.
-        at_an_end: labels whose best rate is the smallest or the largest that was tried.
-    """
-
-    rate: float
+    rate: float  # the common learning rate
+    # label -> learning rate, ascending -> the outcomes with this rate, one for each seed
     by_rate: dict[str, dict[float, list[TrainingOutcome]]]
-    best: dict[str, float]
+    best: dict[str, float]  # label -> the rate with the shortest median time to the target
+    # the outcomes with the best rate and with other seeds, in the order of the runs
     at_best: list[TrainingOutcome]
-    at_an_end: list[str]
+    at_an_end: list[str]  # labels whose best rate is the smallest or the largest that was tried
 
     @property
     def labels(self) -> list[str]:

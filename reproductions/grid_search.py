@@ -31,15 +31,10 @@ class Point(NamedTuple):
 
 
 class Score(NamedTuple):
-    """The score of a point. Smaller scores are better.
+    """The score of a point. Smaller scores are better."""
 
-    Attributes:
-        time_to_target_s: seconds to the target accuracy; infinity if the target was not reached.
-        final_error: 1 minus the final accuracy; if times are equal, the smaller error wins.
-    """
-
-    time_to_target_s: float
-    final_error: float
+    time_to_target_s: float  # seconds to the target accuracy; infinity if the target was not reached
+    final_error: float  # 1 minus the final accuracy; if times are equal, the smaller error wins
 
 
 Measure = Callable[[Point, int], Score]

@@ -39,25 +39,20 @@ CHUNK = 512  # images that are evaluated at once
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """A network and the images that it is trained on.
+    """A network and the images that it is trained on."""
 
-    Attributes:
-        name: name of both; problems with the same name are the same.
-        network: importable function without arguments that returns the network with its initial weights.
-        images: importable function without arguments that reads the images, or other samples.
-        train_size: number of training samples.
-        loss: function of the outputs and the labels that is minimized.
-        loss_count: number of training images for evaluating the loss; using all of them would take too long.
-        stacked: True if runs may be trained together (see `reproductions.ensembles`): the images are tensors that are
-            used as they are, and the network has no state but its parameters, the statistics of BatchNorm apart.
-    """
-
-    name: str
+    name: str  # name of both; problems with the same name are the same
+    # importable function without arguments that returns the network with its initial weights
     network: Callable[[], nn.Module]
+    # importable function without arguments that reads the images, or other samples
     images: Callable[[], Images]
-    train_size: int
+    train_size: int  # number of training samples
+    # function of the outputs and the labels that is minimized
     loss: Callable[..., torch.Tensor] = nn.functional.cross_entropy
+    # number of training images for evaluating the loss; using all of them would take too long
     loss_count: int = 256
+    # True if runs may be trained together (see `reproductions.ensembles`): the images are tensors that are
+    # used as they are, and the network has no state but its parameters, the statistics of BatchNorm apart
     stacked: bool = False
 
 
@@ -98,23 +93,14 @@ DEEPER_RESNET = on_digits("ResNet-14 with half the channels", partial(resnet_cif
 
 
 class Protocol(msgspec.Struct, frozen=True, kw_only=True):
-    """How a paper trains a network on its data.
+    """How a paper trains a network on its data."""
 
-    Attributes:
-        batch_size: samples per worker and iteration.
-        rate: learning rate.
-        epochs: epochs of training.
-        optimizer: name of the optimizer in `OPTIMIZERS`.
-        milestones: epochs after which the learning rate is multiplied by `decay`.
-        decay: factor of the learning rate at each milestone.
-    """
-
-    batch_size: int
-    rate: float
-    epochs: float
-    optimizer: str = "SGD"
-    milestones: tuple[int, ...] = ()
-    decay: float = 1.0
+    batch_size: int  # samples per worker and iteration
+    rate: float  # learning rate
+    epochs: float  # epochs of training
+    optimizer: str = "SGD"  # name of the optimizer in `OPTIMIZERS`
+    milestones: tuple[int, ...] = ()  # epochs after which the learning rate is multiplied by `decay`
+    decay: float = 1.0  # factor of the learning rate at each milestone
 
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"SGD": torch.optim.SGD, "LARS": LARS}
@@ -122,18 +108,12 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"SGD": torch.opti
 
 
 class Workload(msgspec.Struct, frozen=True):
-    """A network and a data set of a paper, and what stands in for them.
+    """A network and a data set of a paper, and what stands in for them."""
 
-    Attributes:
-        network: function that returns the paper's network.
-        read: function that reads the data set from the folder given with `--data`.
-        train_size: number of training samples.
-        stand_in: problem that is used without the data set. Its loss is that of the paper's problem, too.
-    """
-
-    network: Callable[[], nn.Module]
-    read: Callable[[Path], Images]
-    train_size: int
+    network: Callable[[], nn.Module]  # function that returns the paper's network
+    read: Callable[[Path], Images]  # function that reads the data set from the folder given with `--data`
+    train_size: int  # number of training samples
+    # problem that is used without the data set. Its loss is that of the paper's problem, too.
     stand_in: Problem
 
 

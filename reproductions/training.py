@@ -55,17 +55,12 @@ NEVER_S = 1e6  # used instead of an infinite time; longer than any run here
 
 
 class Target(msgspec.Struct, frozen=True):
-    """The accuracy or loss that a run should reach.
+    """The accuracy or loss that a run should reach."""
 
-    Attributes:
-        measure: "accuracy" on the test images, from 0 to 1, or "loss" over the first training images.
-        value: smallest accuracy or largest loss that meets the target.
-        in_a_row: number of consecutive evaluations that must meet the target.
-    """
-
+    # "accuracy" on the test images, from 0 to 1, or "loss" over the first training images
     measure: Literal["accuracy", "loss"]
-    value: float
-    in_a_row: int
+    value: float  # smallest accuracy or largest loss that meets the target
+    in_a_row: int  # number of consecutive evaluations that must meet the target
 
     def lack(self, value: float) -> float:
         """Return how far a value is from meeting the target; 0 or less if the value meets it."""
@@ -82,45 +77,24 @@ class Target(msgspec.Struct, frozen=True):
 
 
 class TrainingRun(msgspec.Struct, frozen=True, kw_only=True):
-    """The parameters of one training run.
+    """The parameters of one training run."""
 
-    Attributes:
-        label: name in figures. Runs with the same label differ only in seed or learning rate.
-        cluster: cluster to simulate.
-        sync: sync model.
-        target: target of the run, which also defines what is evaluated.
-        learning_rate: learning rate for SGD.
-        momentum: momentum for SGD.
-        batch_size: images per worker and iteration.
-        iterations: number of iterations of each worker.
-        until_s: virtual seconds after which the run ends.
-        seed: random seed for weights, data and times.
-        every_s: virtual seconds between two evaluations.
-        until_target: True to end the run when it reaches the target.
-        problem: network and images.
-        weight_decay: weight decay of SGD.
-        milestones: epochs after which the learning rate is multiplied by `decay`.
-        decay: factor of the learning rate at each milestone.
-        optimizer: name of the optimizer in `OPTIMIZERS`. Only runs with SGD are trained together.
-    """
-
-    label: str = ""
-    cluster: Cluster
-    sync: str = ""
-    target: Target
-    learning_rate: float = 0.0
-    momentum: float = 0.0
-    batch_size: int = 16
-    iterations: int = 1_000_000
-    until_s: float = math.inf
-    seed: int = 0
-    every_s: float = 1.0
-    until_target: bool = True
-    problem: Problem = DIGITS
-    weight_decay: float = 0.0
-    milestones: tuple[int, ...] = ()
-    decay: float = 1.0
-    optimizer: str = "SGD"
+    label: str = ""  # name in figures. Runs with the same label differ only in seed or learning rate.
+    cluster: Cluster  # cluster to simulate
+    sync: str = ""  # sync model
+    target: Target  # target of the run, which also defines what is evaluated
+    learning_rate: float = 0.0  # learning rate for SGD
+    momentum: float = 0.0  # momentum for SGD
+    batch_size: int = 16  # images per worker and iteration
+    iterations: int = 1_000_000  # number of iterations of each worker
+    seed: int = 0  # random seed for weights, data and times
+    every_s: float = 1.0  # virtual seconds between two evaluations
+    until_target: bool = True  # True to end the run when it reaches the target
+    problem: Problem = DIGITS  # network and images
+    weight_decay: float = 0.0  # weight decay of SGD
+    milestones: tuple[int, ...] = ()  # epochs after which the learning rate is multiplied by `decay`
+    decay: float = 1.0  # factor of the learning rate at each milestone
+    optimizer: str = "SGD"  # name of the optimizer in `OPTIMIZERS`. Only runs with SGD are trained together.
 
     @property
     def together(self) -> bool:
@@ -140,31 +114,17 @@ class TrainingRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainingOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The results of a run. All times are virtual.
+    """The results of a run. All times are virtual."""
 
-    Attributes:
-        run: parameters of the run.
-        times_s: times of the evaluations.
-        values: accuracy or loss at each evaluation.
-        time_s: time at which the run ended.
-        gradients: number of pushes by all workers.
-        updates: number of optimizer steps.
-        restarts: number of computations that were aborted and restarted.
-        mean_staleness: mean staleness of the gradients, in updates.
-        bytes_by_kind: kind of message -> number of bytes sent.
-        pushes_s: times of the pushes, ascending.
-    """
-
-    run: TrainingRun
-    times_s: list[float]
-    values: list[float]
-    time_s: float
-    gradients: int
-    updates: int
-    restarts: int
-    mean_staleness: float
-    bytes_by_kind: dict[str, int]
-    pushes_s: list[float]
+    run: TrainingRun  # parameters of the run
+    times_s: list[float]  # times of the evaluations
+    values: list[float]  # accuracy or loss at each evaluation
+    time_s: float  # time at which the run ended
+    gradients: int  # number of pushes by all workers
+    restarts: int  # number of computations that were aborted and restarted
+    mean_staleness: float  # mean staleness of the gradients, in updates
+    bytes_by_kind: dict[str, int]  # kind of message -> number of bytes sent
+    pushes_s: list[float]  # times of the pushes, ascending
 
     @property
     def reached_s(self) -> float:
@@ -346,7 +306,6 @@ def _train_together(task: Task, images: Images) -> list[Fields]:
         Epochs(size(images.train), first.batch_size),
         seeds[0] // SHARING,
         iterations=first.iterations,
-        until_s=first.until_s,
     )
     stacked = stacked_network(first, images)
     settings = [Setting(rate, "raw") for rate in rates]
@@ -411,7 +370,6 @@ def _outcome(run: TrainingRun, schedule: Schedule, times_s: list[float], values:
         "values": values[:count],
         "time_s": time_s,
         "gradients": until,
-        "updates": round(share * measures.updates),
         "restarts": round(share * measures.restarts),
         "mean_staleness": measures.mean_staleness,
         "bytes_by_kind": {kind: round(share * number) for kind, number in schedule.bytes_by_kind.items()},
@@ -435,7 +393,6 @@ def _train_alone(run: TrainingRun, images: Images) -> Fields:
         run.cluster,
         run.sync,
         seed=run.seed,
-        until_s=run.until_s,
         train_fn=_train,
         args=(images, run),
         on_nan="skip",
@@ -449,7 +406,6 @@ def _train_alone(run: TrainingRun, images: Images) -> Fields:
         "values": values,
         "time_s": result.time_s,
         "gradients": sum(measures.iterations.values()),
-        "updates": measures.updates,
         "restarts": measures.restarts,
         "mean_staleness": measures.mean_staleness,
         "bytes_by_kind": result.bytes_by_kind,

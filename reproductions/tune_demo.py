@@ -39,21 +39,13 @@ DEFAULT_DIR = Path("runs", "tuning")
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of one run, stored as one line of the journal.
+    """The result of one run, stored as one line of the journal."""
 
-    Attributes:
-        problem: training task.
-        setting: setting that was measured.
-        seed: random seed for the run.
-        time_to_target_s: seconds to the target accuracy, or None if the target was not reached.
-        final_accuracy: accuracy at the end of the run.
-    """
-
-    problem: Problem
-    setting: DemoSetting
-    seed: int
-    time_to_target_s: float | None
-    final_accuracy: float
+    problem: Problem  # training task
+    setting: DemoSetting  # setting that was measured
+    seed: int  # random seed for the run
+    time_to_target_s: float | None  # seconds to the target accuracy, or None if the target was not reached
+    final_accuracy: float  # accuracy at the end of the run
 
     @property
     def score(self) -> Score:

@@ -37,6 +37,10 @@ from .kept_runs import KeptRuns, key_of
 from .result_file import rounded
 from .same_accuracy.digits import DigitsCNN, DigitsMLP, digits
 
+WITHOUT_FEEDBACK = "int4 without feedback"
+ALL = ("bf16", "int8", "int4", WITHOUT_FEEDBACK, "gradients=int8,weights=int4")
+ASP = "gradients=int4,weights=bf16"
+
 PART = 10  # steps with the same learning rate, which are an epoch of the simulated run
 EVALUATIONS, LAST = 50, 5
 VERDICTS = (
@@ -89,15 +93,41 @@ PROBLEMS = {
     "digits-cnn": Problem(cache(partial(_digits, DigitsCNN)), 600, 128, False, 0.5),
     "text-gpt": Problem(cache(_text), 15_000, 16, True, 1.0),
 }
-OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any], dict[str, float]]] = {
-    "sgd": (torch.optim.SGD, {"momentum": 0.9}, {"digits-mlp": 0.2, "digits-cnn": 0.1, "text-gpt": 0.2}),
-    "adamw": (torch.optim.AdamW, {"betas": (0.9, 0.95), "weight_decay": 0.1}, dict.fromkeys(PROBLEMS, 0.01)),
-}
-"""Name -> optimizer, its settings, and the first learning rates: near the best ones of a single process."""
 
-WITHOUT_FEEDBACK = "int4 without feedback"
-ALL = ("bf16", "int8", "int4", WITHOUT_FEEDBACK, "gradients=int8,weights=int4")
-ASP = "gradients=int4,weights=bf16"
+
+def _muon(weights: Weights, lr: float, others: dict[str, Any]) -> list[torch.optim.Optimizer]:
+    """Return Muon for the matrices inside the network, and AdamW for the others, as one usually trains with it."""
+    matrices = [weights.pop(name) for name in ("attention", "mixed", "wide", "narrow")]
+    muon = torch.optim.Muon(matrices, lr, weight_decay=0.0)
+    return [muon, torch.optim.AdamW(weights.values(), **others)]
+
+
+class Optimizer(NamedTuple):
+    """How weights are trained: the first learning rates are near the best ones of a single process."""
+
+    make: Callable[..., list[torch.optim.Optimizer]]
+    settings: dict[str, Any]
+    rates: dict[str, float]  # of the problems that it learns
+    only: Mapping[str, Sequence[str]] = {}  # places with the codecs that are tried there; empty for all
+    step_s: float = 1.0  # of virtual time; a second optimizer's step takes as long as a whole joint batch
+
+
+ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1}
+OPTIMIZERS = {
+    "sgd": Optimizer(
+        lambda weights, **settings: [torch.optim.SGD(weights.values(), **settings)],
+        {"momentum": 0.9},
+        {"digits-mlp": 0.2, "digits-cnn": 0.1, "text-gpt": 0.2},
+    ),
+    "adamw": Optimizer(
+        lambda weights, **settings: [torch.optim.AdamW(weights.values(), **settings)],
+        ADAMW,
+        dict.fromkeys(PROBLEMS, 0.01),
+    ),
+    "muon": Optimizer(
+        _muon, {"others": ADAMW | {"lr": 0.01}}, {"text-gpt": 0.04}, {"4 workers": [*ALL[1:3], ALL[-1]]}, 5.0
+    ),
+}
 
 
 class Place(NamedTuple):
@@ -138,7 +168,7 @@ class Run(NamedTuple):
     @property
     def parameters(self) -> object:
         """What decides its result, apart from the code."""
-        _, settings, rates = OPTIMIZERS[self.optimizer]
+        settings, rates = OPTIMIZERS[self.optimizer][1:3]
         learned = *PROBLEMS[self.problem][1:3], rates[self.problem], settings
         return *self, *learned, *PLACES[self.place][2:5]
 
@@ -155,9 +185,10 @@ def cells(problems: Sequence[str] = (), codecs: Sequence[str] = ()) -> list[Run]
         Run(problem, optimizer, name, codec)
         for name, place in PLACES.items()
         for problem in problems
-        for optimizer in OPTIMIZERS
+        for optimizer, trained in OPTIMIZERS.items()
         for codec in place.codecs
         if codec in codecs and place.only in (None, (problem, optimizer))
+        if problem in trained.rates and codec in (trained.only.get(name, ()) if trained.only else codecs)
     ]
 
 
@@ -221,33 +252,38 @@ def train(run: Run) -> dict[str, Any]:
     begun_s = time.process_time()
     torch.set_num_threads(1)
     problem, place = PROBLEMS[run.problem], PLACES[run.place]
-    kind, settings, rates = OPTIMIZERS[run.optimizer]
-    learned, joint, rate = problem.learned(problem.samples), problem.joint_batch, rates[run.problem]
+    make, settings, rates, _, step_s = OPTIMIZERS[run.optimizer]
+    learned, joint = problem.learned(problem.samples), problem.joint_batch
     orders, passes = Orders(problem.samples), -(-place.steps * joint // problem.samples)
     order = torch.cat([orders.of(run.seed, index) for index in range(passes)])
 
     def train_fn() -> None:
         model = AsModule(learned.initial(run.seed))
-        inner = kind(model.parameters(), lr=rate, **settings)
-        optimizer = paceline.DistributedOptimizer(inner, model=model)
+        inner = make(model.weights, lr=rates[run.problem], **settings)
+        first = [each.param_groups[0]["lr"] for each in inner]
+        optimizers = [paceline.DistributedOptimizer(each, model=model) for each in inner]
         numbers: Any = range(PART * joint)
         loader = paceline.distribute(DataLoader(numbers, joint, collate_fn=torch.tensor))
         for part in paceline.epochs(place.steps // PART):
-            inner.param_groups[0]["lr"] = rate * (1 - part * PART / place.steps)
+            for each, rate in zip(inner, first, strict=True):
+                each.param_groups[0]["lr"] = rate * (1 - part * PART / place.steps)
             for indices in loader:
                 chosen = order[part * PART * joint + indices]
 
                 def closure(chosen: Tensor = chosen) -> Tensor:
-                    optimizer.zero_grad()
+                    for each in optimizers:
+                        each.zero_grad()
                     loss = learned.loss(model.weights, *(each[chosen] for each in learned.data))
                     loss.backward()
                     return loss
 
-                optimizer.step(closure)
+                optimizers[0].step(closure)
+                for other in optimizers[1:]:
+                    other.step()
 
     wire = run.codec.removesuffix(" without feedback")
     arguments: dict[str, Any] = {"wire": wire, "seed": run.seed, "batch": place.batch, "joint_batch": True}
-    arguments |= {"train_fn": train_fn, "snapshot_every_s": place.steps / EVALUATIONS}
+    arguments |= {"train_fn": train_fn, "snapshot_every_s": place.steps * step_s / EVALUATIONS}
     with patch.dict(CODECS, int4=CODECS["int4"]._replace(feedback=run.codec != WITHOUT_FEEDBACK)):
         result = paceline.simulate(place.cluster, place.sync, **arguments)
     seen, values = AsModule(learned.initial(run.seed)), []

@@ -54,14 +54,11 @@ class StackedNetwork:
         self._milestones, self._decay = milestones, decay
         self._network = self._without_statistics(network())
         self._orders = Orders(len(train))
-        self._settings: dict[tuple[float, int], HyperParameters] = {}
 
     def settings(self, rate: float, progress: float) -> HyperParameters:
         """Return the hyper-parameters at a rate. `progress` is the number of epochs so far."""
         passed = sum(milestone <= progress for milestone in self._milestones)
-        if (rate, passed) not in self._settings:
-            self._settings[rate, passed] = sgd(rate * self._decay**passed, **self._fixed)
-        return self._settings[rate, passed]
+        return sgd(rate * self._decay**passed, **self._fixed)
 
     def initial(self, seed: int) -> Weights:
         """Return the initial parameters of one run, without the dimension for the runs."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, Protocol
+from functools import cache, partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +21,19 @@ Data = tuple[Tensor, ...]
 """The tensors of a batch."""
 
 
+class Part(NamedTuple):
+    """Adjacent parameters that one optimizer trains: its name, their positions, and `settings` of a `Trainable`."""
+
+    optimizer: str
+    parameters: range
+    settings: Callable[[float, float], HyperParameters]
+
+
 class Trainable(Protocol):
     """What the runs of an ensemble minimize, as functions of stacked parameters.
 
     Attributes:
-        optimizer: name of the optimizer in `torch.optim`.
+        optimizer: name of the optimizer in `torch.optim`. A problem with several optimizers has `parts` instead.
     """
 
     optimizer: str
@@ -49,6 +57,12 @@ class Trainable(Protocol):
     def quality(self, weights: Weights) -> Tensor:
         """Return the accuracy on the test data, from 0 to 1, or the loss, of each run. Shape: (runs,)."""
         ...
+
+
+def parts_of(problem: Trainable, parameters: int) -> Sequence[Part]:
+    """Return the parameters of a problem by their optimizers."""
+    named = getattr(problem, "parts", None)
+    return named or (Part(problem.optimizer, range(parameters), problem.settings),)
 
 
 class Problem(Trainable, Protocol):
@@ -81,11 +95,12 @@ def epochs_of(problem: Problem, workers: int) -> Epochs:
     return Epochs(problem.samples, max(1, problem.joint_batch // workers), problem.epochs)
 
 
+@cache
 def hyper_parameters(
     kind: Callable[..., torch.optim.Optimizer], rate: float, **settings: Any
 ) -> HyperParameters:
     """Return the hyper-parameters of an optimizer."""
-    return read_groups(kind([nn.Parameter(torch.zeros(1))], lr=rate, **settings))[0]
+    return read_groups(kind([nn.Parameter(torch.zeros(1, 1))], lr=rate, **settings))[0]
 
 
 sgd = partial(hyper_parameters, torch.optim.SGD)

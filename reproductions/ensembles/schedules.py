@@ -8,7 +8,6 @@ all networks, rates, seeds and hyper-parameters.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -25,60 +24,36 @@ from paceline.train.session import current
 
 
 class Epochs(NamedTuple):
-    """The data of a run.
+    """The data of a run."""
 
-    Attributes:
-        samples: number of samples in an epoch.
-        batch: number of samples in a worker's batch.
-        epochs: number of epochs. If workers train for a number of iterations instead, the progress of the run is
-            counted in units of this many epochs.
-    """
-
-    samples: int
-    batch: int
+    samples: int  # number of samples in an epoch
+    batch: int  # number of samples in a worker's batch
+    # number of epochs. If workers train for a number of iterations instead, the progress of the run is
+    # counted in units of this many epochs.
     epochs: int = 1
 
 
 class Batch(NamedTuple):
-    """The data from which a gradient is computed: adjacent positions in the order of an epoch.
+    """The data from which a gradient is computed: adjacent positions in the order of an epoch."""
 
-    Attributes:
-        epoch: number of the epoch, from 0.
-        start: first position.
-        size: number of positions.
-    """
-
-    epoch: int
-    start: int
-    size: int
+    epoch: int  # number of the epoch, from 0
+    start: int  # first position
+    size: int  # number of positions
 
 
 class Schedule(NamedTuple):
-    """What shard 0 of a simulated run has received.
+    """What shard 0 of a simulated run has received."""
 
-    Attributes:
-        sync: the sync model.
-        seed: random seed for the run.
-        ticks_per_s: number of ticks per second of virtual time.
-        epochs: the data of the run.
-        events: the events at the shard, in order.
-        times_s: virtual time of each event, in seconds.
-        batches: for each worker, the batch of each of its iterations.
-        end_s: virtual time at which the last worker finished, in seconds.
-        measures: what the run has measured.
-        bytes_by_kind: kind of message -> number of bytes sent.
-    """
-
-    sync: str
-    seed: int
-    ticks_per_s: int
-    epochs: Epochs
-    events: Sequence[RecordedEvent]
-    times_s: Sequence[float]
-    batches: dict[int, list[Batch]]
-    end_s: float
-    measures: Measures
-    bytes_by_kind: dict[str, int]
+    sync: str  # the sync model
+    seed: int  # random seed for the run
+    ticks_per_s: int  # number of ticks per second of virtual time
+    epochs: Epochs  # the data of the run
+    events: Sequence[RecordedEvent]  # the events at the shard, in order
+    times_s: Sequence[float]  # virtual time of each event, in seconds
+    batches: dict[int, list[Batch]]  # for each worker, the batch of each of its iterations
+    end_s: float  # virtual time at which the last worker finished, in seconds
+    measures: Measures  # what the run has measured
+    bytes_by_kind: dict[str, int]  # kind of message -> number of bytes sent
 
 
 def record(
@@ -88,7 +63,6 @@ def record(
     seed: int,
     *,
     iterations: int | None = None,
-    until_s: float = math.inf,
 ) -> Schedule:
     """Return the schedule of a run with one shard.
 
@@ -99,14 +73,12 @@ def record(
         seed: random seed for the run.
         iterations: number of iterations of each worker, over as many epochs as they take; None to train for the
             epochs of the data.
-        until_s: virtual seconds after which the run ends.
     """
     batches: dict[int, list[Batch]] = {}
     result = simulate(
         cluster,
         sync,
         seed=seed,
-        until_s=until_s,
         train_fn=_train,
         args=(epochs, iterations, batches),
         shards=1,

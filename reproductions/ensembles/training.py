@@ -25,12 +25,13 @@ from paceline.core.layout import HyperParameters, Layout, OptimizerSpec, Paramet
 from paceline.core.messages import Message
 from paceline.core.requests import Apply, Discard, Host, Peer, Preserve, Timer
 from paceline.core.shard import Shard
+from paceline.shard.optimizers import TENSORWISE
 from paceline.shard.store import Push, Store
 from paceline.sync.events import PushReceived
 from paceline.sync.schedule import read_schedule
 from paceline.sync.translation import Standing
 
-from .problems import Data, Trainable, Weights
+from .problems import Data, Trainable, Weights, parts_of
 from .schedules import Batch, Schedule
 
 TOGETHER_BYTES = 64 * 1024 * 1024
@@ -38,27 +39,17 @@ TOGETHER_BYTES = 64 * 1024 * 1024
 
 
 class Setting(NamedTuple):
-    """The hyper-parameters of a run.
+    """The hyper-parameters of a run."""
 
-    Attributes:
-        rate: learning rate that the script states.
-        hyperparameters: whether the servers use it as it is, or translated.
-    """
-
-    rate: float
-    hyperparameters: Literal["raw", "translated"]
+    rate: float  # learning rate that the script states
+    hyperparameters: Literal["raw", "translated"]  # whether the servers use it as it is, or translated
 
 
 class Evaluation(NamedTuple):
-    """The quality of all runs at one time.
+    """The quality of all runs at one time."""
 
-    Attributes:
-        time_s: virtual time in seconds.
-        quality: quality of each run. Shape: (settings, seeds).
-    """
-
-    time_s: float
-    quality: np.ndarray
+    time_s: float  # virtual time in seconds
+    quality: np.ndarray  # quality of each run. Shape: (settings, seeds).
 
 
 class Observer(Protocol):
@@ -85,7 +76,7 @@ class _Kind(NamedTuple):
     """The runs with raw or with translated hyper-parameters: the core that decides for them, and their stores."""
 
     shard: Shard
-    stores: dict[int, Store]
+    stores: dict[int, Sequence[Store]]
 
 
 class _Computed(NamedTuple):
@@ -151,13 +142,14 @@ class _Ensemble:
         for row, weights in zip(of_seeds, initial, strict=True):
             for value, view in zip(weights.values(), self._views(row.unsqueeze(0)).values(), strict=True):
                 view[0] = value
-        # The stores update the rows of this tensor.
+        # The stores update the rows of this tensor, each those columns that one optimizer trains.
         self._weights = of_seeds.repeat(len(settings), 1)
-        self._stores = [self._store(run) for run in range(len(self._weights))]
+        self._parts = parts_of(problem, len(initial[0]))
+        self._columns = [self._columns_of(part.parameters) for part in self._parts]
+        self._stores = [self._stores_of(run) for run in range(len(self._weights))]
         self._kinds = [self._kind(kind) for kind in dict.fromkeys(s.hyperparameters for s in settings)]
         # All hosts but the last one only update the weights of their runs.
         self._hosts = [_KindHost(self, kind, answers=kind is self._kinds[-1]) for kind in self._kinds]
-        self._present = b"\1" * len(initial[0])
         self._latest: Tensor | None = None  # a copy of the weights, unless they have changed since
         # worker -> weights that it has pulled; number of updates in them; its gradients if they are computed
         # already; its iteration
@@ -203,10 +195,13 @@ class _Ensemble:
         batch = self._schedule.batches[worker][self._iteration[worker]]
         self._iteration[worker] += 1
         del self._pulled[worker]
-        groups = [(settings,) for settings in self._hyper_parameters(batch)]
-        for run, (store, gradient) in enumerate(zip(self._stores, computed.gradients.unbind(), strict=True)):
-            push = Push({"float32": gradient}, self._present, groups[run // len(self._seeds)])
-            store.put(worker, iteration, push)
+        groups = self._hyper_parameters(batch)
+        for run, (stores, gradient) in enumerate(zip(self._stores, computed.gradients.unbind(), strict=True)):
+            of_parts = zip(stores, self._columns, groups[run // len(self._seeds)], strict=True)
+            for store, columns, settings in of_parts:
+                present = b"\1" * len(store.bounds.segments)
+                push = Push({"float32": gradient[columns]}, present, (settings,))
+                store.put(worker, iteration, push)
 
     def _compute(self, worker: int) -> None:
         """Compute the gradients of a worker, and those of other workers with known weights and equal batches."""
@@ -247,11 +242,11 @@ class _Ensemble:
             for parts in zip(*of_each, strict=True)
         )
 
-    def _hyper_parameters(self, batch: Batch) -> list[HyperParameters]:
-        """Return the hyper-parameters of the script for each setting."""
+    def _hyper_parameters(self, batch: Batch) -> list[list[HyperParameters]]:
+        """Return the hyper-parameters of each optimizer of the script for each setting."""
         samples, _, epochs = self._schedule.epochs
         progress = (batch.epoch + batch.start / samples) / epochs
-        return [self._problem.settings(setting.rate, progress) for setting in self._settings]
+        return [[part.settings(setting.rate, progress) for part in self._parts] for setting in self._settings]
 
     def _views(self, stacked: Tensor) -> Weights:
         """Return the parameters of flat vectors. Shape of `stacked`: (runs, size of the layout)."""
@@ -278,11 +273,20 @@ class _Ensemble:
         own = [setting.hyperparameters == hyperparameters for setting in self._settings]
         return _Kind(shard, {run: store for run, store in enumerate(self._stores) if own[run // seeds]})
 
-    def _store(self, run: int) -> Store:
-        setting = self._settings[run // len(self._seeds)]
-        settings = self._problem.settings(setting.rate, 0.0)
-        spec = OptimizerSpec(self._problem.optimizer, (settings,), (0,) * len(self._layout.parameters))
-        return Store(self._layout.slice_evenly(1)[0], {"float32": self._weights[run]}, [spec])
+    def _columns_of(self, parameters: range) -> slice:
+        ends = [*self._layout.offsets, self._layout.sizes["float32"]]
+        return slice(ends[parameters.start], ends[parameters.stop])
+
+    def _stores_of(self, run: int) -> list[Store]:
+        """Return the store of each optimizer of a run."""
+        stores, rate = [], self._settings[run // len(self._seeds)].rate
+        for part, columns in zip(self._parts, self._columns, strict=True):
+            layout = Layout.of(self._layout.parameters[part.parameters.start : part.parameters.stop])
+            group_of, whole = (0,) * len(layout.parameters), part.optimizer in TENSORWISE
+            spec = OptimizerSpec(part.optimizer, (part.settings(rate, 0.0),), group_of, whole=whole)
+            [bounds] = layout.slice_by_parameter(1, {0} if whole else ())
+            stores.append(Store(bounds, {"float32": self._weights[run, columns]}, [spec]))
+        return stores
 
 
 class _KindHost(Host):
@@ -306,14 +310,15 @@ class _KindHost(Host):
     def apply(self, update: Apply) -> None:
         ensemble = self._ensemble
         ensemble._latest = None
-        for run, store in self._kind.stores.items():
+        for run, stores in self._kind.stores.items():
             standing = update.standing
             if standing is not None and ensemble._observer is not None:
                 standing = ensemble._observer.standing(run, standing)
-            store.apply(update.pushes, update.scales, standing)
+            for store in stores:
+                store.apply(update.pushes, update.scales, standing)
 
     def discard(self, push: Discard) -> None:
-        for store in self._kind.stores.values():
+        for store in itertools.chain.from_iterable(self._kind.stores.values()):
             store.discard(push.worker, push.iteration)
 
     def preserve(self, push: Preserve) -> None:

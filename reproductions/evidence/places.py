@@ -13,17 +13,11 @@ from paceline.studies.description import Equal, Generator, Jitter, SlowLinks, St
 
 
 class Place(msgspec.Struct, frozen=True):
-    """A simulated cluster. A worker that is neither slow nor disturbed takes about 1 s for a gradient.
+    """A simulated cluster. A worker that is neither slow nor disturbed takes about 1 s for a gradient."""
 
-    Attributes:
-        kind: in what the workers differ.
-        machines: the workers.
-        until_s: virtual time for which the cluster is simulated.
-    """
-
-    kind: str
-    machines: Generator
-    until_s: float
+    kind: str  # in what the workers differ
+    machines: Generator  # the workers
+    until_s: float  # virtual time for which the cluster is simulated
 
     @property
     def workers(self) -> int:
@@ -63,31 +57,20 @@ PLACES = {
 
 
 class Variant(msgspec.Struct, frozen=True):
-    """A sync model with its parameters.
+    """A sync model with its parameters."""
 
-    Attributes:
-        sync: the model, in the notation of the command line.
-        batch: sizes of the workers' batches.
-        fixed_share: part of the compute time that does not depend on the size of a batch.
-    """
-
-    sync: str
-    batch: BatchSizing = "equal"
-    fixed_share: float = 0.0
+    sync: str  # the model, in the notation of the command line
+    batch: BatchSizing = "equal"  # sizes of the workers' batches
+    fixed_share: float = 0.0  # part of the compute time that does not depend on the size of a batch
 
 
 class Contender(msgspec.Struct, frozen=True):
-    """A model that is compared, and the values of its own parameters among which the tuning chooses.
+    """A model that is compared, and the values of its own parameters among which the tuning chooses."""
 
-    Attributes:
-        name: name in the tables.
-        variants: function that maps the number of workers to the variants.
-        averages: True if an update is usually the mean of many gradients. Such models use larger learning rates, so
-            their tuning begins there.
-    """
-
-    name: str
-    variants: Callable[[int], tuple[Variant, ...]]
+    name: str  # name in the tables
+    variants: Callable[[int], tuple[Variant, ...]]  # function that maps the number of workers to the variants
+    # True if an update is usually the mean of many gradients. Such models use larger learning rates, so their
+    # tuning begins there.
     averages: bool = False
 
 

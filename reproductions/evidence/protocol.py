@@ -50,17 +50,11 @@ def setting_of(point: Point, measure: str) -> Setting:
 
 
 class Outcome(NamedTuple):
-    """The outcome of a run.
+    """The outcome of a run."""
 
-    Attributes:
-        value: the measure; infinite if the target was not reached.
-        final: the loss at the end, by which settings are compared that do not reach the target.
-        diverged: True if the loss was ever above twice the initial loss, or not a number.
-    """
-
-    value: float
-    final: float
-    diverged: bool
+    value: float  # the measure; infinite if the target was not reached
+    final: float  # the loss at the end, by which settings are compared that do not reach the target
+    diverged: bool  # True if the loss was ever above twice the initial loss, or not a number
 
     @property
     def result(self) -> float:

@@ -21,37 +21,23 @@ FULL_BATCH = 1024  # samples in a full batch, if batches are balanced: enough fo
 
 
 class Gradient(NamedTuple):
-    """A gradient in an update.
+    """A gradient in an update."""
 
-    Attributes:
-        worker: the worker that computed it.
-        iteration: the worker's iteration.
-        number: number of gradients that were pushed before it, by all workers.
-        read: version of the weights on which it was computed.
-        weight: factor of the gradient in the update.
-        share: size of the batch from which it was computed, divided by the size of a full batch.
-    """
-
-    worker: int
-    iteration: int
-    number: int
-    read: int
-    weight: float
-    share: float = 1.0
+    worker: int  # the worker that computed it
+    iteration: int  # the worker's iteration
+    number: int  # number of gradients that were pushed before it, by all workers
+    read: int  # version of the weights on which it was computed
+    weight: float  # factor of the gradient in the update
+    share: float = 1.0  # size of the batch from which it was computed, divided by the size of a full batch
 
 
 class Update(NamedTuple):
-    """One update of the weights.
+    """One update of the weights."""
 
-    Attributes:
-        time_s: virtual time.
-        pushed: size of all batches from which a gradient has been pushed so far, applied or not, in full batches.
-        gradients: the gradients whose weighted sum is applied.
-    """
-
-    time_s: float
+    time_s: float  # virtual time
+    # size of all batches from which a gradient has been pushed so far, applied or not, in full batches
     pushed: float
-    gradients: tuple[Gradient, ...]
+    gradients: tuple[Gradient, ...]  # the gradients whose weighted sum is applied
 
 
 class Schedule(NamedTuple):

@@ -46,36 +46,24 @@ Measure = Callable[[Place, Variant, int, Sequence[Setting]], Measured]
 
 
 class Study(msgspec.Struct, frozen=True):
-    """A problem, and where and how the contenders are compared on it.
+    """A problem, and where and how the contenders are compared on it."""
 
-    Attributes:
-        name: name on the command line.
-        places: the places.
-        contenders: the contenders.
-        batches: sizes of the batches.
-        targets: the targets, as shares of the initial loss.
-        measure: see `Measure`.
-        estimate_s: function that returns the approximate time for a cell in seconds, on one core.
-        budget: number of settings with which the tuning begins.
-        middle: function that returns the step at which the tuning begins.
-        all_settings: True if all settings are measured together, because they cost next to nothing.
-        tune_by: the measure by which settings are chosen for all measures, if runs are expensive; "" to choose for
-            each measure separately.
-        seeds: the seeds of the evaluation.
-    """
-
-    name: str
-    places: tuple[Place, ...]
-    contenders: tuple[Contender, ...]
-    batches: tuple[str, ...]
-    targets: tuple[float, ...]
-    measure: Measure
+    name: str  # name on the command line
+    places: tuple[Place, ...]  # the places
+    contenders: tuple[Contender, ...]  # the contenders
+    batches: tuple[str, ...]  # sizes of the batches
+    targets: tuple[float, ...]  # the targets, as shares of the initial loss
+    measure: Measure  # see `Measure`
+    # function that returns the approximate time for a cell in seconds, on one core
     estimate_s: Callable[[Place, Contender], float]
-    budget: int
-    middle: Callable[[Place, Contender], int]
+    budget: int  # number of settings with which the tuning begins
+    middle: Callable[[Place, Contender], int]  # function that returns the step at which the tuning begins
+    # True if all settings are measured together, because they cost next to nothing
     all_settings: bool = False
+    # the measure by which settings are chosen for all measures, if runs are expensive; "" to choose for each
+    # measure separately
     tune_by: str = ""
-    seeds: tuple[int, ...] = EVALUATION_SEEDS
+    seeds: tuple[int, ...] = EVALUATION_SEEDS  # the seeds of the evaluation
 
     @property
     def measures(self) -> tuple[str, ...]:
@@ -85,21 +73,13 @@ class Study(msgspec.Struct, frozen=True):
 
 
 class Found(msgspec.Struct, frozen=True, array_like=True):
-    """The results of a contender for one size of the batches and one measure.
+    """The results of a contender for one size of the batches and one measure."""
 
-    Attributes:
-        sync: the best variant.
-        momentum: the best momentum.
-        rate: the best learning rate.
-        tried: number of settings that were tried.
-        results: the result with each evaluation seed; None for "never".
-    """
-
-    sync: str
-    momentum: float
-    rate: float
-    tried: int
-    results: tuple[float | None, ...]
+    sync: str  # the best variant
+    momentum: float  # the best momentum
+    rate: float  # the best learning rate
+    tried: int  # number of settings that were tried
+    results: tuple[float | None, ...]  # the result with each evaluation seed; None for "never"
 
     @property
     def values(self) -> list[float]:
@@ -108,17 +88,11 @@ class Found(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Cell(msgspec.Struct, frozen=True):
-    """The results of a contender at a place.
+    """The results of a contender at a place."""
 
-    Attributes:
-        place: name of the place.
-        contender: name of the contender.
-        found: results by size of the batches and measure.
-    """
-
-    place: str
-    contender: str
-    found: dict[str, dict[str, Found]]
+    place: str  # name of the place
+    contender: str  # name of the contender
+    found: dict[str, dict[str, Found]]  # results by size of the batches and measure
 
 
 def read_cells(path: Path) -> list[Cell]:

@@ -24,19 +24,14 @@ class Key(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """A comparison with the baseline.
+    """A comparison with the baseline."""
 
-    Attributes:
-        ratio: the contender's results divided by the baseline's, with the interval; below 1 if they are better.
-        significant: True if the difference remains significant after Holm's correction over all comparisons.
-        never: number of seeds with which the contender does not reach the target.
-        baseline_never: number of seeds with which the baseline does not reach the target.
-    """
-
+    # the contender's results divided by the baseline's, with the interval; below 1 if they are better
     ratio: Ratio
+    # True if the difference remains significant after Holm's correction over all comparisons
     significant: bool
-    never: int
-    baseline_never: int
+    never: int  # number of seeds with which the contender does not reach the target
+    baseline_never: int  # number of seeds with which the baseline does not reach the target
 
     @property
     def verdict(self) -> str:

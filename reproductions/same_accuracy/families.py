@@ -1,20 +1,21 @@
-"""The perceptron on the digits with other optimizers: whether each family's hyper-parameters can be translated."""
+"""Problems with other optimizers: whether each family's hyper-parameters can be translated."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from paceline.core.layout import HyperParameters
 from paceline.shard.foreign import register_elementwise, use_sources
 from paceline.shard.optimizer_sources import OptimizerSources, class_name
-from paceline.shard.optimizers import ELEMENTWISE
+from paceline.shard.optimizers import OF_TORCH
 
-from ..ensembles.problems import hyper_parameters
-from .digits import DigitsMLP
+from ..ensembles.problems import Orders, Part, Problem, Weights, hyper_parameters
+from .digits import DigitsCNN, DigitsMLP
+from .text import TextGPT, rising_and_falling
 
 
 @register_elementwise
@@ -41,38 +42,95 @@ class Lion(torch.optim.Optimizer):
                 average.lerp_(weight.grad, 1 - second)
 
 
-class OtherOptimizer(DigitsMLP):
-    """The perceptron with another optimizer than SGD with momentum 0.9.
+Schedule = Callable[[float, float], float]
+"""Function of the first rate, and of the part of the run that is over, that returns the learning rate."""
+
+AROUND: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.0}
+"""The hyper-parameters of AdamW beside Muon."""
+
+
+class Others:
+    """A problem with other optimizers than its own.
+
+    Muon trains only the matrices inside the network, and AdamW, with a fifth of Muon's rate, everything else.
 
     Args:
+        base: the problem.
         label: the part of the problem's name that stands for the optimizer.
         kind: class of the optimizer.
         rates: learning rates among which the one for bsp is chosen, ascending.
+        schedule: the schedule of the rates.
+        inside: pattern of the names of the matrices inside the network.
         settings: other hyper-parameters.
     """
 
     def __init__(
-        self, label: str, kind: type[torch.optim.Optimizer], rates: Sequence[float], **settings: Any
+        self,
+        base: Problem,
+        label: str,
+        kind: type[torch.optim.Optimizer],
+        rates: Sequence[float],
+        schedule: Schedule,
+        inside: str = "",
+        **settings: Any,
     ) -> None:
-        super().__init__()
-        self.name = f"digits-mlp-{label}"
-        self.rates = tuple(rates)  # type: ignore[assignment]
-        self._kind, self._fixed = kind, settings
-        self.optimizer = kind.__name__ if kind in ELEMENTWISE.values() else class_name(kind)
+        self.name, self.rates = f"{base.name}-{label}", tuple(rates)
+        self.higher_is_better, self.chance, self.samples = base.higher_is_better, base.chance, base.samples
+        self.joint_batch, self.epochs = base.joint_batch, base.epochs
+        self.data, self.losses, self.quality = base.data, base.losses, base.quality
+        self._initial = base.initial
+        names = list(base.initial(0))
+        first = [name for name in names if kind is not torch.optim.Muon or re.fullmatch(inside, name)]
+        self._names = list(dict.fromkeys([*first, *names]))
+        self.optimizer = kind.__name__ if kind in OF_TORCH.values() else class_name(kind)
         if ":" in self.optimizer:
             use_sources(OptimizerSources(packages=(kind.__module__,)))
 
-    def settings(self, rate: float, progress: float) -> HyperParameters:
-        """Return the hyper-parameters of the optimizer."""
-        return hyper_parameters(self._kind, rate, **self._fixed)
+        def settings_of(kind: Callable[..., torch.optim.Optimizer], part: float, **fixed: Any) -> Any:
+            return lambda rate, progress: hyper_parameters(kind, part * schedule(rate, progress), **fixed)
+
+        self.settings = settings_of(kind, 1.0, **settings)
+        around = Part("AdamW", range(len(first), len(names)), settings_of(torch.optim.AdamW, 0.2, **AROUND))
+        own = Part(self.optimizer, range(len(first)), self.settings)
+        self.parts = (own, around) if around.parameters else (own,)
+
+    def initial(self, seed: int) -> Weights:
+        """Return the initial parameters, those of the first optimizer before the others."""
+        weights = self._initial(seed)
+        return {name: weights[name] for name in self._names}
+
+
+class EvenCNN(DigitsCNN):
+    """The convolutional network on as many images as eleven joint batches contain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.samples = 11 * self.joint_batch
+        self._orders = Orders(self.samples)
+
+
+class SmallGPT(TextGPT):
+    """The GPT with two layers, half the width and 120 joint steps, because Muon takes long."""
+
+    name = "small-gpt"
+    width, layers = 32, 2
+    joint_batch, samples = 64, 7680
 
 
 def _doubled(first: float) -> tuple[float, ...]:
     return tuple(first * 2**k for k in range(7))
 
 
-FAMILIES: dict[str, Callable[[], OtherOptimizer]] = {
-    f"digits-mlp-{label}": partial(OtherOptimizer, label, kind, rates, **settings)
+def _constant(rate: float, progress: float) -> float:
+    return rate
+
+
+def _made(base: Callable[[], Problem], *arguments: Any, **settings: Any) -> Problem:
+    return Others(base(), *arguments, **settings)
+
+
+FAMILIES: dict[str, Callable[[], Problem]] = {
+    f"digits-mlp-{label}": partial(_made, DigitsMLP, label, kind, rates, _constant, **settings)
     for label, kind, rates, settings in (
         ("plain", torch.optim.SGD, _doubled(0.0625), {}),
         (
@@ -92,3 +150,14 @@ FAMILIES: dict[str, Callable[[], OtherOptimizer]] = {
     )
 }
 """The problems by name."""
+
+NORMALIZED: dict[str, Callable[[], Problem]] = {
+    f"{base.name}-{label}": partial(_made, base, label, kind, rates, rising_and_falling, inside)
+    for base, inside, rates_of in (
+        (EvenCNN, "first|second", {"muon": 0.025, "adafactor": 0.04, "lion": 0.0025}),
+        (SmallGPT, r"\d\.(attention|mixed|wide|narrow)", {"muon": 0.03, "adafactor": 0.05, "lion": 0.002}),
+    )
+    for label, kind in (("muon", torch.optim.Muon), ("adafactor", torch.optim.Adafactor), ("lion", Lion))
+    for rates in [_doubled(rates_of[label])[:4]]
+}
+"""The problems by name: optimizers whose updates do not become longer with the gradient."""

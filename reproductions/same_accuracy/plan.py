@@ -13,7 +13,7 @@ from paceline.studies.description import Generator, Jitter, Steady, StudyPauses
 from ..ensembles.problems import Problem
 from ..exhibit import known
 from .digits import DigitsCNN, DigitsMLP
-from .families import FAMILIES
+from .families import FAMILIES, NORMALIZED
 from .quadratics import Quadratic
 from .ratings import Ratings
 from .text import TextGPT
@@ -57,6 +57,7 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
     "quadratic-64": lambda: Quadratic(64),
     "quadratic-256": lambda: Quadratic(256),
     **FAMILIES,
+    **NORMALIZED,
 }
 """The problems by name."""
 
@@ -78,6 +79,7 @@ GPT_PLACES = (("steady 3x", 4),)
 
 FAMILY_MODELS = ("bsp", "asp", "elastic-bsp")
 FAMILY_PLACES = (("steady 3x", 4), ("steady 3x", 16))
+NORMALIZED_MODELS = ("bsp", "asp", "ssp", "elastic-bsp", "drop-stragglers")
 
 MANY = 40
 MODELS_OF_MANY = ("bsp", "asp", "ssp", "dssp", "elastic-bsp")
@@ -91,11 +93,24 @@ def covered(problem: str, cluster: str, workers: int, model: str) -> bool:
     perceptron, and the perceptron with other optimizers are trained only in some places, and many workers train under
     most models only in the first cluster.
     """
-    if problem in FAMILIES:
-        return model in FAMILY_MODELS and (cluster, workers) in FAMILY_PLACES
+    if problem in FAMILIES or problem in NORMALIZED:
+        models = FAMILY_MODELS if problem in FAMILIES else NORMALIZED_MODELS
+        return model in models and (cluster, workers) in FAMILY_PLACES
     if problem == "text-gpt":
         return model in GPT_MODELS and (cluster, workers) in GPT_PLACES
     return workers < MANY or model in MODELS_OF_MANY or cluster == next(iter(CLUSTERS))
+
+
+def kinds_of(problem: str, model: str, kinds: Sequence[str]) -> tuple[str, ...]:
+    """Return with which of some kinds of hyper-parameters a problem is trained under a model."""
+    if model == "bsp":
+        return ("raw",)
+    return tuple(kind for kind in kinds if problem not in NORMALIZED or kind == "translated")
+
+
+def factors_of(problem: str) -> tuple[float, ...]:
+    """Return the learning rates with which a problem is trained, as shares of the best one for bsp."""
+    return FACTORS[:1] if problem.startswith("small-gpt") else FACTORS
 
 
 COSTS_S = {
@@ -107,6 +122,7 @@ COSTS_S = {
     "quadratic-64": (0.5, 0.35),
     "quadratic-256": (0.5, 0.35),
     **dict.fromkeys(FAMILIES, (2.0, 0.5)),
+    **dict.fromkeys(NORMALIZED, (100.0, 20.0)),
 }
 """Problem -> approximate time for 48 runs on one core, in seconds, and what each worker adds."""
 
@@ -151,19 +167,12 @@ def _known_workers(counts: Iterable[int]) -> list[int]:
 
 
 class Job(NamedTuple):
-    """A cluster under a model, on which some problems are trained along the same schedules.
+    """A cluster under a model, on which some problems are trained along the same schedules."""
 
-    Attributes:
-        cluster: name of the cluster.
-        workers: number of workers.
-        model: name of the model.
-        problems: names of the problems.
-    """
-
-    cluster: str
-    workers: int
-    model: str
-    problems: tuple[str, ...]
+    cluster: str  # name of the cluster
+    workers: int  # number of workers
+    model: str  # name of the model
+    problems: tuple[str, ...]  # names of the problems
 
     @property
     def sync(self) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise, product
 
 from ..ensembles.problems import epochs_of
-from .families import FAMILIES
+from .families import FAMILIES, NORMALIZED
 from .plan import FACTORS, PROBLEMS, WORKERS, problem_of, sign_of
 from .summary import Cell, part_until
 from .table import Result, Runs
@@ -47,7 +47,7 @@ def joint_steps(problem: str, workers: int) -> tuple[int, float]:
 def _fewer_steps() -> str:
     """Return for which problems bsp makes more joint steps than the other models, if it is more than 1 %."""
     places: dict[tuple[int, float], tuple[dict[str, None], dict[int, None]]] = {}
-    for name, workers in product((name for name in PROBLEMS if name not in FAMILIES), WORKERS):
+    for name, workers in product((name for name in PROBLEMS if name not in FAMILIES | NORMALIZED), WORKERS):
         usual, fewer = joint_steps(name, workers)
         if usual > 1.01 * fewer:
             names, counts = places.setdefault((usual, fewer), ({}, {}))

@@ -25,44 +25,26 @@ NAMES = {1.0: "best", 0.5: "1/2", 0.25: "1/4"}
 
 
 class Cell(NamedTuple):
-    """A model beside bsp with the same hyper-parameters.
+    """A model beside bsp with the same hyper-parameters."""
 
-    Attributes:
-        problem: name of the problem.
-        cluster: name of the cluster.
-        workers: number of workers.
-        model: name of the sync model.
-        hyperparameters: "raw" or "translated".
-        factor: the learning rate, as a share of the best one for bsp.
-        quality: mean final quality over the seeds; the worst one there is if a run has diverged.
-        reference: that of bsp.
-        lack: by how much the accuracy is lower, or by which share the loss is higher.
-        error: standard error of `lack`, from the differences between runs with the same seed; infinity if a run has
-            diverged.
-        within: True if `lack` is within the bounds.
-        at_chance: number of runs that have learned nothing.
-        untold: number of those whose users were not told.
-        runs: number of runs.
-        sooner: by which factor the run reaches bsp's final quality sooner than bsp; 0 if it never does.
-        shorter: by which factor all epochs take less time than under bsp.
-    """
-
-    problem: str
-    cluster: str
-    workers: int
-    model: str
-    hyperparameters: str
-    factor: float
-    quality: float
-    reference: float
-    lack: float
+    problem: str  # name of the problem
+    cluster: str  # name of the cluster
+    workers: int  # number of workers
+    model: str  # name of the sync model
+    hyperparameters: str  # "raw" or "translated"
+    factor: float  # the learning rate, as a share of the best one for bsp
+    quality: float  # mean final quality over the seeds; the worst one there is if a run has diverged
+    reference: float  # that of bsp
+    lack: float  # by how much the accuracy is lower, or by which share the loss is higher
+    # standard error of `lack`, from the differences between runs with the same seed; infinity if a run has
+    # diverged
     error: float
-    within: bool
-    at_chance: int
-    untold: int
-    runs: int
-    sooner: float
-    shorter: float
+    within: bool  # True if `lack` is within the bounds
+    at_chance: int  # number of runs that have learned nothing
+    untold: int  # number of those whose users were not told
+    runs: int  # number of runs
+    sooner: float  # by which factor the run reaches bsp's final quality sooner than bsp; 0 if it never does
+    shorter: float  # by which factor all epochs take less time than under bsp
 
     @property
     def bound(self) -> float:

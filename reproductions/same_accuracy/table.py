@@ -25,7 +25,18 @@ from ..ensembles.schedules import Epochs, Schedule, record
 from ..ensembles.training import Setting, evenly, train
 from ..result_file import append_results, read_results, rounded
 from .guarding import Guards
-from .plan import COSTS_S, FACTORS, TUNING_SEEDS, Job, Scope, cluster_of, jobs, problem_of, sign_of
+from .plan import (
+    COSTS_S,
+    TUNING_SEEDS,
+    Job,
+    Scope,
+    cluster_of,
+    factors_of,
+    jobs,
+    kinds_of,
+    problem_of,
+    sign_of,
+)
 
 EVALUATIONS = 40
 """Number of times that the quality is computed in a run."""
@@ -42,60 +53,37 @@ ENSEMBLES = (("raw", "translated"), (UNCORRECTED,))
 
 
 class Tuned(msgspec.Struct, frozen=True, tag="tuned"):
-    """The search for the best learning rate of a problem under bsp.
+    """The search for the best learning rate of a problem under bsp."""
 
-    Attributes:
-        problem: name of the problem.
-        best: the best rate.
-        finals: mean final quality over the tuning seeds for each rate of the problem; None if it is not finite.
-    """
-
-    problem: str
-    best: float
+    problem: str  # name of the problem
+    best: float  # the best rate
+    # mean final quality over the tuning seeds for each rate of the problem; None if it is not finite
     finals: list[float | None]
 
 
 class Runs(msgspec.Struct, frozen=True, tag="runs"):
-    """The result of the runs with one learning rate.
+    """The result of the runs with one learning rate."""
 
-    Attributes:
-        factor: the learning rate, as a share of the best one for bsp.
-        finals: final quality with each seed; None if it is not finite.
-        curve: mean quality over the seeds at each evaluation; None if it is not finite.
-        told: for each seed, True if the user was told that training goes wrong or, at the end, that updates are
-            missing.
-    """
-
-    factor: float
-    finals: list[float | None]
-    curve: list[float | None]
+    factor: float  # the learning rate, as a share of the best one for bsp
+    finals: list[float | None]  # final quality with each seed; None if it is not finite
+    curve: list[float | None]  # mean quality over the seeds at each evaluation; None if it is not finite
+    # for each seed, True if the user was told that training goes wrong or, at the end, that updates are
+    # missing
     told: list[bool] = []
 
 
 class Result(msgspec.Struct, frozen=True, tag="result"):
-    """The result of an ensemble.
+    """The result of an ensemble."""
 
-    Attributes:
-        problem: name of the problem.
-        cluster: name of the cluster.
-        workers: number of workers.
-        model: name of the sync model.
-        hyperparameters: one of `KINDS`.
-        seeds: number of seeds.
-        end_s: virtual time of the whole run, in seconds. Evaluations are at equal intervals.
-        took_s: time that this ensemble has taken, in seconds.
-        runs: the runs for each learning rate.
-    """
-
-    problem: str
-    cluster: str
-    workers: int
-    model: str
-    hyperparameters: str
-    seeds: int
-    end_s: float
-    took_s: float
-    runs: list[Runs]
+    problem: str  # name of the problem
+    cluster: str  # name of the cluster
+    workers: int  # number of workers
+    model: str  # name of the sync model
+    hyperparameters: str  # one of `KINDS`
+    seeds: int  # number of seeds
+    end_s: float  # virtual time of the whole run, in seconds. Evaluations are at equal intervals.
+    took_s: float  # time that this ensemble has taken, in seconds
+    runs: list[Runs]  # the runs for each learning rate
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -104,21 +92,13 @@ class Result(msgspec.Struct, frozen=True, tag="result"):
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What is to be done for a job.
+    """What is to be done for a job."""
 
-    Attributes:
-        job: the job.
-        kinds: problem -> some of `KINDS`.
-        seeds: number of seeds.
-        path: the file of results.
-        epochs: number of epochs; None for those of each problem.
-    """
-
-    job: Job
-    kinds: dict[str, tuple[str, ...]]
-    seeds: int
-    path: Path
-    epochs: int | None
+    job: Job  # the job
+    kinds: dict[str, tuple[str, ...]]  # problem -> some of `KINDS`
+    seeds: int  # number of seeds
+    path: Path  # the file of results
+    epochs: int | None  # number of epochs; None for those of each problem
 
     def __str__(self) -> str:
         return f"{self.job.model}, {self.job.cluster}, {self.job.workers} workers"
@@ -126,7 +106,7 @@ class Order(msgspec.Struct, frozen=True):
     @property
     def cost_s(self) -> float:
         """Approximate time on one core, in seconds."""
-        runs = {problem: len(kinds) * len(FACTORS) * self.seeds for problem, kinds in self.kinds.items()}
+        runs = {name: len(kinds) * len(factors_of(name)) * self.seeds for name, kinds in self.kinds.items()}
         return sum(
             runs[problem] / 48 * (fixed + each * self.job.workers)
             for problem in runs
@@ -151,7 +131,7 @@ def missing(scope: Scope, kinds: Sequence[str], seeds: int, path: Path, epochs: 
         wanted = {
             problem: tuple(
                 kind
-                for kind in (kinds if job.model != "bsp" else ("raw",))
+                for kind in kinds_of(problem, job.model, kinds)
                 if (problem, job.cluster, job.workers, job.model, kind, seeds) not in results
             )
             for problem in job.problems
@@ -207,7 +187,7 @@ def _make(order: Order) -> list[Result]:
     for name, kinds in order.kinds.items():
         job, problem = order.job, problem_of(name)
         schedule = _schedule(job.cluster, job.workers, job.sync, _epochs(problem, job.workers, order.epochs))
-        rates = [factor * tuned[name].best for factor in FACTORS]
+        rates = [factor * tuned[name].best for factor in factors_of(name)]
         for together in ENSEMBLES:
             if own := [kind for kind in kinds if kind in together]:
                 results += _make_ensemble(order, name, schedule, own, rates)
@@ -231,7 +211,7 @@ def _make_ensemble(
     for index, kind in enumerate(kinds):
         runs = [
             Runs(factor, _row(finals[row]), _row(curves[row]), told[row].tolist())
-            for row, factor in enumerate(FACTORS, start=index * len(FACTORS))
+            for row, factor in enumerate(factors_of(name), start=index * len(rates))
         ]
         end_s = round(schedule.end_s, 3)
         results.append(

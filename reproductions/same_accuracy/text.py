@@ -19,7 +19,7 @@ from .digits import cross_entropies
 CHARACTERS = 97
 """The printable characters of ASCII, the newline, and one number for all others."""
 
-WIDTH, LAYERS, HEADS = 64, 4, 4
+HEADS = 4
 CONTEXT = 16
 WARM_UP = 0.1
 """Part of the run in which the rate rises."""
@@ -32,6 +32,7 @@ class TextGPT:
     """A transformer with four layers and about 200,000 parameters. Its embedding is also its output layer."""
 
     name = "text-gpt"
+    width, layers = 64, 4
     optimizer = "AdamW"
     higher_is_better = False
     chance = 3.15
@@ -50,9 +51,7 @@ class TextGPT:
 
     def settings(self, rate: float, progress: float) -> HyperParameters:
         """Return the hyper-parameters of AdamW. The rate rises to `rate`, and then falls to 0 along a cosine."""
-        rising = min(1.0, (progress + 0.01) / WARM_UP)
-        falling = 0.5 * (1 + math.cos(math.pi * progress))
-        now = rate * rising * falling
+        now = rising_and_falling(rate, progress)
         return hyper_parameters(torch.optim.AdamW, now, betas=(0.9, 0.95), weight_decay=0.1)
 
     def initial(self, seed: int) -> Weights:
@@ -62,18 +61,19 @@ class TextGPT:
         def drawn(rows: int, columns: int, spread: float) -> Tensor:
             return spread * torch.randn(rows, columns, generator=generator)
 
-        weights = {"embedding": drawn(CHARACTERS, WIDTH, 0.1), "position": drawn(CONTEXT, WIDTH, 0.1)}
-        inner, last = WIDTH**-0.5, (2 * LAYERS * WIDTH) ** -0.5
-        for layer in range(LAYERS):
+        width = self.width
+        weights = {"embedding": drawn(CHARACTERS, width, 0.1), "position": drawn(CONTEXT, width, 0.1)}
+        inner, last = width**-0.5, (2 * self.layers * width) ** -0.5
+        for layer in range(self.layers):
             weights |= {
-                f"{layer}.attention.scale": torch.ones(WIDTH),
-                f"{layer}.attention": drawn(WIDTH, 3 * WIDTH, inner),
-                f"{layer}.mixed": drawn(WIDTH, WIDTH, last),
-                f"{layer}.wide.scale": torch.ones(WIDTH),
-                f"{layer}.wide": drawn(WIDTH, 4 * WIDTH, inner),
-                f"{layer}.narrow": drawn(4 * WIDTH, WIDTH, last / 2),
+                f"{layer}.attention.scale": torch.ones(width),
+                f"{layer}.attention": drawn(width, 3 * width, inner),
+                f"{layer}.mixed": drawn(width, width, last),
+                f"{layer}.wide.scale": torch.ones(width),
+                f"{layer}.wide": drawn(width, 4 * width, inner),
+                f"{layer}.narrow": drawn(4 * width, width, last / 2),
             }
-        return weights | {"final.scale": torch.ones(WIDTH)}
+        return weights | {"final.scale": torch.ones(width)}
 
     def data(self, seeds: Sequence[int], batch: Batch) -> Data:
         """Return sequences of characters, and the characters that follow."""
@@ -91,6 +91,13 @@ class TextGPT:
         return self.losses(weights, inputs, targets)
 
 
+def rising_and_falling(rate: float, progress: float) -> float:
+    """Return a learning rate that rises at the beginning, and then falls to 0 along a cosine."""
+    rising = min(1.0, (progress + 0.01) / WARM_UP)
+    falling = 0.5 * (1 + math.cos(math.pi * progress))
+    return rate * rising * falling
+
+
 def _numbered(text: Tensor) -> Tensor:
     """Return the number of each character, from 0 to `CHARACTERS` - 1."""
     printable = (text >= 32) & (text < 127)
@@ -103,7 +110,7 @@ def _scores(weights: Weights, inputs: Tensor) -> Tensor:
     offsets = torch.arange(runs).view(-1, 1, 1) * CHARACTERS
     embedded = functional.embedding(inputs + offsets, weights["embedding"].flatten(0, 1))
     x = (embedded + weights["position"][:, None, :length]).flatten(1, 2)  # (runs, places, width)
-    for layer in range(LAYERS):
+    for layer in range(sum(name.endswith("mixed") for name in weights)):
         normed = _normalized(x, weights[f"{layer}.attention.scale"])
         heads = torch.bmm(normed, weights[f"{layer}.attention"])
         query, key, value = heads.view(runs * sequences, length, 3, HEADS, -1).permute(2, 0, 3, 1, 4)

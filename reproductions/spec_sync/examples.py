@@ -25,21 +25,13 @@ MODELS = {
 
 
 class Computation(msgspec.Struct, frozen=True):
-    """A computation of a worker.
+    """A computation of a worker."""
 
-    Attributes:
-        worker: the worker.
-        begun_s: time of the pull at its beginning.
-        ended_s: time of its push, or of the pull that aborted it.
-        updates: number of pushes that the pulled weights contain.
-        aborted: True if it was aborted.
-    """
-
-    worker: int
-    begun_s: float
-    ended_s: float
-    updates: int
-    aborted: bool
+    worker: int  # the worker
+    begun_s: float  # time of the pull at its beginning
+    ended_s: float  # time of its push, or of the pull that aborted it
+    updates: int  # number of pushes that the pulled weights contain
+    aborted: bool  # True if it was aborted
 
 
 def computations(shard: Trace) -> list[Computation]:

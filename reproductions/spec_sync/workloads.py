@@ -31,31 +31,18 @@ TIMES = (
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
-    """A network and a data set of the paper, and what stands in for them.
+    """A network and a data set of the paper, and what stands in for them."""
 
-    Attributes:
-        name: name in Table I.
-        published: name of the paper's network and data in `reproductions.problems.WORKLOADS`.
-        protocol: how the paper trains it.
-        problem: what stands in for it.
-        target: loss at which a run has converged.
-        rates: learning rates that are tried for each sync model.
-        common_rate: learning rate of all sync models, as in the paper.
-        batch_size: samples per worker and iteration.
-        iterations: maximum number of iterations of each worker.
-        stand_in: how the stand-in differs, in words.
-    """
-
-    name: str
-    published: str
-    protocol: Protocol
-    problem: Problem
-    target: Target
-    rates: tuple[float, ...]
-    common_rate: float
-    batch_size: int = 16
-    iterations: int = 200
-    stand_in: str
+    name: str  # name in Table I
+    published: str  # name of the paper's network and data in `reproductions.problems.WORKLOADS`
+    protocol: Protocol  # how the paper trains it
+    problem: Problem  # what stands in for it
+    target: Target  # loss at which a run has converged
+    rates: tuple[float, ...]  # learning rates that are tried for each sync model
+    common_rate: float  # learning rate of all sync models, as in the paper
+    batch_size: int = 16  # samples per worker and iteration
+    iterations: int = 200  # maximum number of iterations of each worker
+    stand_in: str  # how the stand-in differs, in words
 
     @property
     def iteration_s(self) -> float:

@@ -70,9 +70,8 @@ def train_alone(
     """
     network = problem.network(seed)
     settings: Any = problem.settings(rate, 0.0)
-    optimizer = paceline.DistributedOptimizer(
-        torch.optim.SGD(network.parameters(), **settings), model=network
-    )
+    kind = getattr(torch.optim, problem.optimizer)
+    optimizer = paceline.DistributedOptimizer(kind(network.parameters(), **settings), model=network)
     orders = Orders(epochs.samples)
     for epoch in range(epochs.epochs):
         order = orders.of(seed, epoch)
