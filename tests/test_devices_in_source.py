@@ -56,6 +56,6 @@ def test_nothing_that_may_be_on_a_device_becomes_float64() -> None:
 
 def test_what_they_call_with_tensors_on_a_device_looks_where_these_are() -> None:
     """`l2_norm` makes float64 of tensors on the CPU only, `digest` copies tensors to the host before."""
-    norm, _, hashed, _ = lines_with_float64(SOURCE / "shard" / "vectors.py")
+    norm, _, hashed, *_ = lines_with_float64(SOURCE / "shard" / "vectors.py")
     assert "if tensor.is_cpu" in norm
     assert ".cpu().to(torch.float64)" in hashed

@@ -294,7 +294,10 @@ def test_a_run_ends_when_the_link_of_a_machine_with_servers_swallows_everything(
         (["serve", "--remote-servers", "1"], "remote_servers is 1 and servers is 1, but at least one server"),
         (["join", "--workers", "0", "127.0.0.1:1"], "this machine has nothing to do"),
         (["join", "--servers", "1", "127.0.0.1:1"], "the script is missing"),
-        (["join", "--port", "29601", "127.0.0.1:1", "train.py"], "--listen and --port are for the servers"),
+        (
+            ["join", "--port", "29601", "127.0.0.1:1", "train.py"],
+            "--port is for the servers of this",
+        ),
         (
             ["join", "--servers", "-1", "127.0.0.1:1", "train.py"],
             "servers is -1, expected a whole number >= 0.",

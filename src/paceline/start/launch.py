@@ -109,8 +109,6 @@ def launch(
     source = _source_of(function)
     asked = Asked(workers, devices, placement, resources, snapshot_every_s, show_all, settings, source)
     job = make_job(**{**settings, **chosen.options(asked)}, dry_run=True)
-    if engine == "local":  # else, the machine that serves the run looks for the device
-        job = with_server_devices(job)
     job = structs.replace(job, optimizers=loaded_optimizers(settings.get("imports", ())))
     if job.resumed is not None and not settings.get("accept_changes"):
         name = "the training function"
@@ -266,6 +264,7 @@ class Local(Engine):
         return {"workers": assigned.workers, "devices": assigned.devices}
 
     def start(self, job: Job, payload: bytes, asked: Asked, console: Console, outlets: Outlets) -> RunResult:
+        job = with_server_devices(job)
         return start(
             job,
             ["function"],
