@@ -181,7 +181,7 @@ def test_benchmarks_import_only_the_quoted_numbers_from_reproductions() -> None:
 
 MOST = Structure(
     modules=222,
-    nodes=330_165,
+    nodes=330_221,
     names_over_borders=4_123,
     edges=1_603,
     with_one_importer=35,

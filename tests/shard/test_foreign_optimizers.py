@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -412,6 +413,27 @@ def test_what_is_no_optimizer_is_refused_with_what_to_do() -> None:
     wrapper = schedulefree.ScheduleFreeWrapper(torch.optim.SGD(parameters(), lr=0.1))
     with pytest.raises(UsageError, match=r"got a ScheduleFreeWrapper.*AdamWScheduleFree instead of"):
         paceline.DistributedOptimizer(wrapper)
+
+
+def test_a_class_whose_updates_are_random_must_be_registered_and_its_state_is_looked_at() -> None:
+    class Random(Holding):
+        """Draws numbers that `torch.manual_seed()` does not determine."""
+
+        def update(self, weight: torch.Tensor, gradient: torch.Tensor, state: Any, group: Any) -> None:
+            if group["nested"]:
+                super().update(weight, gradient, state, group)
+            weight.sub_(gradient, alpha=random.random())
+
+    with pytest.raises(
+        ConfigurationError, match=r"two runs of it differ, .* random numbers .* register the class"
+    ):
+        server_optimizer(Random(parameters()))
+    paceline.register_elementwise(Random)
+    assert not server_optimizer(Random(parameters())).whole
+    paceline.register_tensorwise(Random)
+    assert server_optimizer(Random(parameters())).whole
+    with pytest.raises(ConfigurationError, match=r"state norms\[0\] is a .*deque"):
+        server_optimizer(Random(parameters(), nested=True))
 
 
 def test_a_subclass_that_overrides_no_update_runs_as_its_base() -> None:

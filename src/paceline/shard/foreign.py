@@ -295,7 +295,7 @@ def try_foreign(optimizer: torch.optim.Optimizer, groups: Sequence[HyperParamete
         if trial.reason or (trial.random and known is None):
             return Tested(trial.reason or RANDOM)
         if trial.random:
-            return Tested("", known is True)
+            return Tested(trial.unusual_state(sliced=known is False), known is True)
         if reason := trial.difference(trial.whole, BUILT, sliced=known is False):
             return Tested(reason)
         whole = known
@@ -456,6 +456,18 @@ class _Trial:
             if difference := self._difference(servers, parts, dtype, resumed=resumed):
                 return words + difference
             if problem := _unusual_state([each.optimizer for each in servers], sliced=sliced):
+                return problem
+        return ""
+
+    def unusual_state(self, *, sliced: bool) -> str:
+        """Describe an entry of the state that servers cannot hold; "" if there is none. See `difference`."""
+        for dtype in self._expected:
+            server = _built_by_server(self._kind, self._groups, self.whole[0], dtype)
+            try:
+                list(_steps([server], self.whole, dtype))
+            except Exception as error:  # an optimizer may raise any exception
+                return f"{BUILT}it fails with {first_line(error)}"
+            if problem := _unusual_state([server.optimizer], sliced=sliced):
                 return problem
         return ""
 
