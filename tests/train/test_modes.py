@@ -19,6 +19,7 @@ from paceline import DistributedOptimizer, simulate, worker_count, worker_index
 from paceline.errors import UsageError, WeightsChangedError
 from paceline.sim import Cluster
 from tests.support.delayed_queue import on_the_double
+from tests.train.test_tensorwise import largest_difference
 
 if TYPE_CHECKING:
     from tests.conftest import RunOnThreads
@@ -129,10 +130,6 @@ def training(
         return {key: value.clone() for key, value in net.state_dict().items()}
 
     return train
-
-
-def largest_difference(found: Any, expected: State) -> float:
-    return max(float((value - expected[name]).abs().max()) for name, value in found.items())
 
 
 @pytest.mark.parametrize("name", MAKERS)

@@ -143,7 +143,7 @@ def training(name: str, *, steps: int = STEPS, told: Callable[[Any], None] = lam
     return train
 
 
-def largest_difference(found: State, expected: State) -> float:
+def largest_difference(found: Any, expected: State) -> float:
     return max(float((value - expected[name]).abs().max()) for name, value in found.items())
 
 
