@@ -1,7 +1,7 @@
 """Measures what Paceline adds to a training step on an accelerator, and how much of its copies is hidden.
 
 One worker trains a language model on the device, as plain PyTorch and with servers on the same machine. So their
-optimizers and all copies belong to the step, and nothing else does: there is nobody to wait for.
+optimizers and all copies belong to the step, and nothing else does: there is no other worker to wait for.
 
 Copies run beside computations on streams of their own. The profiler of torch records when each copy and each kernel
 ran on the device. A copy is *hidden* while a kernel of the training itself runs.

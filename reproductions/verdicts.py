@@ -1,7 +1,7 @@
 """Verdicts: what the kept results say about each number that a paper prints.
 
 An exhibit measures a number as a `Measured` value with its interval. The verdict follows from the two by the rules of
-`verdict`, so it changes with the results, and nobody writes it by hand.
+`verdict`, so it changes with the results, and is never written by hand.
 """
 
 from __future__ import annotations

@@ -195,7 +195,7 @@ def measure(
         visitors.terminate()
         counts: dict[str, float] = json.loads(visitors.communicate()[0])
         if not counts.get("data") or not counts.get("metrics"):
-            raise RunFailedError("the benchmark", f"nobody has seen the run: {counts}")
+            raise RunFailedError("the benchmark", f"no page has seen the run: {counts}")
         taken = [
             msgspec.json.decode(file.read_bytes(), type=dict[int, list[float]])
             for file in sorted(Path(folder).glob("steps-*.json"))

@@ -1,6 +1,6 @@
 """Training along a recorded schedule, with many runs at once.
 
-All runs of an ensemble have the same events in the same order, because nobody's turn depends on the weights. So the
+All runs of an ensemble have the same events in the same order, because no worker's turn depends on the weights. So the
 core of one shard decides for all runs with raw hyper-parameters what is applied, another one for all runs with
 translated ones, and all gradients are computed together. But each run has a store of its own, which translates the
 hyper-parameters and updates the weights as in any other run. The result is that of `paceline.simulate(train_fn=...)`

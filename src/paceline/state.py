@@ -6,7 +6,7 @@ and mutable. Each attribute, here called a *field*, has one of three meanings:
 
     decides   what the core does from now on may depend on the field. This is so unless the class declares otherwise
     history   the field is only shown or recorded. No request to the host depends on it
-    fixed     whoever makes the object gives it the field, which is never assigned again: configuration, functions,
+    fixed     the field is given when the object is made, and never assigned again: configuration, functions,
               and where entries are recorded
 
 So there are three operations:
@@ -16,8 +16,8 @@ So there are three operations:
   does what the original does;
 - an `Outlook` returns a value that is equal for cores that do the same from now on. The exhaustive search uses it.
 
-The decorator `stateful` declares which fields are history or fixed. So a new attribute decides until somebody says
-that it does not, which is never wrong. In a class without this decorator, such as a sync model of a user, functions
+The decorator `stateful` declares which fields are history or fixed. So a new attribute decides until it is declared,
+which is never wrong. In a class without this decorator, such as a sync model of a user, functions
 are fixed: they may refer to the object, and the new object has its own. `makes` names the method with which an object
 makes a part that its constructor does not make.
 
@@ -254,7 +254,7 @@ class Items(msgspec.Struct, frozen=True):
 
 
 class Unhashable:
-    """A frozen struct without a hash, in an object with one. It contains a list or a dict, which nobody changes."""
+    """A frozen struct without a hash, in an object with one. It contains a list or a dict, which is never changed."""
 
     __slots__ = ("struct",)
 

@@ -91,7 +91,7 @@ def _signature(content: Mapping[str, Any], key: bytes) -> str:
 def _read(file: Path) -> bytes:
     """Return the key in a file; b"" if there is none that only this user can read."""
     try:
-        # Without O_NONBLOCK, opening a named pipe would wait until somebody writes to it.
+        # Without O_NONBLOCK, opening a named pipe would wait until a process writes to it.
         with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as source:
             status = os.fstat(source.fileno())
             if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:

@@ -287,7 +287,7 @@ def test_of_two_workers_nobody_can_say_which_is_wrong() -> None:
     pushes = train(classification, 7, workers=2, updates=61, fault=Fault("noise", 40))
     [(_, verdict)] = judge(pushes, 2)
     assert "Worker 1 differs from worker 0" in verdict.words
-    assert "With two workers, nobody can say which of them is wrong" in verdict.words
+    assert "With two workers, it is unknown which of them is wrong" in verdict.words
     assert "all others" not in verdict.words
 
 

@@ -1,6 +1,6 @@
 """The manifest of a checkpoint, by which a damaged one is recognized, the names of directories, and a limit of rate.
 
-The manifest is written last. So a checkpoint without a manifest is not complete. Whoever can write a checkpoint can
+The manifest is written last. So a checkpoint without a manifest is not complete. A user who can write a checkpoint can
 also sign it, so a manifest that names files outside of its directory is refused like a damaged one.
 """
 
@@ -311,7 +311,7 @@ class DraftMark(msgspec.Struct, frozen=True):
 
     Attributes:
         lineage: the identity of its lineage.
-        token: a random text. Nobody else writes a draft with this token.
+        token: a random text. No other run writes a draft with this token.
     """
 
     lineage: str

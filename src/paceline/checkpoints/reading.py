@@ -58,7 +58,7 @@ class Checkpoint:
             require_intact(path, self.manifest, pace or Pace())
 
     def require_number(self, number: int) -> None:
-        """Raise `CheckpointError` if the checkpoint has another number, because somebody has renamed it."""
+        """Raise `CheckpointError` if the checkpoint has another number, because it was renamed."""
         if self.manifest.number != number:
             raise CheckpointError(f"its name says {number}, but it is checkpoint {self.manifest.number}")
 

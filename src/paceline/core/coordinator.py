@@ -912,7 +912,7 @@ class Coordinator:
         started = Started(
             self.slices,
             self.addresses,
-            -1,  # the index of the initializer may have been used again, so nobody is named
+            -1,  # the index of the initializer may have been used again, so no worker is named
             joined.iteration,
             sync,
             self.reconfigurations.extensions,

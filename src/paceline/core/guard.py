@@ -51,7 +51,7 @@ NAMED_NAN, MOST_NAN = 5, 10
 """Numbers of pushes with NaN in a row after which a worker is named, and taken out."""
 
 SURE_NAN = 2
-"""Number of pushes with NaN in a row of every worker after which nobody is expected to push others."""
+"""Number of pushes with NaN in a row of every worker after which no worker is expected to push others."""
 
 CONFIRMED = 24
 """Number of sound points after which what precedes them is certainly good: two windows."""
@@ -63,7 +63,7 @@ LOWER = "Lower the learning rate or the momentum"
 LOCKSTEP = f"{LOWER}, or clip the gradients."
 LOOK = "Look at its data and its machine."
 UNDECIDED = (
-    "With two workers, nobody can say which of them is wrong. Look at the data and the machine of both."
+    "With two workers, it is unknown which of them is wrong. Look at the data and the machine of both."
 )
 RELAXED = (
     f"{LOWER}, clip the gradients, or use --sync bsp with --batch balanced, under which no update is stale."
@@ -541,12 +541,12 @@ def _stays_above(bound: float, values: Sequence[float]) -> bool:
 #   average, with all looks counted, if its pushes are independent. Two rules make it rarer, since samples
 #   come back: half of a value is compared, because the data of workers may be unequal, and all values below a
 #   share of the beginning are equal, because no fault matters there. In 200 healthy runs, each judged from
-#   three beginnings, nobody was named (`tests/core/test_outliers.py`).
+#   three beginnings, no worker was named (`tests/core/test_outliers.py`).
 #
 # One push adds at most `MOST`, so three pushes are needed. A fault that multiplies usual losses by ten is
 # named after three to five pushes, so within 20 updates of four workers.
 #
-# If only one other worker is known, nobody can say which of the two is wrong. The finding then names both.
+# If only one other worker is known, it is unknown which of the two is wrong. The finding then names both.
 #
 # [1] Vovk, Wang: E-values: calibration, combination and applications. The Annals of Statistics 49(3), 2021.
 

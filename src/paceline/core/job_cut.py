@@ -285,7 +285,7 @@ def _from_the_beginning(model: ModelSpec) -> ModelSpec:
 
 
 def require_plausible(cut: JobCut) -> None:
-    """Check that the numbers of a cut do not contradict one another, because everybody can write one.
+    """Check that the numbers of a cut do not contradict one another, because any user can write one.
 
     Raises:
         ProtocolError: they do. The message says which.

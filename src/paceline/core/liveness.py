@@ -591,9 +591,9 @@ class TrafficMeter:
 #
 #     the clock begins with the run, although its subject arrives later, or has left and arrives again
 #     the clock goes on while its subject cannot act, because it waits for others or the run is paused
-#     the clock goes on while nobody looks, because this process itself is suspended
+#     the clock goes on while `look` is not called, because this process itself is suspended
 #
-# `Clocks` makes none of them. A subject has no clock before somebody says that it has arrived (`begin`), and
+# `Clocks` makes none of them. A subject has no clock before `begin` says that it has arrived, and
 # a subject without a clock has not been waited for. Time passes only from one `look` to the next, and not
 # while the run has paused.
 
@@ -609,7 +609,7 @@ class Clocks(Generic[K]):
 
     Args:
         now_s: the current time.
-        gap_s: the most that the time between two calls of `look` counts. Whoever looks less often was suspended.
+        gap_s: the most that the time between two calls of `look` counts. A process that looks less often was suspended.
 
     Example:
         >>> clocks: Clocks[str] = Clocks(0.0, gap_s=1.0)
@@ -632,7 +632,7 @@ class Clocks(Generic[K]):
 
         Args:
             now_s: the current time.
-            counts: False if nobody could act since the last call, because the run has paused.
+            counts: False if no process could act since the last call, because the run has paused.
         """
         self._passed_s = now_s, self.counted_s(now_s) if counts else self._passed_s[1]
 

@@ -267,7 +267,7 @@ class Quorum:
 #
 # A worker that was lost and joins again is another process. It knows nothing of what its predecessor has
 # written, for example which result was the best. So it does not get the role back as long as another worker
-# has it. If the main worker has finished its script, it has written everything, and nobody takes its place.
+# has it. If the main worker has finished its script, it has written everything, and no worker takes its place.
 #
 # The workers may have different working directories. A relative path of a file that is written once for the
 # job is meant in that of the first main worker, also after its loss, so that the path of the file stays the same.
@@ -313,7 +313,7 @@ class MainWorker:
         return True
 
     def left(self, worker: int, *, finished: bool, others: Collection[int]) -> bool:
-        """Handle a worker that has left. Return True if another worker, or nobody, has become the main worker.
+        """Handle a worker that has left. Return True if another worker, or none, has become the main worker.
 
         Args:
             worker: the worker.
@@ -426,7 +426,7 @@ class ServerRoster:
 #                      other held push is dropped
 #
 # A torn push that a shard has applied already, for example under ASP, remains applied there, and counts as
-# torn. Shards that hold no push of the worker wait for nobody: for them, the loss is settled at once. A
+# torn. Shards that hold no push of the worker wait for no other shard: for them, the loss is settled at once. A
 # server that notices a loss before the coordinator does fences the worker by itself.
 #
 # An incarnation that is lost before it takes part has pushed nothing. A server that has welcomed the

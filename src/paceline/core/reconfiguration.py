@@ -2,7 +2,7 @@
 
 There are three kinds of reconfigurations that change something, and each goes through the same phases:
 
-    proposed   somebody has asked for the reconfiguration; its content is not fixed yet
+    proposed   the reconfiguration was asked for; its content is not fixed yet
     agreed     its content is fixed, and those whom it concerns are told
     in force   all of them follow it; nothing is left to do
 

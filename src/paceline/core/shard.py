@@ -1136,7 +1136,7 @@ class Bases:
     """Decides with which codec each answer of a shard travels, and knows which base each worker has (see `layout`).
 
     Bases are numbered. One that follows the last one is encoded, as a difference. If a number is left out, the base is
-    the weights themselves: nobody has the base before, so everybody receives all of it.
+    the weights themselves: no worker has the base before, so each of them receives all of it.
 
     Args:
         wire: the codec of each direction.

@@ -38,8 +38,8 @@ def never_answered(shard: Shard, timers: Iterable[Timer], now_ticks: int) -> set
     """Return the workers whose pulls the sync model of a shard would never answer.
 
     A worker that has left blocks no other. So all workers that do not wait leave, and then those whose pulls were
-    answered, until nobody else can leave and all timers have fired. Who is left waits for ever. The shard and its
-    model must not be used afterwards.
+    answered, until no other worker can leave and all timers have fired. The workers that are left wait for ever. The
+    shard and its model must not be used afterwards.
 
     Args:
         shard: the shard.

@@ -20,7 +20,7 @@ from .requests import worker_peer
 # The *progress* is the part of the training loop in progress that is done. It is known if the loop has a
 # limit (`paceline.epochs`): the part of the limit that has been used, of the limit that is nearest to its end
 # if there are several. The workers do not reach an epoch at the same time, so an epoch counts as the mean of
-# what they report. A loop over `range` tells nobody how long it is; then only the part of the epoch in
+# what they report. A loop over `range` does not tell how long it is; then only the part of the epoch in
 # progress is known.
 #
 # The time left is extrapolated from the second half of the time since the loop began: an early part of it
@@ -205,7 +205,7 @@ def _samples(core: Coordinator) -> int:
 # -- The state of a job as a table of plain values, for the progress display and for `paceline status` -------
 #
 # The table contains what the coordinator knows: the workers' reports, the servers' answers to `FetchWaits`,
-# and what its host has observed. Computing it changes nothing and asks nobody.
+# and what its host has observed. Computing it changes nothing, and no process is asked.
 
 LOCAL = "this machine"
 """The name of the coordinator's machine, on which the servers run unless other machines bring them."""
@@ -297,7 +297,7 @@ class JobStatus(msgspec.Struct, frozen=True):
         machines: one entry per machine that sends heartbeats, in the order of their names.
         links: one entry per pair of machines with traffic, in the order of the names.
         shortage: how many workers and servers the run has and needs, if it waits for machines to join; else "".
-        main_worker: the main worker (see `core.members`); -1 for nobody.
+        main_worker: the main worker (see `core.members`); -1 for none.
         progress: the part of the training loop in progress that is done, from 0 to 1; None if its length is unknown.
         left_s: the time in seconds that the loop will take from now on; None if unknown.
         samples_per_s: number of samples per second that all workers together use; None if unknown.
@@ -306,7 +306,7 @@ class JobStatus(msgspec.Struct, frozen=True):
         epochs: number of epochs of the loop; None if unknown.
         epoch_progress: the part of the epoch in progress that is done, from 0 to 1; None if unknown.
         awaited: the workers for which others wait; () for none.
-        awaited_s: for how many seconds others have been waiting for them; None if nobody waits at this moment.
+        awaited_s: for how many seconds others have been waiting for them; None if no worker waits at this moment.
         awaited_share: the part of the last seconds in which others have waited for them; None if unknown.
     """
 
@@ -333,7 +333,7 @@ class JobStatus(msgspec.Struct, frozen=True):
 # -- Who keeps the workers of a job waiting, according to the servers' answers to `FetchWaits`, without I/O
 #
 # A single answer shows one moment. If the workers wait for 40 ms in each iteration, as for a worker that is
-# three times slower, every other answer may find nobody waiting. So `WaitSamples` keeps several answers: in the
+# three times slower, every other answer may find no worker waiting. So `WaitSamples` keeps several answers: in the
 # part of them in which others waited for a worker, others wait for it for the same part of the time.
 
 
@@ -341,7 +341,7 @@ class Awaited(NamedTuple):
     """The workers that keep others waiting.
 
     Attributes:
-        workers: their indices, in order; () if nobody is awaited.
+        workers: their indices, in order; () if no worker is awaited.
         share: the part of the last seconds in which others have waited for them.
     """
 

@@ -203,7 +203,7 @@ class Worker:
 
     @property
     def joined_late(self) -> bool:
-        """True if the worker has joined a run in progress, in which nobody waits for initial weights."""
+        """True if the worker has joined a run in progress, in which no worker waits for initial weights."""
         return self.holds_job_weights and not self.resumed
 
     @property

@@ -694,8 +694,8 @@ def _of_kind(evidence: Evidence, name: str) -> Cause | None:
     per = evidence.per_iteration_s(kind)
     facts, remedies = {"each": length(median(per.values()) if per else 0.0)}, list[str]()
     if name == "links":
-        everybody = [each.worker for each in evidence.workers]
-        facts["bytes"], remedies = _bytes(evidence, everybody), _fewer_bytes(evidence, everybody)
+        every_worker = [each.worker for each in evidence.workers]
+        facts["bytes"], remedies = _bytes(evidence, every_worker), _fewer_bytes(evidence, every_worker)
     elif name == "exchanges":
         remedies = [
             FEWER_STEPS,
@@ -744,7 +744,7 @@ def _times(ratio: float) -> str:
 
 
 def evidence_of(summary: Mapping[str, Any], run_dir: str, **known: Any) -> Evidence | None:
-    """Return what the summary of a run says about lost time; None if nobody knows what the workers did.
+    """Return what the summary of a run says about lost time; None if it is unknown what the workers did.
 
     Args:
         summary: the summary of a run, as in `summary.json`, perhaps without statistics.

@@ -84,7 +84,7 @@ def _answer(report: RunReport, path: str, compressed: bool) -> HttpResponse:
     return answer.compressed() if compressed else answer
 
 
-# -- The report of a run while it goes on. It is made only when somebody asks, and at most once a second -----
+# -- The report of a run while it goes on. It is made only on request, and at most once a second -----
 
 LEAST_AGE_S = 1.0
 

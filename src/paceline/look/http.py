@@ -296,7 +296,7 @@ class AccessPolicy(msgspec.Struct, frozen=True):
     Attributes:
         port: the port that is listened on.
         hosts: the hosts that a request may name, in lower case; see `hosts_of`.
-        token: the secret of the page; "" if everybody may see it who can connect.
+        token: the secret of the page; "" if every client that can connect may see it.
     """
 
     port: int

@@ -300,7 +300,7 @@ def loss_name(status: JobStatus) -> str:
 
 
 def awaited_words(status: JobStatus) -> str:
-    """Return for whom the others wait, and for how long; "" if nobody is awaited.
+    """Return for whom the others wait, and for how long; "" if no worker is awaited.
 
     >>> awaited_words(JobStatus("bsp", 1, 5.0, (), awaited=(3,), awaited_share=0.7))
     'waiting for worker 3 (70 % of the time)'

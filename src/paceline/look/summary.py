@@ -68,7 +68,7 @@ def _devices(devices: Mapping[str, str]) -> str:
 
 
 def unapplied_in(summary: Mapping[str, Any]) -> str:
-    """Return a sentence about pushes that were never applied; "" if there are none, or nobody has counted them."""
+    """Return a sentence about pushes that were never applied; "" if there are none, or they were not counted."""
     pushes = summary.get("ledger", {}).get("pushes", {})
     if "unapplied" not in summary or not pushes.keys() >= {*PushFates.__struct_fields__}:
         return ""

@@ -129,7 +129,7 @@ class Departed(NamedTuple):
     Attributes:
         cause: a phrase that says why it has left.
         returned: True if a later incarnation takes part in the run, or has done so.
-        explained: False if nobody has said yet how its process has ended.
+        explained: False if it is not known yet how its process has ended.
     """
 
     worker: int
@@ -808,7 +808,7 @@ class CoordinatorHost(Host):
         self.agents.take_out_for_good(request.worker, request.reason)
 
     def _end(self) -> None:
-        """End the run. Whoever waits for its end finds it in the report."""
+        """End the run. The report then says so to all who wait for its end."""
         if not self.over.is_set():
             self._publish()
             self.over.set()

@@ -111,7 +111,7 @@ def fetch_run(url: str, run_dir: str | None, *, force: bool = False) -> Fetched:
             place.write_bytes(files[SOURCE])
     origin = str(found.checkpoint.path.absolute())
     here = structs.replace(run, run_dir=str(folder.absolute()), lineage=new_lineage(), origin=origin)
-    # Last: then the directory is that of a run. What somebody else has written is not signed by copying it.
+    # Last: then the directory is that of a run. What another user has written is not signed by copying it.
     write_run_file(here, folder, sign=bool(run.signature))
     return Fetched(folder, bucket)
 
@@ -261,7 +261,7 @@ def find_resumed(
         run_dir: its directory.
         checkpoint_dir: directory of its checkpoints, or another one for the next ones, or the URL of a bucket; None
             for the usual one. A newer checkpoint in a bucket is copied to the usual directory.
-        trust: True to look for checkpoints wherever the description says, whoever has written it.
+        trust: True to look for checkpoints wherever the description says, even if another user has written it.
 
     Raises:
         ConfigurationError: there is no whole checkpoint, or a bucket cannot be read.
@@ -416,7 +416,7 @@ def has_finished(run_dir: Path) -> bool:
 def require_meaningful(checkpoint: Checkpoint) -> None:
     """Check the content of a checkpoint whose files are undamaged.
 
-    Whoever can write a checkpoint can also write a manifest that fits. A run must refuse such a checkpoint like any
+    A user who can write a checkpoint can also write a manifest that fits. A run must refuse such a checkpoint like any
     other one that is not whole, and not fail in its middle.
 
     Raises:

@@ -1,9 +1,9 @@
 """The lock on a run directory, which the launcher of a run holds from its start to its end.
 
-A lock is a file `.lock-N` in the run directory. It names the process that holds it. Whoever starts a run there
+A lock is a file `.lock-N` in the run directory. It names the process that holds it. A launcher that starts a run there
 creates the file with the next number, which only one process can do at a time, on network file systems too. A file
-with a lower number is removed only after that. So numbers only grow, and nobody takes a lock for free that somebody
-else has taken meanwhile. At the end of a run, its file stays and says that the lock is free.
+with a lower number is removed only after that. So numbers only grow, and no process takes a lock for free that another
+has taken meanwhile. At the end of a run, its file stays and says that the lock is free.
 
 Is the holder of a lock alive? This module alone decides it:
 
@@ -151,7 +151,7 @@ def newest_lock(run_dir: Path) -> int:
 def is_held(run_dir: Path) -> bool:
     """Return True if a living process holds a run directory. This takes no time.
 
-    A process that cannot be seen counts as alive until three of its heartbeats are missing, or if nobody can tell.
+    A process that cannot be seen counts as alive until three of its heartbeats are missing, or if this cannot be told.
     """
     for lock in _locks(run_dir):
         life = lock.life
@@ -300,7 +300,7 @@ class RunLock:
             return self.lost
         try:
             locks = _locks(self._run_dir)
-        except OSError:  # the directory is gone, or cannot be read; nobody else has it
+        except OSError:  # the directory is gone, or cannot be read; no other process has it
             return ""
         others = [each for each in locks if each.holder is None or each.holder.token != self.token]
         mine = len(others) < len(locks)
@@ -402,7 +402,7 @@ def _await_sign_of_life(
         first_s, age_s = _changed(lock.path), clock.age_s(lock.path)
         if age_s is None and lock.path.exists():
             raise ConfigurationError(
-                f"the run directory {run_dir} cannot be written, so nobody can tell whether {lock.words}, which "
+                f"the run directory {run_dir} cannot be written, so it cannot be told whether {lock.words}, which "
                 "holds it, is alive; allow writing."
             )
         if age_s is None or age_s > lock.patience_s:
@@ -760,7 +760,7 @@ def newest_run(folder: Path = RUNS) -> Path:
 
 
 def _write(file: Path, content: RunInProgress) -> None:
-    """Write the file at once, so that nobody reads a part of it, and so that other users never may read it."""
+    """Write the file at once, so that no process reads a part of it, and so that other users never may read it."""
     new = file.with_name(f".{FILE_NAME}-{secrets.token_hex(4)}")
     descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:

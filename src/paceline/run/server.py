@@ -532,7 +532,7 @@ class ServerHost(Host):
         if answer is None:
             raise ProtocolError(f"it asks for the base of shard {shard}, which was not sent")
         self._answer(worker_peer(peer.index), replace(answer, codec="float32"))
-        del peer.answers[shard]  # once is enough: whoever asks again and again would let the queue grow
+        del peer.answers[shard]  # once is enough: a caller that asks again and again would let the queue grow
 
     def _send_to_coordinator(self, to: Peer, message: Snapshot) -> None:
         """Send the coordinator the current weights of a shard."""
@@ -783,7 +783,7 @@ class FrozenValues(Generic[Waiter]):
         """Return the sizes of the values that a worker is about to send.
 
         Raises:
-            ProtocolError: nobody has requested them.
+            ProtocolError: they were not requested.
         """
         if len(set(digests)) != len(digests) or not self._sizes.keys() >= set(digests):
             raise ProtocolError("it sent values of frozen parameters that were not requested")

@@ -28,7 +28,7 @@
 In place of `[[workers]]`, `delays = "delays.csv"` names a file of measured compute times (see `times`).
 
 Every quantity is a string with a unit, or a number in base units (seconds, bytes, bits per second, or fractions from
-0 to 1). A string without a unit, such as "400", is refused: whoever writes it may mean milliseconds.
+0 to 1). A string without a unit, such as "400", is refused: its author may mean milliseconds.
 """
 
 from __future__ import annotations

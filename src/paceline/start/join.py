@@ -231,7 +231,7 @@ def join(
                 if servers is not None and not error.resumes:
                     raise
                 if servers is None and not error.workers:
-                    if engine.finished:  # nobody knows whether the run will keep what they have trained
+                    if engine.finished:  # it is unknown whether the run will keep what they have trained
                         raise
                     return Joined.of(folder, engine)
                 wanted, indices = len(error.workers), error.workers

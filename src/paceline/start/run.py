@@ -164,7 +164,7 @@ def start(
                 raise
             described = _describe(job, worker_arguments, command, source, earlier, interrupted)
             listener = Listener(sock, bytes.fromhex(job.mark)) if job.secure else None
-            # Whoever knows the address may connect at once, so the listener must know the coordinator first.
+            # A process that knows the address may connect at once, so the listener must know the coordinator first.
             connections = sock if listener is None else PassedSockets(listener.receiver(COORDINATOR))
             if not announced:
                 announced = True
@@ -668,7 +668,7 @@ class LiveRun:
     def _write_last_checkpoint(self) -> None:
         """Write a checkpoint, within `LAST_CHECKPOINT_S`, of a run that ends because of a signal.
 
-        The weights come first, because whoever has sent the signal may not wait for more. Training goes on meanwhile:
+        The weights come first, because the sender of the signal may not wait for more. Training goes on meanwhile:
         a checkpoint needs what the scripts hold between two batches.
         """
         coordinator, interruption = self._coordinator, self._interruption

@@ -102,7 +102,7 @@ class Waiting:
         return msgspec.structs.replace(awaited, quiet_s=now_s - excused_s)
 
     def _may_take_its_time(self, awaited: AwaitedProcess) -> bool:
-        """Return True if nobody waits for a worker, because the others have finished. It may evaluate its model.
+        """Return True if no worker waits for this one, because the others have finished. It may evaluate its model.
 
         A process that is stopped does nothing of the kind.
         """
@@ -119,11 +119,11 @@ class Waiting:
         usual = f" (its iterations usually take {awaited.usual_s:.2g} s)" if awaited.usual_s else ""
         name = f"{awaited.role} {awaited.index}"
         training = self._coordinator.report.model is not None
-        nobody = awaited.role == "worker" and not awaited.waiting and training
+        unawaited = awaited.role == "worker" and not awaited.waiting and training
         lines = [
             f"{name.capitalize()} has sent nothing for {awaited.quiet_s:.0f} s. It {awaited.doing}{usual}. No other "
             "worker is waiting for it. Its script may do something other than training, such as evaluating the model."
-            if nobody
+            if unawaited
             else f"The run is waiting for {name}, which has sent nothing for {awaited.quiet_s:.0f} s. It "
             f"{awaited.doing}{usual}."
         ]

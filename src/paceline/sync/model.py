@@ -650,7 +650,7 @@ class Samples(NamedTuple):
         balanced: True if the sizes of the workers' batches follow their speeds.
         translated: True if the hyper-parameters refer to the joint batch. See `paceline.sync.translation`.
         divisible: True if the batches of the loader could be divided.
-        loader: False if the script distributes no loader: it makes its batches itself, of a size that nobody knows.
+        loader: False if the script distributes no loader: it makes its batches itself, of an unknown size.
         asked: True if the run was asked to divide the batches of loaders.
     """
 

@@ -124,7 +124,7 @@ class _Stage:
                 return []
             case ["who", "waits"]:
                 waiting = sorted(self._waiting.items())
-                return [f"{worker} after {iteration}" for worker, iteration in waiting] or ["nobody"]
+                return [f"{worker} after {iteration}" for worker, iteration in waiting] or ["no worker"]
             case ["which", "model"] if self._machine is not None:
                 return [str(self._machine.sync)]
             case [verb, *words]:
@@ -266,7 +266,7 @@ CHANCE = "draws from a global random generator; use paceline.sync.draws.uniform(
 
 @contextmanager
 def forbidden() -> Iterator[None]:
-    """Within this context, raise `AssertionError` in whoever reads a clock or a global random generator."""
+    """Within this context, raise `AssertionError` in all code that reads a clock or a global random generator."""
     functions: dict[object, str] = {**dict.fromkeys(CLOCKS, TIME), os.urandom: CHANCE}
     own = id(random._inst)
     before = _states()

@@ -71,7 +71,7 @@ class _Span(msgspec.Struct, frozen=True, array_like=True):
         worker: the worker.
         begun: when the iteration began, without what was outside of training, loading and requests for data.
         lengths: wasted, computing, transfer to the shards, waiting, transfer back.
-        awaited: the worker that was awaited; -1 for nobody.
+        awaited: the worker that was awaited; -1 for none.
     """
 
     worker: int

@@ -57,7 +57,7 @@ class _Row(msgspec.Struct):
 
     Attributes:
         seconds: for each bucket, the seconds of each of the `KINDS`, side by side.
-        awaited: for each bucket, the worker that was awaited longest; -1 for nobody.
+        awaited: for each bucket, the worker that was awaited longest; -1 for none.
         votes: for each bucket, the seconds by which this worker was awaited longer than the others.
     """
 
@@ -170,7 +170,7 @@ class Cells(msgspec.Struct):
         return base64.b64encode(scaled.tobytes()).decode()
 
     def awaited(self, worker: int) -> str:
-        """Return base64 of one little-endian int16 per bucket: the worker that was awaited longest; -1 for nobody."""
+        """Return base64 of one little-endian int16 per bucket: the worker that was awaited longest; -1 for none."""
         row = self.rows.get(worker, _Row())
         named = np.full(self.buckets, NOBODY, "<i2")
         named[: row.buckets] = row.awaited

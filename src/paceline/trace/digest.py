@@ -2,7 +2,7 @@
 
 A run with `--traces recent` deletes the oldest segments of its traces and records (see `trace.recording`). Before a
 segment is deleted, a process of low priority digests it, and keeps the state of the digest in
-`earlier/digest.msgpack`, with the place in each file from which it goes on. Whoever digests the run directory later
+`earlier/digest.msgpack`, with the place in each file from which it goes on. A later digest of the run directory
 begins with this state. So the statistics are the same as if nothing had been deleted.
 
 The entries and records of all files are digested in the order of their times, as far as they are there.

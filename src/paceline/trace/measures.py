@@ -89,7 +89,7 @@ class Wait(msgspec.Struct, frozen=True, gc=False):
         begin: time at which the pull arrived.
         end: time at which it was answered, or its worker left.
         reason: what ended the wait.
-        awaited: the other worker whose event this was; -1 for nobody.
+        awaited: the other worker whose event this was; -1 for none.
     """
 
     worker: int
@@ -546,7 +546,7 @@ class _Plans(msgspec.Struct):
     ticks_per_s: int
     predicted_s: float | None = None
     # Superstep -> prediction for its barrier, which has not ended. The supersteps of the next model with plans are
-    # counted from 0 again, and its plans replace those that were never reached. A barrier at which nobody waits does
+    # counted from 0 again, and its plans replace those that were never reached. A barrier at which no worker waits does
     # not end, so only the last `MOST_PLANS` are kept.
     open: dict[int, float] = msgspec.field(default_factory=dict)
 

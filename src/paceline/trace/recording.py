@@ -609,10 +609,10 @@ def load_kept_models(run_dir: Path, *, trust: bool = False) -> tuple[str, ...]:
 
     Args:
         run_dir: the directory of the run.
-        trust: True to import them whoever has written the summary.
+        trust: True to import them, even if another user has written the summary.
 
     Raises:
-        ConfigurationError: a module cannot be imported, or it would be imported because somebody else says so.
+        ConfigurationError: a module cannot be imported, or it would be imported because another user says so.
     """
     path = run_dir / "summary.json"
     try:
@@ -637,7 +637,7 @@ def modules_in(sync: str) -> tuple[str, ...]:
     """Return the modules with the conditions in the notation of a sync model; () if it cannot be read here."""
     try:
         return modules_of_models(read_schedule(sync).models)
-    except ConfigurationError:  # whoever needs the model says what is wrong
+    except ConfigurationError:  # the code that needs the model says what is wrong
         return ()
 
 

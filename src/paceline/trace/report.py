@@ -88,7 +88,7 @@ class Spans(msgspec.Struct, frozen=True):
         worker: its index.
         begun: when each iteration began.
         lengths: for each iteration: wasted, computing, transfer to the shards, waiting, transfer back.
-        awaited: for each iteration: the worker whose event ended the wait; -1 for nobody, or for several shards that
+        awaited: for each iteration: the worker whose event ended the wait; -1 for none, or for several shards that
             differ.
     """
 

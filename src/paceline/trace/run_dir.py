@@ -146,7 +146,7 @@ def write_metrics(run_dir: Path, metrics: Iterable[Metric]) -> None:
         with unfinished.place.open("wb") as file:
             for metric in metrics:
                 file.writelines(encode(line) + b"\n" for line in _lines(metric))
-        # Nobody relies on the file after a crash of the system, so nobody waits for the disk.
+        # The file is not needed after a crash of the system, so there is no wait for the disk.
         os.replace(unfinished.place, unfinished.path)
     except BaseException:
         unfinished.discard()

@@ -223,7 +223,7 @@ def _backward(*arguments: Any, **options: Any) -> None:
     guess.note(session, *arguments, **options)
 
 
-# -- Values of tensors that are read later, so that nobody waits for a device now ----------------------------
+# -- Values of tensors that are read later, so that the script does not wait for a device now ----------------
 
 
 def keep(tensor: torch.Tensor) -> float | torch.Tensor:

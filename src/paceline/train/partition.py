@@ -26,7 +26,7 @@ def partition(
 
     Every sample belongs to exactly one worker. The result depends only on the arguments, so all workers of a live run
     and of a simulation compute the same one, and each of them keeps its own data in all epochs. Load this data with
-    an ordinary `DataLoader`, not with `paceline.distribute`, which would hand it out to everybody.
+    an ordinary `DataLoader`, not with `paceline.distribute`, which would hand it out to all workers.
 
     Args:
         labels: the label of each sample, in one dimension.

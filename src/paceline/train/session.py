@@ -254,7 +254,7 @@ class Session(ABC):
 
     @property
     def main_worker(self) -> int:
-        """Index of the main worker, as far as this worker has been told; -1 for nobody."""
+        """Index of the main worker, as far as this worker has been told; -1 for none."""
         return self.core.main_worker
 
     @property

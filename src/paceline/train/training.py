@@ -501,7 +501,7 @@ class WorkerTraining:
         """
         session = self._session
         if not session.core.lockstep:
-            return  # nobody waits for them
+            return  # no worker waits for them
         if not pushes or session.core.data.has_drawn or self._inside or threading.get_ident() != self._thread:
             session.exchange(session.core.become_uneven)
             return

@@ -283,7 +283,7 @@ def _places(layout: Layout, kinds: Sequence[Kind]) -> tuple[dict[tuple[Kind, str
 # -- Passes connected sockets to another process, over a pair of Unix sockets --------------------------------
 #
 # The process that listens has one end of the pair, and the process that the connections are for has the other
-# one. A socket that is under way belongs to nobody: if the process ends before it has received the socket,
+# one. A socket that is under way belongs to no process: if the process ends before it has received the socket,
 # the system closes the connection.
 
 MARK = b"+"

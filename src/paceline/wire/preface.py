@@ -3,13 +3,13 @@
 Below: for how long a transfer may stand still, and the bytes that a connection has carried.
 
 A machine listens on one port for all of its processes. Each connection begins with a preface of fixed size, as plain
-bytes, so that the listener can pass the socket to the right process, which then does the TLS handshake. Nobody has
-authenticated the plain preface. So the client sends it again inside TLS, and the process answers with the preface of
-connections to itself. Both sides compare them: nobody in between can redirect a connection to another process of the
-run.
+bytes, so that the listener can pass the socket to the right process, which then does the TLS handshake. The plain
+preface is not authenticated. So the client sends it again inside TLS, and the process answers with the preface of
+connections to itself. Both sides compare them: an attacker in between cannot redirect a connection to another process
+of the run.
 
 A connection that cannot be passed on is refused with an alert of TLS (RFC 8446, section 6), which the TLS library of
-the client reports. It is not authenticated: whoever could forge it could also cut the connection.
+the client reports. It is not authenticated: an attacker who could forge it could also cut the connection.
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ LOOK_INTERVAL_S = 0.5
 class Patience:
     """Measures for how long no byte of a transfer has moved. Call `look` at least every `LOOK_INTERVAL_S`.
 
-    Time in which nobody looked counts as silence only up to two intervals: this process was probably suspended, and
-    could not have noticed anything.
+    Time in which the host did not look counts as silence only up to two intervals: this process was probably
+    suspended, and could not have noticed anything.
 
     Args:
         moved_bytes: function that returns the number of bytes that have moved so far, in both directions.

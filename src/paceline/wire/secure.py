@@ -251,13 +251,13 @@ def _chunk(parts: Sequence[memoryview]) -> bytes | memoryview:
 #
 # All processes of a run derive the same Ed25519 key pair from the secret, and from it the same self-signed
 # certificate, bit by bit. Each side of a connection proves that it holds the key, and accepts only this
-# certificate. So whoever knows the secret can connect, and nobody else; there is no certificate authority, no
+# certificate. So exactly those who know the secret can connect; there is no certificate authority, no
 # file with a key, and nothing to renew.
 #
 # Time plays no part: a certificate is compared as a whole, so its dates say nothing, and a machine whose
 # clock is wrong can join a run.
 #
-# The traffic is encrypted with keys that are new for each connection. Whoever records it and learns the
+# The traffic is encrypted with keys that are new for each connection. An attacker who records it and learns the
 # secret later cannot decrypt it. There are no session tickets, so a connection cannot be resumed without the key.
 
 PURPOSE = b"paceline tls 1"
@@ -344,11 +344,11 @@ def _context(purpose: int, certificate: bytes, both: bytes) -> ssl.SSLContext:
     return context
 
 
-# -- The secret of a run whose workers are on several machines. Whoever knows it can join the run ------------
+# -- The secret of a run whose workers are on several machines. All who know it can join the run ------------
 #
 # A secret consists of 32 random bytes, written as 64 hexadecimal digits. It is read from the environment or
 # from a file, never from the command line, which other users of a machine can see. A passphrase is refused:
-# somebody who records the traffic could try many of them.
+# an attacker who records the traffic could try many of them.
 #
 # A program that takes the secret from its environment removes it there, so that what the program starts does
 # not inherit it. The kernel shows the memory of the initial environment in `/proc/PID/environ`, and would go
@@ -440,7 +440,7 @@ def _overwrite(variable: str) -> None:
 def _content(file: Path) -> str:
     """Return the text of a file that belongs to this user, and that no other user may read."""
     try:
-        # Without O_NONBLOCK, opening a named pipe would wait until somebody writes to it.
+        # Without O_NONBLOCK, opening a named pipe would wait until a process writes to it.
         with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)) as source:
             status = os.fstat(source.fileno())
             if not stat.S_ISREG(status.st_mode):

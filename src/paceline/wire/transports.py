@@ -355,7 +355,7 @@ UNIX = Unix()
 def _private_folder() -> str:
     """Create a folder that only its owner may enter, in memory if possible: a full disk should not matter.
 
-    Its name says which process has created it. So whoever finds what a killed process has left can tell whose it is.
+    Its name says which process has created it. So a process that finds what a killed process has left knows its owner.
     """
     prefix = f"paceline-{os.getpid()}-"
     try:

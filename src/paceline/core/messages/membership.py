@@ -122,7 +122,7 @@ class MainChosen(Message):
     change.
 
     Attributes:
-        worker: index of the worker; -1 for nobody.
+        worker: index of the worker; -1 for none.
     """
 
     worker: int

@@ -1,6 +1,6 @@
 """The program that counts the accelerators of this machine: `python -P counting.py`.
 
-Whoever counts accelerators initializes their drivers, and a process that has done so cannot be forked any more. So
+A process that counts accelerators initializes their drivers, and cannot be forked any more. So
 they are counted in a process that ends afterwards. This program imports nothing of Paceline.
 
 Standard input is JSON: `path`, the module search path; `imports`, modules that add kinds of devices to torch; and

@@ -109,7 +109,7 @@ def assign_devices(
         ConfigurationError: the devices cannot be used, or do not fit the number of workers.
     """
     entries = _entries(wanted)
-    some = type(workers) is int and workers > 0  # whoever makes the job refuses other numbers
+    some = type(workers) is int and workers > 0  # other numbers are refused when the job is made
     if entries is None:
         found = _chosen_devices(imports) if workers is None or some else []
         if not found:

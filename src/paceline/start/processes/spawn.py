@@ -163,7 +163,7 @@ class Child:
         if self._forked is not None:
             with self._forked.report as report:
                 exit_code = await_end(report)
-            # If the fork server was killed, then its children were, too. Nobody knows their exit codes.
+            # If the fork server was killed, then its children were, too. Their exit codes are unknown.
             exists = select.poll()
             exists.register(self._forked.handle, select.POLLIN)
             exists.poll()
