@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -45,7 +46,7 @@ from paceline.start.processes.devices import (
     environment_of,
     shared,
 )
-from paceline.start.results import description_of, server_device_line
+from paceline.start.results import averages_line, description_of, server_device_line
 from paceline.trace.report import RunReport, WorkerReport
 from tests.support.added_device import ADDED
 from tests.support.live import DEADLINE_S, mark, run_program, start_program
@@ -145,6 +146,20 @@ BOTH = ModelSpec(
     (),
     (OptimizerSpec("AdamW", ({},), ()),),
 )
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"sync": "asp"}, "Muon"),
+        ({"sync": "bsp"}, ""),
+        ({"sync": "asp", "hyperparameters": "raw"}, ""),
+        ({"sync": "asp", "workers": 1}, ""),
+    ],
+)
+def test_a_run_says_which_optimizers_receive_a_mean_of_gradients(options: dict[str, Any], names: str) -> None:
+    line = averages_line(make_job(**{"workers": 2, "dry_run": True, **options}), BOTH)
+    assert line.startswith(f"{names} receives a running mean of gradients") if names else not line
 
 
 def test_a_run_says_where_the_steps_are_made_and_when_the_option_has_no_effect() -> None:

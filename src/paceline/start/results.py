@@ -48,6 +48,7 @@ from ..settings import SETTINGS
 from ..shard.store import WeightsSnapshot
 from ..sync.model import Samples, agree_on_means, samples_words
 from ..sync.ticks import TICKS_PER_S
+from ..sync.translation import averages_words
 from ..trace.activity_cells import time_shares, time_use
 from ..trace.digest import Digest
 from ..trace.findings import Handout, find, find_moved
@@ -307,6 +308,13 @@ def samples_line(job: Job, samples: Samples | None, program: Sequence[str]) -> s
     translated = job.hyperparameters == "translated"
     asked = samples._replace(translated=translated, asked=job.joint_batch)
     return samples_words(job.schedule.first, asked, option)
+
+
+def averages_line(job: Job, model: ModelSpec | None) -> str:
+    """Return which optimizers receive a running mean of gradients, in words; "" if none does."""
+    if model is None or job.hyperparameters != "translated" or job.schedule.lockstep or job.workers < 2:
+        return ""
+    return averages_words([each.name for each in model.optimizers])
 
 
 def _departures(departed: Sequence[Departed]) -> dict[str, Any]:

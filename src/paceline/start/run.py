@@ -62,6 +62,7 @@ from .results import (
     Keeper,
     RunResult,
     Sampler,
+    averages_line,
     description_of,
     make_room,
     samples_line,
@@ -88,6 +89,7 @@ CAUSE_TIMEOUT_S = 10.0
 TELL_S = 5.0
 # Time after Ctrl-C or another signal until which a checkpoint is written. Slurm and Kubernetes kill after 30 s.
 LAST_CHECKPOINT_S = 20.0
+USUAL_NEWS = ("samples", "averages", "codecs", "device", "steps")  # what is said without a warning
 GONE = {"lost": "was lost", "left": "has left"}
 """How the earlier main worker has left, as a clause."""
 
@@ -524,13 +526,14 @@ class LiveRun:
         for key, words in self._news():
             if words and key not in self._told:
                 self._told.add(key)
-                self._say(words, style="" if key in ("samples", "codecs", "device", "steps") else "yellow")
+                self._say(words, style="" if key in USUAL_NEWS else "yellow")
 
     def _news(self) -> Iterator[tuple[object, str]]:
         """Yield (key, words) of what the user is told of a run in progress. Nothing with the same key is told again."""
         report, checkpoints = self._coordinator.report, self._coordinator.checkpoints
         if report.started:
             yield "samples", samples_line(self._job, report.samples, self._program)
+            yield "averages", averages_line(self._job, report.model)
             if "codecs" not in self._told and self._job.codecs():
                 vectors = {vector for bounds, _ in report.shards for vector in bounds.bounds}
                 yield "codecs", f"on their way: {self._job.codecs(vectors)}"

@@ -49,7 +49,7 @@ At share 1 and delay 0 all of this is the whole step itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -148,6 +148,29 @@ FAMILIES: dict[str, Family] = {
     "Adafactor": NORMALIZED,
 }
 """Optimizer class -> the entries of its state. A class that is not listed counts as `NORMALIZED`."""
+
+
+def averages_words(optimizers: Sequence[str]) -> str:
+    """Return which optimizers receive a running mean of gradients, and what this may cost; "" if there is none.
+
+    Args:
+        optimizers: their classes, as in `FAMILIES`.
+
+    >>> averages_words(["Muon", "AdamW"])
+    'Muon receives a running mean of gradients, because normalized updates suffer from the noise of a single one; it \
+may learn slightly less than under bsp (see "What hyper-parameters mean" in docs/guide.md)'
+    >>> averages_words(["AdamW"])
+    ''
+    """
+    names = [name.rpartition(":")[2] for name in optimizers if FAMILIES.get(name, NORMALIZED).averages]
+    if not names:
+        return ""
+    *others, last = dict.fromkeys(names)
+    given, it = (f"{', '.join(others)} and {last} receive", "they") if others else (f"{last} receives", "it")
+    return (
+        f"{given} a running mean of gradients, because normalized updates suffer from the noise of a single one; {it} "
+        'may learn slightly less than under bsp (see "What hyper-parameters mean" in docs/guide.md)'
+    )
 
 
 def translate(standing: Standing) -> Fraction:
