@@ -40,7 +40,7 @@ whether ours agrees, by the rules of `reproductions/verdicts.py`:
 
 Where training is involved, a small network, small data and virtual time stand in for the paper's network, data and
 machines, and the same number is given in two ways: with all models at the same learning rate, as in the papers, and
-with each model at its own best one, as somebody who tunes them would see it. Brackets hold 95 % intervals over seeds
+with each model at its own best one, as a user who tunes them would see it. Brackets hold 95 % intervals over seeds
 or, where the paper draws the input of ZipLine at random, nine tenths of our inputs; "..." is an open end, because runs
 did not reach the target. A number without brackets has no interval: it is a count, one simulation without training, or
 a time on the machine that is named in the result. Where the paper only says "faster" or "similar", the number is
@@ -48,6 +48,7 @@ a time on the machine that is named in the result. Where the paper only says "fa
 
     python -m reproductions --list       # every number with its verdict
     python -m reproductions NAME...      # make an exhibit: its text, numbers and picture
+    python -m reproductions NAME --again # make it at one learning rate, and compare it with the kept result
     pytest FILE                          # the tests of an algorithm or theorem
 """
 

@@ -15,12 +15,12 @@ from paceline.cli.console import TellShare
 from paceline.errors import ConfigurationError, unknown_name
 from paceline.look.timelines import save
 
-from . import barriers, elastic_bsp, fluent_ps, spec_sync, zipline
-from .exhibit import Exhibit, Made, Options
+from . import barriers, elastic_bsp, fluent_ps, spec_sync, verdicts, zipline
+from .exhibit import Exhibit, Made, Options, plain_table
 from .papers import PAPERS, Listed
 from .problems import problem, size
 from .result_file import machine
-from .verdicts import Measured, judged, with_unit
+from .verdicts import Kept, Measured, judged, with_unit
 
 TEXT_WIDTH = 118  # columns of the text files
 
@@ -163,6 +163,41 @@ def make(exhibit: Exhibit, options: Options, out: Path, console: Console, tell: 
     save(made.figure(), out / f"{exhibit.name}.png")
 
 
+def compared(exhibit: Exhibit, folder: Path) -> tuple[Table, bool]:
+    """Compare an exhibit that was made again with its kept result, number by number.
+
+    Args:
+        exhibit: the exhibit.
+        folder: where it was made.
+
+    Returns:
+        A table, and whether each value lies in the kept interval.
+
+    Raises:
+        ConfigurationError: there is no kept result.
+    """
+    kept, again = (Kept.read(file) for file in (require_kept(exhibit), folder / f"{exhibit.name}.json"))
+    identical = kept.tables == again.tables
+    table = plain_table(
+        f"{exhibit.name}: {'identical tables' * identical}", "number", "kept", "again", "inside"
+    )
+    inside = {key: kept.measured[key][0].holds(found[0]) for key, found in again.measured.items()}
+    for key, found in again.measured.items():
+        table.add_row(key, str(kept.measured[key][0]), str(found[0]), "yes" if inside[key] else "NO")
+    return table, all(inside.values())
+
+
+def require_kept(exhibit: Exhibit) -> Path:
+    """Return the file with the kept numbers of an exhibit.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    if not (file := verdicts.RESULTS / f"{exhibit.name}.json").exists():
+        raise ConfigurationError(f"{exhibit.name} has no kept result to compare with. Leave out --again.")
+    return file
+
+
 def _print(exhibit: Exhibit, differs: str, made: Made, console: Console) -> None:
     console.print(f"[bold]{exhibit.source}[/]: {exhibit.title}", highlight=False)
     for table in made.tables:
@@ -176,6 +211,7 @@ def _command(exhibit: Exhibit, options: Options) -> str:
     """Return the command that makes an exhibit with these options."""
     words = ["python -m reproductions", exhibit.name]
     words += ["--quick"] * options.quick
+    words += ["--again"] * options.again
     words += [f"--seeds {options.seeds}"] * (options.seeds != Options().seeds)
     words += [f"--data {options.data}"] * (options.data is not None)
     return " ".join(words)

@@ -82,6 +82,14 @@ def exhibits(
             help="Do only enough work to check that the code runs. The resulting numbers are meaningless.",
         ),
     ] = False,
+    again: Annotated[
+        bool,
+        typer.Option(
+            "--again",
+            help="Train only at the common learning rate, and say whether each number lies in the interval of the kept "
+            "result. The exit code is 1 if one does not.",
+        ),
+    ] = False,
     seeds: Annotated[
         int,
         whole_number_option(
@@ -107,7 +115,7 @@ def exhibits(
 
     python -m reproductions fluentps-fig9 specsync-fig3
     """
-    from .catalogue import chosen, list_tables, make, require_data
+    from .catalogue import chosen, compared, list_tables, make, require_data, require_kept
     from .exhibit import Options
     from .kept_runs import UNFINISHED, kept_until_complete
 
@@ -118,6 +126,10 @@ def exhibits(
     wanted = chosen(names)
     if data is not None:
         require_data(wanted, data)
+    if again and (quick or data is not None):
+        raise ConfigurationError("--again compares with kept results. Leave out --quick and --data.")
+    for exhibit in wanted if again else ():
+        require_kept(exhibit)
     if not can_draw():
         raise ConfigurationError(NO_MATPLOTLIB)
     folder = new_folder(out, "reproductions")
@@ -127,8 +139,13 @@ def exhibits(
     with kept_until_complete():
         for exhibit in wanted:
             with interruptible(kept), shown_progress(errors) as tell:
-                make(exhibit, Options(quick=quick, seeds=seeds, data=data), folder, Console(), tell)
+                make(exhibit, Options(quick, seeds, data, again), folder, Console(), tell)
     print(f"plots and numbers: {folder}")
+    found = [compared(exhibit, folder) for exhibit in wanted if again]
+    for table, _ in found:
+        Console().print(table, "")
+    if not all(inside for _, inside in found):
+        raise typer.Exit(1)
 
 
 @app.command("evidence")

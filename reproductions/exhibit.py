@@ -33,16 +33,18 @@ class Options(msgspec.Struct, frozen=True):
         quick: True to do only enough work to check that the code runs. The results are then meaningless.
         seeds: number of seeds for training runs.
         data: folder with the published data sets, from the option `--data`; None to train the stand-ins.
+        again: True to train only at the common learning rate, which is enough to compare with a kept result.
     """
 
     quick: bool = False
     seeds: int = 8
     data: Path | None = None
+    again: bool = False
 
     @property
     def sweeps(self) -> bool:
         """True to try many learning rates, which takes too long on the published data."""
-        return not self.quick and self.data is None
+        return not self.quick and not self.again and self.data is None
 
 
 class Made(msgspec.Struct, frozen=True):

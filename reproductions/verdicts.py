@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -57,6 +57,13 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
         return cls(
             value=_finite(value * factor), low=_finite(low * factor), high=_finite(high * factor), how=how
         )
+
+    def holds(self, again: Measured) -> bool:
+        """Return True if the value of another measurement lies in this interval, whose open ends hold everything."""
+        if again.value is None or self.value is None:
+            return again.value is self.value
+        low = -math.inf if self.low is None else self.low
+        return low <= again.value <= (math.inf if self.high is None else self.high)
 
     @classmethod
     def saved(cls, ratio: Ratio, how: str = "") -> Measured:
@@ -164,9 +171,23 @@ class Judged(NamedTuple):
     others: Sequence[Measured] = ()
 
 
-class _Kept(msgspec.Struct):
+class Kept(msgspec.Struct):
+    """A kept result of an exhibit, as far as it can be compared.
+
+    Attributes:
+        exhibit: name of the exhibit.
+        measured: key of a number, with the prefix of its paper -> what was measured for it.
+        tables: the tables as text.
+    """
+
     exhibit: str
     measured: dict[str, list[Measured]] = {}
+    tables: list[dict[str, Any]] = []
+
+    @classmethod
+    def read(cls, file: Path) -> Kept:
+        """Return a kept result, given its file of numbers."""
+        return msgspec.json.decode(file.read_bytes(), type=cls)
 
 
 def judged(prefix: str) -> list[Judged]:
@@ -177,7 +198,7 @@ def judged(prefix: str) -> list[Judged]:
     """
     found: dict[str, tuple[str, list[Measured]]] = {}
     for file in sorted(RESULTS.glob("*.json")):
-        kept = msgspec.json.decode(file.read_bytes(), type=_Kept)
+        kept = Kept.read(file)
         for key, measured in kept.measured.items():
             exhibit, others = found.get(key, (kept.exhibit, []))
             found[key] = exhibit, [*others, *measured]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from rich.console import Console
 
 from paceline.errors import ConfigurationError
 from paceline.sim import Cluster, simulate
-from reproductions import comparing, training
+from reproductions import comparing, training, verdicts
 from reproductions.catalogue import EXHIBITS, chosen, make
 from reproductions.commands import main
 from reproductions.comparing import EVALUATION, compare
@@ -213,15 +214,60 @@ def test_the_command_lists_and_makes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for arguments in (["--list"], ["zipline-fig6", "--quick", "--out", str(tmp_path / "out")]):
-        monkeypatch.setattr("sys.argv", ["reproductions", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert ended.value.code == 0
+        assert run_command(monkeypatch, *arguments) == 0
     printed = capsys.readouterr().out
     assert "fluentps-table4" in printed
     written = {path.suffix: path for path in (tmp_path / "out").glob("zipline-fig6.*")}
     assert written.keys() == {".json", ".png", ".txt"}
     assert "python -m reproductions zipline-fig6 --quick\n" in written[".txt"].read_text()
+
+
+def run_command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> object:
+    """Run `python -m reproductions` in this process, and return its exit code."""
+    monkeypatch.setattr("sys.argv", ["reproductions", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return ended.value.code
+
+
+def test_a_kept_result_is_made_again_and_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(monkeypatch, "specsync-fig3", "--again", "--out", str(tmp_path / "same")) == 0
+    assert "specsync-fig3: identical tables" in capsys.readouterr().out
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    content = (verdicts.RESULTS / "specsync-fig3.json").read_text()
+    assert '"value": 6.0' in content
+    (kept / "specsync-fig3.json").write_text(re.sub(r'"(value|low|high)": 6.0', r'"\1": 7.0', content))
+    monkeypatch.setattr(verdicts, "RESULTS", kept)
+    assert run_command(monkeypatch, "specsync-fig3", "--again", "--out", str(tmp_path / "other")) == 1
+    assert re.search(r"7 +6 +NO", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["specsync-fig3", "--again", "--quick"],
+            "--again compares with kept results. Leave out --quick and --data.",
+        ),
+        (
+            ["specsync-fig3", "--again"],
+            "specsync-fig3 has no kept result to compare with. Leave out --again.",
+        ),
+    ],
+)
+def test_a_result_that_cannot_be_compared_is_refused(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(verdicts, "RESULTS", tmp_path)
+    assert run_command(monkeypatch, *arguments, "--out", str(tmp_path / "out")) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_command_that_was_stopped_goes_on_from_the_runs_that_had_ended(
