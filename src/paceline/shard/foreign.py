@@ -247,7 +247,7 @@ def copied(
     return other
 
 
-class Tested(NamedTuple):
+class Acceptance(NamedTuple):
     """What a test of an optimizer has shown.
 
     Attributes:
@@ -261,19 +261,19 @@ class Tested(NamedTuple):
     instead: str = ""
 
 
-def look_inside(optimizer: torch.optim.Optimizer) -> Tested:
+def look_inside(optimizer: torch.optim.Optimizer) -> Acceptance:
     """Return whether the servers could build an optimizer: not if it is built around another one."""
     for attribute, value in vars(optimizer).items():
         if isinstance(value, torch.optim.Optimizer):
-            return Tested(
+            return Acceptance(
                 f"it is built around another optimizer, {type(value).__name__} in the attribute {attribute!r}, so "
                 "the servers cannot build it from hyper-parameters alone",
                 instead=AROUND,
             )
-    return Tested()
+    return Acceptance()
 
 
-def try_foreign(optimizer: torch.optim.Optimizer, groups: Sequence[HyperParameters]) -> Tested:
+def try_foreign(optimizer: torch.optim.Optimizer, groups: Sequence[HyperParameters]) -> Acceptance:
     """Return whether the servers can run an optimizer, which is not one of torch's, and on what.
 
     Args:
@@ -289,15 +289,15 @@ def try_foreign(optimizer: torch.optim.Optimizer, groups: Sequence[HyperParamete
     servers_kind = kind if _is_sent(kind) else class_of(class_name(kind))
     with torch.random.fork_rng(devices=[]):
         if reason := _rounded_state(optimizer, groups):
-            return Tested(reason, instead=UNROUNDED)
+            return Acceptance(reason, instead=UNROUNDED)
         trial = _Trial(optimizer, servers_kind, groups[:MOST_GROUPS])
         known = _registered.get(kind)
         if trial.reason or (trial.random and known is None):
-            return Tested(trial.reason or RANDOM)
+            return Acceptance(trial.reason or RANDOM)
         if trial.random:
-            return Tested(trial.unusual_state(sliced=known is False), known is True)
+            return Acceptance(trial.unusual_state(sliced=known is False), known is True)
         if reason := trial.difference(trial.whole, BUILT, sliced=known is False):
-            return Tested(reason)
+            return Acceptance(reason)
         whole = known
         reasons = []
         for parts, words, kept_whole in ((trial.slices, ON_SLICES, False), (trial.tensors, ON_TENSORS, True)):
@@ -307,8 +307,8 @@ def try_foreign(optimizer: torch.optim.Optimizer, groups: Sequence[HyperParamete
                 else:
                     whole = kept_whole
         if whole is None:
-            return Tested("; ".join(dict.fromkeys(reasons)))
-        return Tested(trial.difference(trial.whole, RESUMED, sliced=not whole, resumed=True), whole)
+            return Acceptance("; ".join(dict.fromkeys(reasons)))
+        return Acceptance(trial.difference(trial.whole, RESUMED, sliced=not whole, resumed=True), whole)
 
 
 def groups_without_parameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

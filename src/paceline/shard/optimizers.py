@@ -28,7 +28,7 @@ import torch
 
 from ..core.layout import Counters, HyperParameter, HyperParameters, Layout, ShardSlice, item_bytes
 from ..errors import ConfigurationError, ProtocolError
-from .foreign import Tested, build, class_of, has_modes, look_inside, try_foreign
+from .foreign import Acceptance, build, class_of, has_modes, look_inside, try_foreign
 from .lars import LARS
 from .optimizer_sources import class_name
 from .vectors import NESTED, Vectors, bytes_of, entries_of, tensors_of
@@ -59,11 +59,11 @@ PER_PARAMETER_STATE = frozenset({"step", "eta", "mu", "mu_product"})
 """Keys of the state entries that hold one number per parameter. Other entries hold one number per element."""
 
 REFUSED = {
-    "LBFGS": Tested(
+    "LBFGS": Acceptance(
         "its step needs the inner products of whole gradients, and evaluates the closure several times",
         instead="Use Adam, or SGD with momentum",
     ),
-    "SparseAdam": Tested(
+    "SparseAdam": Acceptance(
         "it updates only the rows that occur in a sparse gradient, but gradients are pushed as dense vectors",
         instead="Use Adam, and create the embeddings with sparse=False",
     ),
