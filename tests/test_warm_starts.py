@@ -152,6 +152,7 @@ signal.pause()
 """
 
 
+@pytest.mark.thorough
 def test_a_warm_server_ends_with_the_process_that_has_started_it(mark: str) -> None:
     Path("wait.py").write_text("print('waits', flush=True); import time; time.sleep(1000)")
     with start_program("-c", LANE) as lane:

@@ -142,6 +142,7 @@ def test_what_a_killed_launcher_leaves_is_removed_by_the_next() -> None:
 
 @needs_machines
 @pytest.mark.processes
+@pytest.mark.thorough
 def test_no_process_of_a_run_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
     program = f"""
 import os, time

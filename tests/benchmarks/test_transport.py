@@ -102,6 +102,7 @@ def shown(rows: Sequence[TransportRow], most: int = 3) -> str:
 
 @pytest.mark.processes
 @pytest.mark.usefixtures("few")
+@pytest.mark.thorough
 def test_a_small_run_ends_with_a_row_for_everything_there_is() -> None:
     result = CliRunner().invoke(app_of(["transport"]), ["transport", "--json", "--quick"])
     assert result.exit_code == 0, result.output

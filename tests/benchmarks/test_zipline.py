@@ -134,6 +134,7 @@ def test_the_exact_methods_agree_on_every_wait(cells: list[Cell]) -> None:
     assert {cell.method for cell in measured if cell.shape == NAIVE_SHAPE} == {*METHODS, *EXACT}
 
 
+@pytest.mark.thorough
 def test_the_waits_are_the_same_in_every_run_and_other_rounds_have_other_inputs(
     cells: list[Cell], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,6 +47,7 @@ def printed_by(program: str, folder: Path) -> str:
     return ended.stdout
 
 
+@pytest.mark.thorough
 def test_the_example_runs_without_paceline(run_dir: Path) -> None:
     assert printed_by(WITHOUT_PACELINE + EXAMPLE, run_dir) == PRINTED
 

@@ -69,6 +69,7 @@ def await_training() -> dict[str, object]:
     return states[-1]
 
 
+@pytest.mark.thorough
 def test_a_run_in_a_terminal_shows_its_progress_and_can_be_watched_from_another_process(
     script: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

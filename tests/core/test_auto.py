@@ -275,6 +275,7 @@ TRIED = {"changing 0", "slow links 0"}
     [cluster if cluster.name in TRIED else thorough(cluster)[0] for cluster in clusters(1)],
     ids=lambda cluster: cluster.name,
 )
+@pytest.mark.thorough
 def test_it_is_near_the_best_fixed_choice(cluster: Cluster) -> None:
     """`python -m benchmarks auto` does the same for 60 clusters."""
     row = judge(cluster, epochs=8)

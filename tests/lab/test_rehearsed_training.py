@@ -115,6 +115,7 @@ class Own(torch.optim.Optimizer):
 @pytest.mark.processes
 @pytest.mark.usefixtures("mark")
 @pytest.mark.parametrize(("kind", "times"), [("SGD", 4.7), ("Own", 3.1)])
+@pytest.mark.thorough
 def test_the_codec_that_is_recommended_is_that_for_the_optimizer_of_the_script(
     kind: str, times: float, tmp_path: Path
 ) -> None:

@@ -58,6 +58,7 @@ def coverage(holds: Callable[[np.random.Generator], bool]) -> float:
     [(1e9, 0.0), (1.9, 0.25), *thorough((2.4, 0.1))],
     ids=["all reach it", "a quarter never", "a tenth never"],
 )
+@pytest.mark.thorough
 def test_intervals_cover_a_known_ratio_of_times(end: float, never: float, paired: bool) -> None:
     missed = []
 

@@ -162,6 +162,7 @@ def train_slowly() -> None:
         optimizer.zero_grad()
 
 
+@pytest.mark.thorough
 def test_a_run_measures_its_steps(tmp_path: Path) -> None:
     summary = paceline.launch(train_slowly, workers=1, sync="asp", run_dir=tmp_path).summary
     cost = step_cost_in(summary)

@@ -27,6 +27,7 @@ from reproductions.problems import SMALL_RESNET
 from reproductions.spec_sync.examples import CLUSTER, MODELS, computations
 from reproductions.spec_sync.pushes import pushes_after_pulls
 from reproductions.training import Target, TrainingRun, run_all
+from tests.support.marks import thorough
 
 from .test_papers import WRITTEN, paper_cells
 
@@ -62,7 +63,7 @@ def test_there_is_everything_that_is_promised() -> None:
         assert exhibit.minutes > 0
 
 
-@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize("name", [*FAST[::3], *thorough(*FAST[1::3], *FAST[2::3])])
 def test_what_takes_no_training_is_made_with_its_numbers_and_its_plot(name: str, tmp_path: Path) -> None:
     console = Console(record=True, width=200)
     make(EXHIBITS[name], Options(quick=True, seeds=1), tmp_path, console, silent)

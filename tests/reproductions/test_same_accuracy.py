@@ -31,6 +31,7 @@ from reproductions.same_accuracy.summary import cells_of, findings, tables
 from reproductions.same_accuracy.table import Result, Runs
 from reproductions.same_accuracy.text import TextGPT
 from reproductions.studies.digits_mlp import train_alone
+from tests.support.marks import thorough
 
 CLUSTER = Cluster(compute_s=[1.0, 1.1, 1.2, 3.0], latency_s=0.02)
 SEED = 3
@@ -51,7 +52,11 @@ MODELS = ("bsp", "asp", "spec-sync", "elastic-bsp:lookahead=5", "rennala:batch=4
 @pytest.mark.parametrize(
     ("kind", "hyperparameters", "sync"),
     # Whole steps of Adafactor on single pushes make large differences out of roundings.
-    [*product([DigitsMLP], ["raw", "translated"], MODELS), (WithAdafactor, "translated", "asp")],
+    [
+        (WithAdafactor, "translated", "asp"),
+        *product([DigitsMLP], ["translated"], MODELS),
+        *thorough(*product([DigitsMLP], ["raw"], MODELS)),
+    ],
 )
 def test_a_run_of_an_ensemble_learns_what_a_real_run_learns(
     kind: type[DigitsMLP], sync: str, hyperparameters: Literal["raw", "translated"]

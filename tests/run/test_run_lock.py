@@ -225,7 +225,10 @@ def test_a_file_system_without_hard_links_will_do(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.skipif(bool(why_not_emulated()), reason=f"needs {why_not_emulated()}")
-@pytest.mark.parametrize("mount", [True, False], ids=["own-proc", "proc-of-others"])
+@pytest.mark.parametrize(
+    "mount",
+    [pytest.param(True, id="own-proc"), pytest.param(False, id="proc-of-others", marks=pytest.mark.thorough)],
+)
 def test_a_process_in_another_namespace_is_judged_by_its_heartbeats(
     tmp_path: Path, programs: list[subprocess.Popen[str]], mount: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

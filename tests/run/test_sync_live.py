@@ -26,6 +26,7 @@ from paceline.trace.recording import read_records
 from paceline.train.data import distribute
 from paceline.train.optimizer import DistributedOptimizer
 from paceline.train.session import worker_index
+from tests.support.marks import thorough
 
 if TYPE_CHECKING:
     from tests.conftest import RunOnThreads
@@ -100,8 +101,15 @@ def fates(trace: Trace) -> dict[tuple[int, int], int]:
     return counted
 
 
-@pytest.mark.parametrize("sync", MODELS)
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize(
+    ("sync", "transport"),
+    [
+        pair
+        for number, sync in enumerate(MODELS)
+        for transport, other in [("shm", "tcp") if number % 2 else ("tcp", "shm")]
+        for pair in ((sync, transport), *thorough((sync, other)))
+    ],
+)
 def test_every_model_runs_live_loses_no_push_and_replays_to_identical_actions(
     run_on_threads: RunOnThreads, sync: str, transport: str
 ) -> None:

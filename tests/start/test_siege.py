@@ -246,6 +246,7 @@ def beside(run: Run, kind: str, busy_s: float = 0.0) -> list[list[float]]:
 
 @pytest.mark.processes
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
+@pytest.mark.thorough
 def test_strangers_of_another_user_are_refused_by_the_kernel(tmp_path: Path) -> None:
     with running(tmp_path / "siege", "shm") as run:
         attacks = beside(run, "connect")

@@ -98,6 +98,7 @@ def found() -> list[dict[str, Any]]:
     return [json.loads(Path(f"found-{worker}.json").read_text()) for worker in range(2)]
 
 
+@pytest.mark.thorough
 def test_a_forked_worker_finds_what_an_executed_one_finds(tmp_path: Path) -> None:
     Path("train.py").write_text(LOOK)
     forked = run_program(*RUN, "train.py", "--rate", "3")

@@ -137,6 +137,7 @@ def test_worker_0_has_a_terminal_and_reads_what_the_user_types(screen: type[Scre
 @pytest.mark.parametrize(
     ("number", "code"), [(None, 130), *thorough((signal.SIGTERM, 143), (signal.SIGQUIT, 131))]
 )
+@pytest.mark.thorough
 def test_a_run_in_the_debugger_ends_and_leaves_the_terminal_as_it_was(
     number: int | None, code: int, screen: type[Screen], mark: str
 ) -> None:

@@ -72,6 +72,7 @@ def test_the_commands_of_the_documentation_train_what_one_process_trains(
     assert key not in said
 
 
+@pytest.mark.thorough
 def test_the_others_continue_without_a_worker_that_is_killed(mark: str) -> None:
     job = torchrun(
         *("--nproc-per-node", "2", "-m", "paceline.join", "--sync", "asp", "--run-dir", "run"),

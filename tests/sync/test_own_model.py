@@ -137,6 +137,7 @@ def train() -> None:
     exec(SCRIPT, {"__name__": "script"})
 
 
+@pytest.mark.thorough
 def test_it_is_ranked_beside_the_models_of_the_package(tmp_path: Path) -> None:
     shutil.copy(EXAMPLE, tmp_path / "buffered.py")
     options = ["--sync", "bsp,buffered:batch=3", "--iterations", "20", "--out", "out", "--json"]

@@ -135,6 +135,7 @@ def test_each_model_in_force_is_an_era() -> None:
     assert ("change", 1) in activity.eras[0].waits
 
 
+@pytest.mark.thorough
 def test_a_long_run_needs_no_more_memory_than_a_short_one() -> None:
     cells = Cells()
     for second in range(100_000):

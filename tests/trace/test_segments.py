@@ -515,6 +515,7 @@ def train(steps: int, pause_s: float) -> None:
         time.sleep(pause_s)
 
 
+@pytest.mark.thorough
 def test_a_run_that_exceeds_its_bytes_keeps_its_statistics(tmp_path: Path) -> None:
     run = paceline.launch(
         train,

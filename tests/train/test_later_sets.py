@@ -278,7 +278,7 @@ def assert_close(found: object, expected: State) -> None:
 # -- under bsp, a run equals one process --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [sgd, adam], ids=by_name)
+@pytest.mark.parametrize("kind", [adam, *thorough(sgd)], ids=by_name)
 @pytest.mark.parametrize("script", SCRIPTS, ids=by_name)
 def test_bsp_equals_one_process_on_the_joint_batch(script: Script, kind: Kind) -> None:
     result = simulate(UNEQUAL, "bsp", train_fn=lambda: script(kind), record=True)
@@ -332,7 +332,7 @@ def test_a_model_whose_names_are_new_keeps_them(run_on_threads: RunOnThreads) ->
 # -- under other models -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sync", RELAXED)
+@pytest.mark.parametrize("sync", [*RELAXED[1::2], *thorough(*RELAXED[::2])])
 @pytest.mark.parametrize("script", SCRIPTS, ids=by_name)
 def test_every_step_of_unequal_workers_counts(script: Script, sync: str) -> None:
     result = simulate(UNEQUAL, sync, train_fn=lambda: script(adam), record=True)

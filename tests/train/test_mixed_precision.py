@@ -24,6 +24,7 @@ from paceline.run.worker import WorkerSession
 from paceline.sim import Cluster, Presence, SimResult, simulate
 from paceline.trace.measures import measure
 from paceline.train.gradients import SCALE, UNSCALE, UPDATE, unwatch_scalers, watch_scalers
+from tests.support.marks import thorough
 
 if TYPE_CHECKING:
     from tests.conftest import RunOnThreads
@@ -738,7 +739,7 @@ KINDS: dict[str, Callable[[Net], Callable[[torch.Tensor], torch.Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("autocasts", [False, True])
+@pytest.mark.parametrize("autocasts", [True, *thorough(False)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiled_and_checkpointed_models_train_as_others(
     run_on_threads: RunOnThreads, kind: str, autocasts: bool

@@ -19,6 +19,7 @@ from paceline.errors import RunFailedError
 from paceline.sim import Cluster, simulate
 from paceline.sim.simulated_cuts import SimCut
 from paceline.train.session import current, resumption_of
+from tests.support.marks import thorough
 
 EPOCHS, SIZE, BATCH = 3, 24, 4
 PER_EPOCH = 6  # batches
@@ -195,7 +196,7 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 @pytest.mark.parametrize(
     "make", [Script, Plain, Averaged, PlainAveraged, Accumulating, Two], ids=lambda make: make.__name__
 )
-@pytest.mark.parametrize("cut_at_s", [0.5, 3.2, 5.5, 6.5, 11.5, 14.1])
+@pytest.mark.parametrize("cut_at_s", [0.5, 6.5, 14.1, *thorough(3.2, 5.5, 11.5)])
 def test_a_resumed_script_computes_the_same_bits(make: type[Script], cut_at_s: float) -> None:
     began.clear()
     [expected], _, _ = run(make)
@@ -227,7 +228,7 @@ def test_three_workers_in_lockstep_go_on_with_the_same_batches() -> None:
 @pytest.mark.parametrize("make", [Averaged, PlainAveraged], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("sync", ["bsp", "asp", "ssp:staleness=2"])
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 2), (3, 3)], ids=str)
-@pytest.mark.parametrize("cut_at_s", [2.5, 6.5, 11.5])
+@pytest.mark.parametrize("cut_at_s", [6.5, *thorough(2.5, 11.5)])
 def test_every_item_is_used_once_in_each_epoch_by_any_number_of_workers(
     make: type[Script], sync: str, before: int, after: int, cut_at_s: float
 ) -> None:

@@ -150,8 +150,8 @@ def host(request: pytest.FixtureRequest, run_on_threads: RunOnThreads) -> Host:
 @pytest.mark.parametrize(
     ("host", "loop"),
     [
-        *(("alone", range), ("alone", paceline.epochs), ("simulated", range), ("live", paceline.epochs)),
-        *thorough(("simulated", paceline.epochs), ("live", range)),
+        *(("alone", range), ("simulated", range), ("live", paceline.epochs)),
+        *thorough(("alone", paceline.epochs), ("simulated", paceline.epochs), ("live", range)),
     ],
     indirect=["host"],
 )

@@ -123,6 +123,7 @@ def look_in_loader(number):
 
 @pytest.mark.processes
 @pytest.mark.usefixtures("plain_starts")  # the memory in which a program receives its environment is meant
+@pytest.mark.thorough
 def test_no_process_of_a_run_keeps_the_secret_in_its_environment(
     mark: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
