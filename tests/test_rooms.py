@@ -181,12 +181,12 @@ def test_benchmarks_import_only_the_quoted_numbers_from_reproductions() -> None:
 
 MOST = Structure(
     modules=222,
-    nodes=330_349,
-    names_over_borders=4_125,
-    edges=1_604,
+    nodes=331_000,
+    names_over_borders=4_128,
+    edges=1_606,
     with_one_importer=35,
     private_imports=0,
-    defined_twice=26,
+    defined_twice=28,
 )
 """What the package may have at most. Lower a limit when a change lowers the measure. To raise one needs a reason."""
 

@@ -54,6 +54,7 @@ class DataFeed:
 
     Attributes:
         used: True if the script has set `samples`, or has begun an epoch of a distributed loader.
+        weight: weight of the next push in a mean, if the script sets it; None for its number of samples. May be set.
         again: True while the script makes one more pass over its loaders, in which it receives only positions that
             lost workers had not used.
         stopped: numbers of the training loops that a worker has stopped. See `paceline.epochs`.
@@ -72,6 +73,7 @@ class DataFeed:
 
     def __init__(self) -> None:
         self.used = False
+        self.weight: float | None = None
         self.again = False
         self.stopped: set[int] = set()
         self.entered = LoopEntered()
@@ -229,7 +231,7 @@ class DataFeed:
         self.begins_pass = feed is not None and self._passes.get(feed.number) != feed.epoch
         if feed is not None:
             self._passes[feed.number] = feed.epoch
-        self._last = self._accumulated = self._samples = None
+        self._last = self._accumulated = self._samples = self.weight = None
         for loader in self._loaders:
             loader.push(busy_s if loader is feed else None, accumulated=accumulated)
         self.pushed = tuple(loader.drawn.pushed.packed for loader in self._loaders)

@@ -8,6 +8,7 @@ from typing import Annotated, Literal, NamedTuple, get_args
 import msgspec
 
 from ..state import stateful
+from ..sync.events import MOST_WEIGHT
 from .messages import LONGEST_NAME, MOST_LOGGED, Activity, LoggedValue, MetricsLogged, Source, TimeSpent
 from .requests import COORDINATOR, Request, Send
 
@@ -322,8 +323,8 @@ class MetricIntake:
 # coordinator without a message, so a simulation has the same events and bytes whether its script logs or not.
 # Metrics decide nothing, so they are neither recorded in traces nor part of the states of the exhaustive search.
 
-LEAST_WEIGHT, MOST_WEIGHT = 1, 10**15
-"""Bounds of a weight. Numbers of samples outside of them are mistakes."""
+LEAST_WEIGHT = 1
+"""The smallest weight of a value: that of an unknown number of samples."""
 
 MOST_AGE_S = 1e9
 
@@ -409,17 +410,18 @@ class UnsentMetrics:
 
     def __init__(self) -> None:
         self._values: list[tuple[Noted, float]] = []  # with their weights
-        self._weight = self._earlier_weight = LEAST_WEIGHT  # of the last two pushes
+        self._weight: float = LEAST_WEIGHT  # of the last push
+        self._earlier_weight: float = LEAST_WEIGHT  # of the push before it
 
     @property
     def fills_a_message(self) -> bool:
         """True if there is more than what should wait for the next report."""
         return len(self._values) >= MOST_LOGGED
 
-    def pushed(self, samples: int | None) -> None:
-        """Record a push, and its number of samples if it is known."""
+    def pushed(self, weight: float | None) -> None:
+        """Record a push, and its weight in a mean over the workers if it is known: its samples, or its tokens."""
         self._earlier_weight = self._weight
-        self._weight = min(max(samples or LEAST_WEIGHT, LEAST_WEIGHT), MOST_WEIGHT)
+        self._weight = min(max(weight or LEAST_WEIGHT, LEAST_WEIGHT), MOST_WEIGHT)
 
     def take(self, noted: Sequence[Noted], *, ended: bool = False) -> None:
         """Take what the script has logged since the last call.

@@ -394,7 +394,7 @@ class Server:
                     f"its push announces a change to a sync model that cannot be used in this run: {error}"
                 ) from error
         if commit.edit is not None and (
-            commit.empty or commit.samples is not None or commit.clip is not None
+            commit.empty or commit.samples is not None or commit.weight is not None or commit.clip is not None
         ):
             raise ProtocolError(
                 "its push contains an edit, but has no values, or has properties of a gradient"

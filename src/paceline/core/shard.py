@@ -86,16 +86,18 @@ class Details(NamedTuple):
 
     Attributes:
         samples: number of samples over which the gradient is averaged; None if it is unknown.
+        weight: weight of the gradient in a mean; None for `samples`.
         counted: see `PushFlags`.
         clip: set if the script clips the gradient that is applied.
     """
 
     samples: int | None
+    weight: float | None
     counted: int
     clip: Clip | None
 
 
-UNKNOWN = Details(None, 0, None)
+UNKNOWN = Details(None, None, 0, None)
 
 BEGINNING = ShardState()
 """The state of a shard whose weights are the initial ones."""
@@ -384,9 +386,9 @@ class Shard:
         if self.standing is not None:
             self.standing.note(event)
         if type(event) is PushReceived:
-            if event.samples is not None or event.clip is not None:
+            if event.samples is not None or event.weight is not None or event.clip is not None:
                 key, counted = (event.worker, event.iteration), event.counted
-                self._details[key] = Details(event.samples, counted, event.clip)
+                self._details[key] = Details(event.samples, event.weight, counted, event.clip)
                 self.samples += counted
             if event.edit is not None:
                 self._edits.receive((event.worker, event.iteration), event.edit)
@@ -552,14 +554,17 @@ class Shard:
 
 
 def _mean_scales(details: Sequence[Details]) -> tuple[float, ...]:
-    """Return the factor of each push in a mean: its share of all samples.
+    """Return the factor of each push in a mean: its share of all weights, or of all samples if any weight is unknown.
 
-    If the number of samples of any push is unknown, all factors are equal.
+    If the number of samples of any push is unknown as well, all factors are equal.
     """
-    counts = [each.samples for each in details if each.samples is not None]
-    if len(counts) < len(details) or min(counts) == max(counts):
-        return (1.0 / len(details),) * len(details)
-    return tuple(count / sum(counts) for count in counts)
+    for shares in ([each.weight for each in details], [each.samples for each in details]):
+        known = [share for share in shares if share is not None]
+        if len(known) == len(details):
+            if min(known) == max(known):
+                break
+            return tuple(share / sum(known) for share in known)
+    return (1.0 / len(details),) * len(details)
 
 
 def _max_norm(pushes: Sequence[Key], details: Sequence[Details]) -> float | None:

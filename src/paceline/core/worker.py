@@ -94,7 +94,7 @@ _commit = maker(Commit, PushFlags, ("shard", "iteration", "content", "pulls", "d
 
 @stateful(
     history="last_commit",
-    fixed="placement _schedule _workers _shards _servers _last_first _every_shard _overlap",
+    fixed="placement stays_lockstep _schedule _workers _shards _servers _last_first _every_shard _overlap",
     about={"main_worker": "scripts", "asks_for_main": "scripts", "directory": "scripts"},
 )
 class Worker:
@@ -123,6 +123,7 @@ class Worker:
         data: the leases that the worker has received, and what its script has drawn from them.
         may_restart: True if the sync model may order the worker to abort and restart an iteration.
         lockstep: True if the sync model keeps all workers in lockstep.
+        stays_lockstep: True if every sync model of the schedule does so.
         updates: number of updates that shard 0 had applied when it last answered; 0 before its first answer.
         samples: number of samples in all workers' pushes that shard 0 had received, and not dropped, when it last
             answered; 0 before its first answer.
@@ -199,6 +200,7 @@ class Worker:
         # True once the workers may have made different numbers of iterations: under a model that does not keep them
         # in lockstep, or because each of them has passed a change of the model in its own iteration.
         self._relaxed = False
+        self.stays_lockstep = schedule.lockstep
         self._follow(schedule.first)
 
     @property
@@ -344,13 +346,14 @@ class Worker:
         progress, self._progress = self._progress, None
         data = self.data
         samples, again = None if idle else data.samples, False
+        weight = None if idle else data.weight
         if flags.set_index is not None and not idle:
             # A step of another optimizer with the same batch has the same weight in a mean.
             if samples is None and not data.has_drawn:
                 samples, again = self._batch_samples, self._batch_samples is not None
             self._batch_samples = samples
         if not idle:
-            self._unsent.pushed(samples)
+            self._unsent.pushed(samples if weight is None else weight)
             self._calls_since_step = 0
         warm_up = data.warm_up and not idle
         ahead = data.push(None if flags.empty else busy_s) if data.used and not idle else []
@@ -360,6 +363,7 @@ class Worker:
             change=self._flagged,
             progress=progress,
             samples=samples,
+            weight=weight,
             repeated=again,
             warm_up=warm_up,
         )

@@ -29,6 +29,9 @@ Ticks = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 MOST_NORM = 1e300
 """The largest bound for the norm of a gradient. A larger one would never have an effect."""
 
+MOST_WEIGHT = 1e15
+"""The largest weight of a gradient in a mean. Numbers of samples or tokens above it are mistakes."""
+
 
 class Stop(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """The flag on a worker's last push before the barrier of its superstep.
@@ -199,6 +202,7 @@ class PushFlags(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         progress: set by a worker that was told to continue from a later round. The push is for that round, and c_p
             becomes at least `progress` + 1.
         samples: number of samples over which the gradient is averaged; None if it is unknown.
+        weight: the weight of the gradient in a mean, for example its number of tokens; None for `samples`.
         clip: set if the script clips the gradient that is applied. No model depends on it.
         clipped: True if the script has clipped this worker's own gradient with `torch.nn.utils.clip_grad_norm_`.
         edit: set if the push contains new values of parameters instead of a gradient. No model depends on it.
@@ -216,6 +220,7 @@ class PushFlags(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     significance: Annotated[float, msgspec.Meta(ge=0)] | None = None
     progress: Number | None = None
     samples: Number | None = None
+    weight: Annotated[float, msgspec.Meta(ge=0, le=MOST_WEIGHT)] | None = None
     clip: Clip | None = None
     clipped: bool = False
     edit: Edit | None = None

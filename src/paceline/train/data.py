@@ -252,6 +252,37 @@ class DistributedLoader(Generic[T]):
         return len(self._part)
 
     @property
+    def whole_length(self) -> int:
+        """Number of batches of a whole epoch, which all workers together use.
+
+        Under a sync model whose workers do not wait, any worker may use up to this number. The length of the loader is
+        the equal share of each worker.
+
+        Raises:
+            TypeError: the loader has no length.
+        """
+        return self._part.whole_length
+
+    @property
+    def may_be_dynamic(self) -> bool:
+        """True if a pass may hand out each batch when a worker needs it; False if shares are equal in every pass."""
+        return self._part.may_be_dynamic
+
+    @property
+    def begun(self) -> int:
+        """Number of the `whole_length` batches of the current epoch that the job has begun, as far as this worker
+        knows.
+
+        A worker knows the place of the batch that it has drawn last, and that an epoch has ended.
+        """
+        return self._part.begun(self.position)
+
+    @property
+    def left(self) -> int | None:
+        """Number of batches that this worker has yet to draw in the current pass; None if it depends on the others."""
+        return self._part.left
+
+    @property
     def divides(self) -> bool:
         """True if the batch size of the script's loader is that of the joint batch. See `distribute`."""
         return self._part.divides
@@ -316,8 +347,19 @@ class DistributedLoader(Generic[T]):
             for bar in bars:
                 bar.total = drawn
 
+    def begin_at(self, batches: int) -> None:
+        """Let the next pass leave out the first batches of its epoch, for example because an earlier run has used them.
+
+        All workers must call this method at the same point of the script, with the same number. Under a sync model that
+        keeps them in lockstep, only whole joint batches are left out.
+
+        Args:
+            batches: number of batches, out of `whole_length`.
+        """
+        self.position.skipped = self._part.skip_batches(batches)
+
     def _sit_out(self, place: BatchSite, give_state: Callable[[], None]) -> Callable[[], None]:
-        """Make the pushes of joint batches in which this worker has no part, before its next batch.
+        """Make the pushes of joint batches in which this worker has no part, and leave out what is skipped.
 
         Args:
             place: where the script is.
@@ -326,10 +368,11 @@ class DistributedLoader(Generic[T]):
         Returns:
             What gives the state after these pushes.
         """
-        taken = self._part.taken
-        while taken and taken[0] is None:
-            taken.popleft()
-            if (training := training_of(self._session)) is not None:
+        taken, data = self._part.taken, self._session.core.data
+        while taken and (taken[0] is None or taken[0].skipped):
+            if (skipped := taken.popleft()) is not None:
+                data.draw(self._part.number, skipped.positions, skipped.samples)
+            elif (training := training_of(self._session)) is not None:
                 give_state()
                 training.sit_out(self._pushes or 0)
                 give_state = at_boundary(self._session, place, self._content)
@@ -443,11 +486,13 @@ class Taken(NamedTuple):
         batch: the positions that were handed out; None if a batch is repeated (see `worker_state.repeated`).
         positions: number of these positions that exist.
         samples: number of samples in the batch; None if it is unknown.
+        skipped: True if the batch is left out. See `DistributedLoader.begin_at`.
     """
 
     batch: Batch | None
     positions: int
     samples: int | None
+    skipped: bool = False
 
 
 class SourcePart:
@@ -471,6 +516,7 @@ class SourcePart:
         self.resumed: Mapping[str, Any] | None = None
         self.expected: int | None = None
         self._fresh = True  # True until the script has made a pass, or has got a batch
+        self._skips = 0  # number of positions at the beginning of the next pass that are left out
         self.is_finished = False  # True if a resumed script passes through an epoch that was finished before
         self._in_rest = session.resumed > 0  # True until the first batch of a resumed run shows what is left
         self._source = source
@@ -505,6 +551,32 @@ class SourcePart:
         return self._rounds(source.size) if self.expected is None else self.expected
 
     @property
+    def whole_length(self) -> int:
+        """See `DistributedLoader.whole_length`."""
+        if self.size is None:
+            raise TypeError(f"{type(self._source.inner).__name__} has no length")
+        return self._rounds(self.size) * self._session.workers
+
+    def begun(self, position: Position) -> int:
+        """See `DistributedLoader.begun`."""
+        if position.epoch < self._epoch or self.size is None:
+            return 0
+        return min(-(-position.end * self._session.workers // self.joint), self.whole_length)
+
+    @property
+    def left(self) -> int | None:
+        """See `DistributedLoader.left`."""
+        to_take = self._session.core.data.to_take(self.number)
+        return None if to_take is None else to_take + sum(each is not None for each in self.taken)
+
+    def skip_batches(self, batches: int) -> int:
+        """Leave out batches at the beginning of the next pass. Return their number of joint batches."""
+        positions = batches * self.joint // self._session.workers
+        joint_batches = positions // self.joint
+        self._skips = positions if self.is_dynamic else joint_batches * self.joint
+        return joint_batches
+
+    @property
     def before(self) -> int:
         """Number of joint batches of the epoch that an earlier run has used, before the current pass."""
         return 0 if self.expected is None or self.size is None else self._rounds(self.size) - self.expected
@@ -519,6 +591,7 @@ class SourcePart:
         session, source = self._session, self._source
         self.taken.clear()
         self.expected = None
+        skips, self._skips = self._skips, 0
         again = session.core.data.again and self._stream.epoch >= 0
         self._epoch = self._stream.epoch = epoch = self.next_epoch
         if not again:
@@ -539,6 +612,10 @@ class SourcePart:
                 )
             if not batch.size:
                 self.taken.append(None)
+                continue
+            if batch.epoch == epoch and batch.start < skips:
+                self._fresh = False
+                self.taken.append(Taken(batch, batch.size, batch.size, skipped=True))
                 continue
             items = self._items(batch)
             if self._in_rest:
@@ -615,6 +692,12 @@ class SourcePart:
         split = self._division.split
         return split == "dynamic" or (split == "auto" and not self._session.core.lockstep)
 
+    @property
+    def may_be_dynamic(self) -> bool:
+        """See `DistributedLoader.may_be_dynamic`."""
+        split = self._division.split
+        return split == "dynamic" or (split == "auto" and not self._session.core.stays_lockstep)
+
     def share_until(self, batch: Batch) -> float | None:
         """Return the part of the current epoch up to the end of a batch; None if it is unknown."""
         size = self._source.size
@@ -659,7 +742,7 @@ class SourcePart:
 
             def begin() -> Iterable[Any]:
                 items = source.order()
-                _seed_generators(items, seed)
+                _seed(items, seed, epoch)
                 return items
 
             current = {self._epoch: self._orders[self._epoch]} if self._epoch in self._orders else {}
@@ -692,9 +775,17 @@ def least_samples(session: Session) -> int:
     return least
 
 
-def _seed_generators(sampler: object, seed: int) -> None:
-    """Seed the generators that the script passed to a sampler, or to the sampler in a batch sampler."""
+def _seed(sampler: object, seed: int, epoch: int) -> None:
+    """Set what the order of a sampler, or of the sampler in a batch sampler, depends on.
+
+    Args:
+        sampler: the sampler.
+        seed: seed for the generators that the script has passed to it.
+        epoch: number of the epoch, for samplers with `set_epoch`.
+    """
     while sampler is not None:
+        if callable(set_epoch := getattr(sampler, "set_epoch", None)):
+            set_epoch(epoch)
         generator = getattr(sampler, "generator", None)
         if isinstance(generator, torch.Generator):
             generator.manual_seed(seed)

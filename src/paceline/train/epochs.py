@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from weakref import WeakKeyDictionary
 
 from ..core.messages import LoopPosition, StopRequested
@@ -105,7 +105,7 @@ class Epochs:
         self._begun: LoopProgress | None = None
         self._stopped = False
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Generator[int]:
         session, count = self._session, self.limits.epochs
         self._begun_s = self._now_s()
         if session is not None:

@@ -95,6 +95,8 @@ class Position:
         drawn: number of batches that the script of this worker has drawn.
         epoch: the epoch whose batches the job is handing out, as far as the drawn batches show.
         joint_batches: number of joint batches of this epoch that the job has begun, as far as the drawn batches show.
+        end: the position up to which the job has begun this epoch, as far as the drawn batches show.
+        skipped: number of joint batches at the beginning of the first pass that the script has skipped.
         passes: for each pass over the loader that has begun, the number of its epoch. A worker that has joined late
             does not count the passes that it has missed, so its first pass has the same number as in other workers.
         in_pass: True while the script is making a pass.
@@ -103,7 +105,7 @@ class Position:
 
     def __init__(self, joint: int, name: str) -> None:
         self.name = name
-        self.drawn = self.epoch = self.joint_batches = 0
+        self.drawn = self.epoch = self.joint_batches = self.end = self.skipped = 0
         self.passes: list[int] = []
         self.in_pass = False
         self.dynamic = False
@@ -138,15 +140,18 @@ class Position:
         """Record that the script has drawn a batch."""
         self.drawn += 1
         # A batch that was returned by a lost worker may precede the others, and may even belong to an earlier epoch.
-        begun = batch.epoch, batch.start // self._joint + 1
-        self.epoch, self.joint_batches = max(begun, (self.epoch, self.joint_batches))
+        self._reach(batch.epoch, batch.start // self._joint + 1, batch.start + batch.size)
 
     def complete(self, epoch: int) -> None:
         """Record that all batches of an epoch have been handed out."""
-        self.epoch, self.joint_batches = max((epoch, sys.maxsize), (self.epoch, self.joint_batches))
+        self._reach(epoch, sys.maxsize, sys.maxsize)
         for follower in self._followers:
             if (catch_up := follower()) is not None:
                 catch_up()
+
+    def _reach(self, *place: int) -> None:
+        """Advance to a place in the data: an epoch, a number of joint batches of it, and a position in it."""
+        self.epoch, self.joint_batches, self.end = max(place, (self.epoch, self.joint_batches, self.end))
 
 
 def current_position(session: Session) -> Position | None:

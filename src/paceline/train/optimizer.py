@@ -29,7 +29,7 @@ from ..errors import UsageError
 from ..shard.foreign import has_modes
 from ..shard.lars import LARS
 from ..shard.optimizers import ServerOptimizer, read_groups, server_optimizer
-from ..sync.events import MOST_NORM, Clip
+from ..sync.events import MOST_NORM, MOST_WEIGHT, Clip
 from .forward import can_compute_gradients, hidden_from_modes, may_look, untraced
 from .gradients import OverflowWatch, lent_scaling, require_not_capturing, scales_of, scaling_of, unscale
 from .hooks import before_each_forward, gradient_norm
@@ -157,25 +157,36 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._wait_for_forward(session)
 
     @overload
-    def step(self, closure: None = None, *, samples: int | None = None) -> None: ...
+    def step(
+        self, closure: None = None, *, samples: int | None = None, weight: float | None = None
+    ) -> None: ...
 
     @overload
-    def step(self, closure: Callable[[], Loss], *, samples: int | None = None) -> Loss: ...
+    def step(
+        self, closure: Callable[[], Loss], *, samples: int | None = None, weight: float | None = None
+    ) -> Loss: ...
 
     @untraced
-    def step(self, closure: Callable[[], Any] | None = None, *, samples: int | None = None) -> Any:
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        samples: int | None = None,
+        weight: float | None = None,
+    ) -> Any:
         """Perform one iteration: push the gradients and pull the new weights.
 
         Args:
             closure: a function that clears the gradients, computes the loss, calls `backward()` and returns the
                 loss. SpecSync can abort and restart a computation only if it runs in a closure. Without a closure,
                 the current gradients of the parameters are pushed.
-            samples: number of samples over which the gradient is averaged. When pushes are averaged, each of them is
-                weighted by this number. Default: the number of samples that have been drawn from the distributed
-                loader since the last step, except those of which no gradient was computed; if there are none and the
-                script has several optimizers, the samples of the step before this one, which are not counted twice.
-                If the loss is a mean over something else, such as tokens, give their number; if the loss is a sum,
-                give 1.
+            samples: number of samples from which the gradient was computed. Default: the number of samples that have
+                been drawn from the distributed loader since the last step, except those of which no gradient was
+                computed; if there are none and the script has several optimizers, the samples of the step before this
+                one, which are not counted twice.
+            weight: weight of the gradient when pushes are averaged. Default: `samples`. If the loss is a mean over
+                something else, such as tokens, give their number; if the loss is a sum, give 1. Outside a run, the
+                weight has no effect.
 
         Returns:
             The result of the closure; None if there is no closure. If the result is a number or a tensor of one
@@ -187,13 +198,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
             NonFiniteGradientError: a gradient contains NaN or inf, and the run does not skip it. Nothing was pushed.
             WeightsChangedError: weights have been edited or moved since the last step.
             UsageError: the groups were replaced, or no longer hold the same parameters as when training began, or
-                `samples` is not a positive integer, or a `GradScaler` has passed a closure, or a graph of the
-                accelerator's operations is captured.
+                `samples` is not a positive integer, or `weight` is not a number >= 0, or a `GradScaler` has passed a
+                closure, or a graph of the accelerator's operations is captured.
         """
         if samples is not None and (isinstance(samples, bool) or not isinstance(samples, int) or samples < 1):
             raise UsageError(
                 f"samples is {samples!r}, expected a positive integer: the number of samples in the step."
             )
+        if weight is not None:
+            _require_limit("weight", weight, MOST_WEIGHT)
         session = self._session
         if session is None:
             with lent_scaling(self, self._wrapped):
@@ -215,6 +228,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         data = session.core.data
         if samples is not None:
             data.samples, data.used = samples, True
+        if weight is not None:
+            data.weight, data.used = float(weight), True
         loss: Any = None
         # True if the gradients were computed before training began, or by the script
         computed = closure is None
@@ -674,6 +689,7 @@ def _clip_to(max_norm: float, norm: float) -> Clip:
     return Clip(max_norm=max_norm, factor=clip_factor(max_norm, norm))
 
 
-def _require_limit(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not float(value) >= 0:
-        raise UsageError(f"{name} is {value!r}, expected a number >= 0.")
+def _require_limit(name: str, value: object, most: float = math.inf) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 <= float(value) <= most:
+        bounds = "a number >= 0" if most == math.inf else f"a number from 0 to {most:.0e}"
+        raise UsageError(f"{name} is {value!r}, expected {bounds}.")

@@ -137,7 +137,7 @@ def prepare(
             )
     if (session := current()) is not None:
         seed_worker(session)
-    wrapped = {id(each): DistributedOptimizer(each, model=_models_of(each, models)) for each in optimizers}
+    wrapped = {id(each): DistributedOptimizer(each, model=models_of(each, models)) for each in optimizers}
     site = call_site(sys._getframe(1))
     split = {
         id(each): each
@@ -163,7 +163,7 @@ def _is_loader(part: Any) -> bool:
     return isinstance(part, Iterable) and not isinstance(part, nn.Module)
 
 
-def _models_of(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> Sequence[nn.Module] | None:
+def models_of(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> Sequence[nn.Module] | None:
     """Return the first model that contains all parameters of an optimizer, or all models that contain some.
 
     Return None if no models are given.
@@ -196,14 +196,40 @@ def _following(scheduler: LRScheduler, optimizer: DistributedOptimizer, given: A
         given: the loader for which the schedule is written; None if there is none.
         loader: the distributed loader that `given` was made into.
     """
+    if not isinstance(loader, DistributedLoader):
+        return follow(scheduler, optimizer, None)
+    # If the loader was already distributed, its length is the number of joint batches.
+    joint = given is loader or loader.divides
+    return follow(scheduler, optimizer, loader, length_of(given), joint=joint)
+
+
+def follow(
+    scheduler: LRScheduler,
+    optimizer: DistributedOptimizer,
+    loader: DistributedLoader[Any] | None,
+    length: int | None = None,
+    *,
+    joint: bool = False,
+) -> Any:
+    """Let a scheduler follow the progress of the job, also if it was created after its optimizer was distributed.
+
+    Args:
+        scheduler: the scheduler.
+        optimizer: the distributed optimizer for whose parameters it was created.
+        loader: the distributed loader whose batches are the steps of the schedule, whichever worker uses them. None if
+            each call is a step.
+        length: number of steps in an epoch; None if the loader has no length.
+        joint: True if a step is a joint batch, False if it is a batch of any worker.
+
+    Returns:
+        A `JobScheduler`; outside a run, the scheduler itself.
+    """
     session = current()
     if session is None:
         return scheduler
     data = None
-    if isinstance(loader, DistributedLoader):
+    if loader is not None:
         optimizer.schedule_watch = None
-        if (length := length_of(given)) is not None:
-            # If the loader was already distributed, its length is the number of joint batches.
-            joint = given is loader or loader.divides
+        if length is not None:
             data = ScheduledData(loader.position, length, 1 if joint else session.workers)
     return JobScheduler(scheduler, optimizer, session, data, optimizer.schedule_watch, optimizer.marks)

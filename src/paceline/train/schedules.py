@@ -78,7 +78,8 @@ class ScheduledData:
         position = self.position
         if self.first is None:
             self.first = position.passes[self._passes]
-        job = (position.epoch - self.first) * self._length + self._batches - self._begun
+        skipped = min(position.skipped * self._joint, self._length)
+        job = (position.epoch - self.first) * self._length + self._batches - self._begun - skipped
         own = position.drawn - self._drawn
         return Reached(max(job, 0), own) if own else None
 
