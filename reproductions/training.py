@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -175,7 +176,7 @@ def _executed(tasks: Sequence[Task]) -> Iterator[tuple[Task, list[Fields]]]:
         _prepare(images)
         yield from ((task, _execute(task)) for task in tasks)
         return
-    with ProcessPool(None, _prepare, (images,)) as pool:
+    with ProcessPool(None, _prepare_process, (images,)) as pool:
         for ended in pool.ended(_execute, tasks):
             if ended.error is not None:
                 raise ended.error
@@ -257,6 +258,12 @@ _images: Mapping[
 def _prepare(images: Mapping[str, Images]) -> None:
     global _images
     _images = images
+
+
+def _prepare_process(images: Mapping[str, Images]) -> None:
+    """Prepare a process of the pool. A rate at which all runs diverge would warn at each of their pushes."""
+    _prepare(images)
+    logging.getLogger("paceline.train.training").setLevel(logging.ERROR)
 
 
 def _tasks(runs: Mapping[tuple[str, float, int], TrainingRun]) -> list[Task]:

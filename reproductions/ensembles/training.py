@@ -180,8 +180,9 @@ class _Ensemble:
         yield self._evaluation(end_s)
 
     def _evaluation(self, time_s: float) -> Evaluation:
+        evaluated = [torch.cat([s.evaluated()["float32"] for s in stores]) for stores in self._stores]
         with torch.no_grad():
-            quality = self._problem.quality(self._views(self._weights))
+            quality = self._problem.quality(self._views(torch.stack(evaluated)))
         return Evaluation(time_s, quality.double().numpy().reshape(len(self._settings), len(self._seeds)))
 
     def _push(self, worker: int, iteration: int) -> None:

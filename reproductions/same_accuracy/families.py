@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from schedulefree import AdamWScheduleFree
 
 from paceline.shard.foreign import register_elementwise, use_sources
 from paceline.shard.optimizer_sources import OptimizerSources, class_name
@@ -152,12 +153,16 @@ FAMILIES: dict[str, Callable[[], Problem]] = {
 """The problems by name."""
 
 NORMALIZED: dict[str, Callable[[], Problem]] = {
-    f"{base.name}-{label}": partial(_made, base, label, kind, rates, rising_and_falling, inside)
-    for base, inside, rates_of in (
-        (EvenCNN, "first|second", {"muon": 0.025, "adafactor": 0.04, "lion": 0.0025}),
-        (SmallGPT, r"\d\.(attention|mixed|wide|narrow)", {"muon": 0.03, "adafactor": 0.05, "lion": 0.002}),
+    f"{base.name}-{label}": partial(_made, base, label, kind, _doubled(first)[:4], schedule, inside)
+    for label, kind, schedule, of_cnn, of_gpt in (
+        ("muon", torch.optim.Muon, rising_and_falling, 0.025, 0.03),
+        ("adafactor", torch.optim.Adafactor, rising_and_falling, 0.04, 0.05),
+        ("lion", Lion, rising_and_falling, 0.0025, 0.002),
+        ("schedule-free", AdamWScheduleFree, _constant, 0.0025, 0.005),
     )
-    for label, kind in (("muon", torch.optim.Muon), ("adafactor", torch.optim.Adafactor), ("lion", Lion))
-    for rates in [_doubled(rates_of[label])[:4]]
+    for base, inside, first in (
+        (EvenCNN, "first|second", of_cnn),
+        (SmallGPT, r"\d\.(attention|mixed|wide|narrow)", of_gpt),
+    )
 }
-"""The problems by name: optimizers whose updates do not become longer with the gradient."""
+"""The problems by name: optimizers whose updates do not become longer with the gradient, and a schedule-free one."""
