@@ -158,7 +158,7 @@ NORMALIZED: dict[str, Callable[[], Problem]] = {
         ("muon", torch.optim.Muon, rising_and_falling, 0.025, 0.03),
         ("adafactor", torch.optim.Adafactor, rising_and_falling, 0.04, 0.05),
         ("lion", Lion, rising_and_falling, 0.0025, 0.002),
-        ("schedule-free", AdamWScheduleFree, _constant, 0.0025, 0.005),
+        ("schedule-free", AdamWScheduleFree, _constant, 0.005, 0.005),
     )
     for base, inside, first in (
         (EvenCNN, "first|second", of_cnn),

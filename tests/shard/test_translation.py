@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+from schedulefree import AdamWScheduleFree
 
 from paceline.core.layout import Layout, OptimizerSpec, Parameter
+from paceline.shard.foreign import build
+from paceline.shard.optimizer_sources import class_name
 from paceline.shard.optimizers import ELEMENTWISE, read_groups
 from paceline.shard.slice_optimizers import (
     FractionalSteps,
@@ -245,6 +249,22 @@ def test_the_noise_of_pushes_does_not_shorten_normalized_updates(name: str, push
     assert travel(1 / pushes, Family()) < 0.9 * expected
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+def test_the_decay_of_a_schedule_free_optimizer_is_no_part_of_the_squared_gradient(decay: float) -> None:
+    """Small pushes with a constant gradient reach the squares, the weights and z of whole steps."""
+    found = []
+    for share in (1.0, 0.01):
+        weight = torch.nn.Parameter(torch.ones(1, 4, dtype=torch.float64))
+        optimizer = build(AdamWScheduleFree, [{"params": [weight], "lr": 0.005, "weight_decay": decay}])
+        parts = FractionalSteps(FAMILIES[class_name(AdamWScheduleFree)])
+        for _ in range(round(100 / share)):
+            weight.grad = torch.tensor([[0.5, -1.0, 2.0, 1e-3]], dtype=torch.float64)
+            parts.take(optimizer, Fraction(share, share, share))
+        found.append((weight.detach(), optimizer.state[weight]["z"], optimizer.state[weight]["exp_avg_sq"]))
+    for whole, small in zip(*found, strict=True):
+        torch.testing.assert_close(small, whole, rtol=0.06, atol=0.0)
+
+
 def test_every_family_names_entries_of_its_optimizers_state() -> None:
     settings: dict[str, dict[str, Any]] = {
         "SGD": {"lr": 0.1, "momentum": 0.9},
@@ -252,7 +272,9 @@ def test_every_family_names_entries_of_its_optimizers_state() -> None:
     }
     for name, kind in FAMILIES.items():
         weight = torch.nn.Parameter(torch.zeros(1, 1))
-        optimizer = getattr(torch.optim, name)([weight], **settings.get(name, {}))
+        module, _, own = name.rpartition(":")
+        kind_of_optimizer = getattr(importlib.import_module(module or "torch.optim"), own)
+        optimizer = build(kind_of_optimizer, [{"params": [weight], **settings.get(name, {})}])
         weight.grad = torch.ones(1, 1)
         optimizer.step()
         named = {*kind.means, *filter(None, (kind.square, kind.mean))}

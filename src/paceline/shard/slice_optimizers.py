@@ -709,11 +709,10 @@ class FractionalSteps:
         counters = [
             {key: value for key, value in group.items() if type(value) in (int, float)} for group in groups
         ]
-        decays = [
-            (group, group["weight_decay"]) for group in groups if self._family.square and coupled_decay(group)
-        ]
+        couples = self._family.square and not self._family.decoupled
+        decays = [(group, group["weight_decay"]) for group in groups if couples and coupled_decay(group)]
         for _, group, parameter in moving if self._family.square else ():
-            if decay := coupled_decay(group):
+            if couples and (decay := coupled_decay(group)):
                 parameter.grad = parameter.grad.add(parameter.detach(), alpha=decay)
             self._use_joint_square(optimizer.state.get(parameter, {}), group, parameter, fraction)
         for group, _ in decays:

@@ -115,6 +115,7 @@ class Family(NamedTuple):
         mean: key in `means` of a running mean of the gradient with its decay in the first of `betas`; "" if the state
             has none, so that one must be kept in addition.
         averages: True if the optimizer is given a running mean of gradients instead of the gradient of an update.
+        decoupled: True if the weight decay is never part of the squared gradient, whatever the hyper-parameters say.
     """
 
     means: tuple[str, ...] = ()
@@ -122,6 +123,7 @@ class Family(NamedTuple):
     decay: str = ""
     mean: str = ""
     averages: bool = False
+    decoupled: bool = False
 
     def kept(self, settings: Mapping[str, Any]) -> float:
         """Return the part of `square` that one step keeps; 1 for a sum."""
@@ -132,6 +134,8 @@ class Family(NamedTuple):
 ADAM = Family(("exp_avg",), "exp_avg_sq", "betas", "exp_avg")
 
 NORMALIZED = Family(averages=True)
+
+SCHEDULE_FREE_ADAM = Family((), "exp_avg_sq", "betas", decoupled=True)
 
 FAMILIES: dict[str, Family] = {
     "SGD": Family(("momentum_buffer",)),
@@ -146,6 +150,9 @@ FAMILIES: dict[str, Family] = {
     "ASGD": Family(),
     "Muon": NORMALIZED,
     "Adafactor": NORMALIZED,
+    "schedulefree.adamw_schedulefree:AdamWScheduleFree": SCHEDULE_FREE_ADAM,
+    "schedulefree.radam_schedulefree:RAdamScheduleFree": SCHEDULE_FREE_ADAM,
+    "schedulefree.sgd_schedulefree:SGDScheduleFree": Family(),
 }
 """Optimizer class -> the entries of its state. A class that is not listed counts as `NORMALIZED`."""
 
