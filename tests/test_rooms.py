@@ -181,7 +181,7 @@ def test_benchmarks_import_only_the_quoted_numbers_from_reproductions() -> None:
 
 MOST = Structure(
     modules=222,
-    nodes=331_000,
+    nodes=331_040,
     names_over_borders=4_128,
     edges=1_606,
     with_one_importer=35,
