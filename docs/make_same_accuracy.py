@@ -68,9 +68,10 @@ PROBLEM_LINES = (
     "class that is not torch's.",
     "`digits-cnn-...` and `small-gpt-...`: optimizers that normalize, with rates that rise and fall to 0, only "
     "translated, under `asp`, `ssp`, `elastic-bsp` and `drop-stragglers` in the cluster steady 3x with 4 and 16 "
-    "workers. Muon for the matrices inside the network with AdamW for the rest, Adafactor, and Lion. The network of "
-    "`digits-cnn` on 1,408 images, and a GPT like that of `text-gpt` with two layers, half the width, a joint batch of "
-    "64 sequences and 120 joint steps, only at the best rate.",
+    "workers. Muon for the matrices inside the network with AdamW for the rest, Adafactor, and Lion; besides, with a "
+    "constant rate, the schedule-free AdamW, at the weights of its `eval()`. The network of `digits-cnn` "
+    "on 1,408 images, and a GPT like that of `text-gpt` with two layers, half the width, a joint batch of 64 sequences "
+    "and 120 joint steps, only at the best rate.",
 )
 
 REASONS = (
