@@ -82,7 +82,7 @@ $(PORTING)/.ready: pyproject.toml constraints.txt
 	@touch $@
 
 porting: $(PORTING)/.ready  ## create .venv-porting with Hugging Face, Lightning and Jupyter, and run the scripts in docs/porting.md (2 minutes after the installation)
-	OMP_NUM_THREADS=1 $(PORTING)/bin/python -m pytest -p no:cacheprovider -m 'not chaos' tests/train/test_porting.py
+	OMP_NUM_THREADS=1 $(PORTING)/bin/python -m pytest -p no:cacheprovider -m 'not chaos' tests/train/test_porting.py tests/integrations
 
 $(SCHEDULERS)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(SCHEDULERS)

@@ -180,13 +180,13 @@ def test_benchmarks_import_only_the_quoted_numbers_from_reproductions() -> None:
 
 
 MOST = Structure(
-    modules=222,
-    nodes=331_040,
-    names_over_borders=4_128,
-    edges=1_606,
+    modules=224,
+    nodes=335_613,
+    names_over_borders=4_166,
+    edges=1_627,
     with_one_importer=35,
     private_imports=0,
-    defined_twice=28,
+    defined_twice=29,
 )
 """What the package may have at most. Lower a limit when a change lowers the measure. To raise one needs a reason."""
 

@@ -377,7 +377,7 @@ def test_what_yields_the_data_of_all_workers_is_not_shown() -> None:
     with being(Worker(0, 2)):
         loader: Any = distribute(plain)
         for name in ("sampler", "batch_sampler"):
-            with pytest.raises(AttributeError, match=rf"does not show the '{name}'.*ignore_data_skip=True"):
+            with pytest.raises(AttributeError, match=rf"does not show the '{name}'.*paceline.integrations"):
                 getattr(loader, name)
             assert not hasattr(loader, name)
         assert (loader.dataset, loader.batch_size) == (plain.dataset, 2)

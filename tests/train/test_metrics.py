@@ -658,10 +658,10 @@ def test_torch_is_as_before_after_a_run() -> None:
 # -- other libraries -----------------------------------------------------------------------------------------
 
 
-class Accelerator:
+class Fabric:
     """Stands in for the class of this name, whose method is decorated, too."""
 
-    def log(self, *arguments: Any, **options: Any) -> str:
+    def log_dict(self, *arguments: Any, **options: Any) -> str:
         return f"{len(arguments)} and {sorted(options)}"
 
 
@@ -672,13 +672,13 @@ class LightningModule:
 
 def test_what_other_libraries_log_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind, name in (
-        (Accelerator, "accelerate.accelerator"),
+        (Fabric, "lightning.fabric.fabric"),
         (LightningModule, "lightning.pytorch.core.module"),
     ):
         module = types.ModuleType(name)
         vars(module)[kind.__name__] = kind
         monkeypatch.setitem(sys.modules, name, module)
-    originals = Accelerator.log, LightningModule.log
+    originals = Fabric.log_dict, LightningModule.log
 
     def train() -> None:
         losses = lesson("nothing")
@@ -689,8 +689,8 @@ def test_what_other_libraries_log_is_logged(monkeypatch: pytest.MonkeyPatch) -> 
             7: 1.0,
             "x" * 200: 1.0,
         }
-        assert Accelerator().log(step=3, values=given) == "0 and ['step', 'values']"
-        assert Accelerator().log({"position": 1.0}, 3) == "2 and []"
+        assert Fabric().log_dict(step=3, metrics=given) == "0 and ['metrics', 'step']"
+        assert Fabric().log_dict({"position": 1.0}, 3) == "2 and []"
         LightningModule().log("accuracy", torch.tensor(0.5), prog_bar=True)
 
     history = simulated(train).history
@@ -699,7 +699,7 @@ def test_what_other_libraries_log_is_logged(monkeypatch: pytest.MonkeyPatch) -> 
         "accuracy": (0.5,),
     }
     assert (len(history["loss"].values), history["loss"].guessed) == (1, False)
-    assert (Accelerator.log, LightningModule.log) == originals
+    assert (Fabric.log_dict, LightningModule.log) == originals
 
 
 def test_a_closure_that_returns_a_part_of_the_loss_has_no_loss(guessing: None) -> None:

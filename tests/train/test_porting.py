@@ -32,10 +32,8 @@ PYTHON_BLOCK = re.compile(r"^```python\n# ([^\n:]+)(?::[^\n]*)?\n(.*?)^```$", re
 BLOCKS = dict(PYTHON_BLOCK.findall(PAGE.read_text()))
 
 FRAMEWORKS = {
-    "train_trainer.py": "transformers",
     "train_lightning.py": "lightning",
     "train_fabric.py": "lightning",
-    "train_accelerate.py": "accelerate",
 }
 
 
@@ -125,10 +123,9 @@ def test_a_framework_under_bsp_equals_one_process_on_the_joint_batch(
     weights = run(tmp_path / "two", BLOCKS[name])
     history = read_metrics(tmp_path / "two" / "run")
     loss = history["loss"]
-    assert loss.guessed == (name == "train_trainer.py")  # the Trainer logs a loss only every 500 steps
+    assert not loss.guessed
     assert {point.count for point in loss.points} == {2}
-    assert len(loss.values) == (16 if name == "train_trainer.py" else 48)
-    assert ("train_loss" in history) == (name == "train_trainer.py")
+    assert len(loss.values) == 48
     whole = re.sub(r"batch_size=4", "batch_size=8", BLOCKS[name])
     assert whole != BLOCKS[name]
     expected = run(tmp_path / "one", whole, workers=1)
@@ -253,7 +250,6 @@ plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scal
 
 # Each framework would use float16, with a scaler, only on an accelerator. So these scripts pass it to them.
 PRECISIONS = {
-    ("train_trainer.py", "bfloat16"): [("use_cpu=True", "use_cpu=True, bf16=True")],
     ("train_lightning.py", "bfloat16"): [('accelerator="cpu"', 'accelerator="cpu", precision="bf16-mixed"')],
     ("train_lightning.py", "float16"): [
         ("import torch\n", LIGHTNING_PLUGIN.format("pytorch")),
@@ -263,14 +259,6 @@ PRECISIONS = {
     ("train_fabric.py", "float16"): [
         ("import torch\n", LIGHTNING_PLUGIN.format("fabric")),
         ('accelerator="cpu"', 'accelerator="cpu", plugins=plugin'),
-    ],
-    ("train_accelerate.py", "bfloat16"): [("cpu=True", 'cpu=True, mixed_precision="bf16"')],
-    ("train_accelerate.py", "float16"): [
-        (
-            "accelerator = Accelerator(cpu=True)",
-            "accelerator = Accelerator(cpu=True)\n"
-            'accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)',
-        )
     ],
 }
 

@@ -2,7 +2,7 @@
 
 Each module is imported only by a script that uses the framework. Outside a run, it leaves the script as it is.
 
-Imports from `errors`.
+Imports from `errors`, `train`.
 """
 
 from __future__ import annotations

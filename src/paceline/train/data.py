@@ -424,10 +424,9 @@ class DistributedLoader(Generic[T]):
         if name in UNDIVIDED or (name == "dataset" and isinstance(value, IterableDataset)):
             raise AttributeError(
                 f"A distributed loader does not show the {name!r} of the loader: what is built from it has the data "
-                "of all workers, such as the loader of Accelerate's skip_first_batches(), with which the Trainer "
-                "resumes in mid-epoch. Resume with `paceline run --resume`, or pass ignore_data_skip=True to "
-                "TrainingArguments. To look at the sampler itself, keep the loader from before the call of prepare "
-                "or distribute."
+                "of all workers, such as the loader of Accelerate's skip_first_batches(). Use the Accelerator of "
+                "paceline.integrations.accelerate, or paceline.integrations.transformers.distribute(trainer). To look "
+                "at the sampler itself, keep the loader from before the call of prepare or distribute."
             )
         return value
 

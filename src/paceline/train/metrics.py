@@ -325,7 +325,7 @@ metrics_of = OfSession(lambda session: MetricLog(guess_of(session)))
 """Returns what the script of a session's worker has logged since its last push."""
 
 
-# -- What scripts log with Lightning, Fabric, the Hugging Face Trainer and Accelerate is logged by itself ----
+# -- What scripts log with Lightning and Fabric is logged by itself ------------------------------------------
 #
 # Each of these libraries has one method through which everything passes that a script logs. During a run,
 # this method is wrapped, as soon as a script that has imported the library wraps an optimizer. The method
@@ -354,8 +354,6 @@ ADAPTERS = (
     Adapter("pytorch_lightning.core.module", "LightningModule", "log", ("name", "value")),
     Adapter("lightning.fabric.fabric", "Fabric", "log_dict", ("metrics",)),
     Adapter("lightning_fabric.fabric", "Fabric", "log_dict", ("metrics",)),
-    Adapter("transformers.trainer", "Trainer", "log", ("logs",)),
-    Adapter("accelerate.accelerator", "Accelerator", "log", ("values",)),
 )
 
 _originals: dict[Adapter, tuple[type, Callable[..., Any]]] = {}

@@ -1,0 +1,714 @@
+"""`distribute`, with which the `Trainer` of Hugging Face, and trainers derived from it, train in a run.
+
+    trainer = paceline.integrations.transformers.distribute(Trainer(...))
+    trainer.train()
+
+The trainer becomes an instance of a subclass of its own class, which overrides public methods only. The `Trainer`
+itself sees one process in each worker.
+
+**Epochs.** The loader of a trainer drives a loop over `paceline.epochs`: it advances the loop when the trainer begins a
+pass. So a worker that joins late, or whose run is resumed, gets no batch in the passes that the job has finished, and
+all workers stop together. The loop may ask for one more pass over data that lost workers have returned. This pass
+belongs to the trainer's last one.
+
+**Steps.** `global_step` counts what the job has done, not what the worker has done:
+
+    equal shares       joint batches. A worker has one batch of each dynamic shares     batches of any worker. A
+    worker may use more of them than others, so the trainer is told the length
+                       of the whole epoch, and its pass ends when the job's epoch has ended. The numbers of steps in
+                       `TrainingArguments` still count joint batches: they are multiplied by the number of workers
+
+So a trainer's checkpoint says how far the job was, whichever worker has written it. The schedule follows the job in the
+same unit.
+
+**Weights.** Where the loss is divided by the number of labels, this number is the weight of a push, so the mean of the
+workers' gradients is the gradient of the joint batch.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import math
+import numbers
+import os
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from ..errors import ConfigurationError, UsageError
+from ..train.collectives import barrier, is_main, reduce
+from ..train.data import DistributedLoader, distribute_at
+from ..train.epochs import Epochs, epochs
+from ..train.generator_states import GeneratorStates, generators_lock, loader_seed
+from ..train.metrics import metrics_of
+from ..train.optimizer import DistributedOptimizer
+from ..train.prepare import follow
+from ..train.schedules import JobScheduler
+from ..train.session import Session, came_late, current, resumption_of, worker_count
+from ..train.tracking import track
+from . import require
+
+require("transformers", "4.57", "transformers")
+
+import transformers  # noqa: E402
+from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
+from transformers.trainer_callback import ExportableState, ProgressCallback  # noqa: E402
+from transformers.trainer_utils import has_length  # noqa: E402
+
+from .accelerate import JobAccelerator, apart  # noqa: E402
+
+T = TypeVar("T", bound=transformers.Trainer)
+
+log = logging.getLogger("paceline.integrations.transformers")
+
+SITE = "transformers"
+"""Name of the place at which the training data is distributed. It is the same in all workers."""
+
+MOST_EPOCHS = 10**9
+"""Number of epochs of a trainer whose loader has no length, so that only `max_steps` ends training."""
+
+KINDS = ("logging", "eval", "save")
+"""What a trainer does after a number of steps."""
+
+KEPT = (
+    "epoch",
+    "global_step",
+    "num_input_tokens_seen",
+    "total_flos",
+    "log_history",
+    "best_metric",
+    "best_global_step",
+    "best_model_checkpoint",
+)
+"""Attributes of a `TrainerState` that belong to the job."""
+
+
+def distribute(trainer: T) -> T:
+    """Let a trainer train in a run. Call this before `trainer.train()`, in all workers.
+
+    It works for `Trainer`, trl's `SFTTrainer` and `DPOTrainer`, and classes derived from them. Outside a run, the
+    trainer is returned unchanged.
+
+    In a run, the training data is divided among the workers, and `per_device_train_batch_size` is the batch size of
+    each of them (with `--joint-batch`, of all together). The numbers of steps in `TrainingArguments` count joint
+    batches. Each worker evaluates on the whole set, and its metrics are the means over all workers, so all workers
+    decide alike. The main worker at the time writes the checkpoints, which `resume_from_checkpoint` reads in all
+    workers.
+
+    Args:
+        trainer: the trainer. It is changed in place.
+
+    Returns:
+        The trainer.
+
+    Raises:
+        ConfigurationError: the trainer uses something that does not work in a run; the message says what.
+        UsageError: the trainer is distributed already, or has trained.
+    """
+    session = current()
+    if not isinstance(trainer, transformers.Trainer):
+        raise UsageError(f"distribute() got a {type(trainer).__name__}, expected a transformers.Trainer.")
+    if isinstance(trainer, JobTrainer):
+        raise UsageError("distribute() was called twice for the same trainer. Call this function once.")
+    if session is None:
+        return trainer
+    if trainer.state.max_steps:
+        raise UsageError("distribute() was called after trainer.train(). Call this function before training.")
+    if (reason := reason_against(trainer)) is not None:
+        raise ConfigurationError(reason)
+    job = TrainerJob(trainer, session)
+    _become(trainer, JobTrainer)
+    _become(trainer.accelerator, JobAccelerator)
+    _become(trainer.control, JobControl)
+    trainer.job = job
+    # Right after the callback that sets the flow, so that those of the user have the last word.
+    trainer.callback_handler.callbacks.insert(1, JobCallback(job))
+    return trainer
+
+
+def reason_against(trainer: Any) -> str | None:
+    """Return why a trainer cannot train in a run, with the remedy; None if it can."""
+    args, name = trainer.args, type(trainer).__name__
+    ancestors = {each.__name__ for each in type(trainer).__mro__}
+    if generating := sorted(ancestors & {"GRPOTrainer", "RLOOTrainer"}):
+        return (
+            f"{name} cannot train in a run: {generating[0]} compares the answers to one prompt with one another, and "
+            "the workers of a run would tear such a group apart. Train with SFTTrainer or DPOTrainer, or without "
+            "Paceline."
+        )
+    if trainer.is_fsdp_enabled or args.fsdp:
+        return (
+            f"{name} uses FSDP, which divides the weights among processes of its own. Omit the argument fsdp: "
+            "in a run, each worker has a whole model."
+        )
+    if trainer.is_deepspeed_enabled:
+        return (
+            f"{name} uses DeepSpeed, which exchanges gradients itself. Omit the argument deepspeed: in a run, Paceline "
+            "exchanges them."
+        )
+    if (getattr(trainer.model, "tp_size", None) or 1) > 1 or getattr(args, "parallelism_config", None):
+        return (
+            f"{name} uses tensor parallelism, which divides the model among processes. Load the model without tp_plan, "
+            "and omit parallelism_config: in a run, each worker has a whole model."
+        )
+    if args.n_gpu > 1:
+        return (
+            f"{name} sees {args.n_gpu} GPUs, which it would use in one process. Give each worker one GPU: paceline run "
+            "--devices cuda:0,cuda:1"
+        )
+    if args.auto_find_batch_size:
+        return (
+            f"{name} has auto_find_batch_size=True, which would give the workers different batch sizes. Omit this "
+            "argument, or let faster workers have larger batches with paceline run --batch balanced."
+        )
+    if "8bit" in (optim := str(getattr(args.optim, "value", args.optim))) or "4bit" in optim:
+        return (
+            f"{name} has optim={optim!r}, whose state is rounded, so the servers cannot hold a part of it. Use "
+            "optim='adamw_torch': in a run, the servers hold the state, not the workers' GPUs."
+        )
+    return None
+
+
+def _become(thing: Any, mixin: type) -> None:
+    """Make an object an instance of a subclass of its own class, with the methods of a mixin before its own."""
+    own = type(thing)
+    thing.__class__ = type(own.__name__, (mixin, own), {"__module__": own.__module__})
+
+
+class JobControl:
+    """What is added to the control of a trainer: only the main worker saves."""
+
+    @property
+    def should_save(self) -> bool:
+        """True if the trainer must save now, and this worker is the one that writes."""
+        return bool(self.__dict__.get("should_save")) and is_main()
+
+    @should_save.setter
+    def should_save(self, value: bool) -> None:
+        self.__dict__["should_save"] = value
+
+
+class JobLoader:
+    """The training data of a trainer, whose passes are those of the job. See the description of this module.
+
+    Args:
+        loader: the distributed loader.
+        job: the job of the trainer.
+    """
+
+    def __init__(self, loader: DistributedLoader[Any], job: TrainerJob) -> None:
+        self.loader = loader
+        self._job = job
+        self._epoch = 0
+
+    def __len__(self) -> int:
+        return self.loader.whole_length if self.loader.may_be_dynamic else len(self.loader)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the number of the next pass, as the trainer counts them."""
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._job.make_pass(self._epoch)
+
+    def __getattr__(self, name: str) -> Any:
+        # An attribute of this class can be missing, for example while an instance is copied.
+        if name.startswith("_") or name == "loader":
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.loader, name)
+
+
+class TrainerJob:
+    """What a trainer and the job know of each other.
+
+    Args:
+        trainer: the trainer.
+        session: the session of this worker.
+
+    Attributes:
+        loader: the training data; None before training.
+        optimizer: the distributed optimizer; None before training.
+        steps_per_epoch: number of steps in an epoch, in the unit of `global_step`.
+        epochs: number of epochs that the trainer makes.
+        tokens: number of labels by which the loss of the next step is divided; None if it is not divided so.
+    """
+
+    def __init__(self, trainer: Any, session: Session) -> None:
+        self.trainer = trainer
+        self.session = session
+        self.loader: JobLoader | None = None
+        self.optimizer: DistributedOptimizer | None = None
+        self.steps_per_epoch = self.epochs = 1
+        self.tokens: int | None = None
+        self._trainings = 0  # number of calls of `train`
+        self._losses: list[torch.Tensor] = []  # of the batches since the last step
+        self._logged: list[torch.Tensor] = []  # of the steps since the trainer has logged a loss
+        self._total, self._steps = 0.0, 0  # sum of the losses of all steps of this worker, and their number
+        self._loop: Epochs | None = None
+        self._numbers: Generator[int] | None = None  # what the loop yields
+        self._first = 0  # the trainer's number of the first epoch of the loop
+        self._reached: int | None = None  # the epoch of the job; None if the loop has ended
+        self._epoch = 0  # the epoch of the trainer
+        self._passes_by = False  # True in an epoch of the trainer that the job has finished before
+        self._drew = False  # True if this pass has had a batch
+        self._whole = False  # True if this pass has ended by itself
+        self._stops = False  # True if the trainer was told to stop before this pass
+        self._resumes = False  # True if the trainer goes on from a checkpoint of its own
+        self._skips = False  # True if the first pass then leaves out what was used before the checkpoint
+        self._begin_at = 0  # number of batches that the first pass leaves out
+        self._evaluations = 0  # number of evaluations after a number of steps
+        self._before = 0  # `global_step` before the current step
+        self.loads_best = False
+
+    @property
+    def dynamic(self) -> bool:
+        """True if batches may be handed out as they are used, so that `global_step` counts those of any worker."""
+        return self.loader is not None and self.loader.loader.may_be_dynamic
+
+    @property
+    def unit(self) -> int:
+        """Number of batches in one step of a trainer's arguments: a joint batch consists of one of each worker."""
+        return worker_count() if self.dynamic else 1
+
+    # -- data and epochs ----------------------------------------------------------------------------------
+
+    def divide(self, loader: Any) -> JobLoader:
+        """Divide the training data among the workers."""
+        # Accelerate's own loader loads each batch before it is wanted, and would have to be told of other workers.
+        inner = getattr(loader, "base_dataloader", loader)
+        distributed = distribute_at(SITE, inner)
+        assert isinstance(distributed, DistributedLoader)
+        self.loader = JobLoader(distributed, self)
+        if self.dynamic and not has_length(inner):
+            raise ConfigurationError(
+                "the training data of the trainer has no length, so under a sync model whose workers do not wait, "
+                "nobody knows how far the job has come. Use a dataset with a length, or --sync bsp."
+            )
+        return self.loader
+
+    def make_pass(self, epoch: int) -> Iterator[Any]:
+        """Yield the batches of this worker in an epoch of the trainer; none if the job has finished it before."""
+        assert self.loader is not None
+        self._epoch, self._drew, self._whole = epoch, False, False
+        if self._loop is None:
+            self._begin(epoch)
+        while self._reached is not None and self._reached < epoch:
+            self._advance()
+        self._passes_by = self._reached != epoch
+        while self._reached == epoch:
+            for batch in self.loader.loader:
+                self._drew = True
+                yield batch
+            if epoch + 1 < self.epochs:
+                break  # what follows the pass belongs to this epoch
+            self._advance()  # data of lost workers may be left
+        self._whole = True
+
+    def _begin(self, epoch: int) -> None:
+        assert self.loader is not None
+        session, loader = self.session, self.loader.loader
+        number = self._trainings
+        scheduler = self.trainer.lr_scheduler
+        track(**{f"trainer_{number}": _TrainerStates(self.trainer), f"scheduler_{number}": scheduler})
+        self._first = epoch
+        if epoch and not session.resumed and not came_late(session):
+            loader.set_epoch(epoch)
+        if self._begin_at:
+            loader.begin_at(self._begin_at)
+        if self._resumes and session.worker > 0:
+            # The checkpoint has the random numbers of the worker that has written it. The others have their own.
+            with generators_lock:
+                GeneratorStates.seeded(loader_seed(session, epoch)).give_back()
+        self._loop = epochs(min(self.epochs, MOST_EPOCHS) - epoch)
+        self._numbers = iter(self._loop)
+        self._advance()
+
+    def _advance(self) -> None:
+        assert self._numbers is not None
+        number = next(self._numbers, None)
+        self._reached = None if number is None else number + self._first
+
+    @property
+    def over(self) -> bool:
+        """True if the loop has ended in all workers, or must end."""
+        return self._loop is not None and (self._reached is None or self._loop.over)
+
+    # -- one call of `train` ------------------------------------------------------------------------------
+
+    @contextmanager
+    def training(self, *, resumes: bool) -> Iterator[None]:
+        """Return a context in which the trainer trains.
+
+        Args:
+            resumes: True if it goes on from a checkpoint of its own.
+        """
+        args = self.trainer.args
+        own = args.ignore_data_skip, args.load_best_model_at_end
+        self._resumes, self._skips = resumes, resumes and not args.ignore_data_skip
+        self._trainings += 1
+        self._losses, self._logged, self._total, self._steps = [], [], 0.0, 0
+        self.loads_best = args.load_best_model_at_end
+        args.ignore_data_skip = args.ignore_data_skip or resumes
+        try:
+            yield
+            if self._loop is not None and not self.over:
+                self._loop.stop()
+        finally:
+            args.ignore_data_skip, args.load_best_model_at_end = own
+            if self._numbers is not None:
+                self._numbers.close()
+            self._loop = self._numbers = self._reached = None
+
+    def begin_training(self, state: Any) -> None:
+        """Learn where the trainer begins, and translate its numbers of steps."""
+        args = self.trainer.args
+        for kind in KINDS if self.dynamic else ():
+            if (steps := getattr(args, f"{kind}_steps")) is not None and steps >= 1:
+                setattr(state, f"{kind}_steps", int(steps) * self.unit)
+        self._before = state.global_step
+        self._evaluations = self._due(state)
+        self._begin_at = 0
+        if self._skips:
+            batches = state.global_step % self.steps_per_epoch * args.gradient_accumulation_steps
+            self._begin_at = batches if self.dynamic else batches * worker_count()
+
+    def begin_epoch(self, control: Any) -> None:
+        self.trainer.args.load_best_model_at_end = False  # it is loaded after training, in all workers
+        self._stops = control.should_training_stop
+
+    def add_loss(self, loss: torch.Tensor) -> None:
+        """Record the loss of a batch."""
+        self._losses.append(loss.detach())
+
+    def begin_step(self) -> None:
+        """Say what the next push contains."""
+        loss = torch.stack(self._losses).sum() if self._losses else None
+        self._losses = []
+        if resumption_of(self.session).repeats:
+            return
+        if self.tokens is not None:
+            data = self.session.core.data
+            data.weight, data.used = float(self.tokens), True
+        if loss is not None:
+            self._logged.append(loss)
+            metrics_of(self.session).add(self.session, {"loss": loss})
+
+    def end_step(self, state: Any) -> None:
+        """Set the progress of the job. The trainer adds 1 to it."""
+        self._before = state.global_step
+        state.global_step = max(state.global_step, self._progress() - 1)
+
+    def _progress(self) -> int:
+        """Return the number of steps that the job has begun."""
+        assert self.loader is not None
+        begun: int = self.loader.loader.begun
+        accumulated: int = self.trainer.args.gradient_accumulation_steps
+        batches = begun if self.dynamic else -(-begun // worker_count())
+        return self._epoch * self.steps_per_epoch + -(-batches // accumulated)
+
+    def _due(self, state: Any) -> int:
+        """Return how many evaluations after a number of steps the job should have made."""
+        args = self.trainer.args
+        if args.eval_strategy != "steps" or not state.eval_steps:
+            return 0
+        return int(state.global_step // state.eval_steps) if state.global_step >= args.eval_delay else 0
+
+    def set_flow(self, state: Any, control: Any) -> None:
+        """Decide what the trainer does after a step: `global_step` may have passed a multiple without being one."""
+        args, before, now = self.trainer.args, self._before, state.global_step
+        self.set_main(state)
+        if self.dynamic:
+            for kind, strategy in (("log", args.logging_strategy), ("save", args.save_strategy)):
+                every = state.logging_steps if kind == "log" else state.save_steps
+                if strategy == "steps" and every > 0 and now // every > before // every:
+                    setattr(control, f"should_{kind}", True)
+            if args.eval_strategy == "steps":
+                control.should_evaluate = self._due(state) > self._evaluations
+        if args.max_steps <= 0 and now >= state.max_steps and not self._whole:
+            # The pass ends by itself, when nothing is left of the epoch.
+            control.should_training_stop = False
+
+    def end_epoch(self, state: Any, control: Any) -> None:
+        """Decide what the trainer does after an epoch."""
+        args = self.trainer.args
+        self.set_main(state)
+        if not self._drew:
+            control.should_training_stop = self._stops
+        ended_by_others = self._loop is not None and self._loop.over
+        if self._drew and not ended_by_others:
+            self._step_with_rest()
+        if self._whole:
+            self._before = state.global_step
+            state.global_step = max(state.global_step, (self._epoch + 1) * self.steps_per_epoch)
+            state.epoch = float(self._epoch + 1)
+        if self._passes_by or ended_by_others:
+            control.should_log = control.should_evaluate = control.should_save = False
+            control.should_training_stop = (
+                control.should_training_stop or ended_by_others or self._reached is None
+            )
+            self._evaluations = self._due(state)
+        elif self._whole:
+            self.set_flow(state, control)
+            if self.dynamic and args.save_strategy == "steps" and state.global_step >= state.max_steps:
+                control.should_save = True
+
+    def _step_with_rest(self) -> None:
+        """Make a step with the gradients that are left at the end of an epoch, as a single process does."""
+        trainer = self.trainer
+        if not trainer.accelerator.has_rest:
+            return
+        self.begin_step()
+        trainer.accelerator.step_with_rest()
+        if not self.dynamic and not isinstance(trainer.lr_scheduler, ReduceLROnPlateau):
+            trainer.lr_scheduler.step()
+        trainer.state.global_step += 1
+
+    def set_main(self, state: Any) -> None:
+        """Let the callbacks know whether this worker is the main worker now."""
+        main = is_main()
+        if main and not state.is_world_process_zero:
+            for callback in self.trainer.callback_handler.callbacks:
+                if isinstance(callback, ProgressCallback):
+                    state.is_world_process_zero = True
+                    callback.on_train_begin(self.trainer.args, state, self.trainer.control)
+        state.is_world_process_zero = state.is_local_process_zero = main
+
+    def reduce_metrics(self, metrics: dict[str, Any]) -> None:
+        """Replace the metrics of an evaluation by the means over all workers."""
+        if self._loop is None:
+            return
+        own = {
+            name: float(value)
+            for name, value in metrics.items()
+            if isinstance(value, numbers.Real) and not isinstance(value, bool)
+        }
+        # A worker that has passed several multiples of `eval_steps` at once takes part in each of the evaluations.
+        due = self._due(self.trainer.state)
+        for _ in range(max(due - self._evaluations, 1)):
+            found = reduce(own)
+        metrics.update(found)
+        self._evaluations = max(due, self._evaluations)
+
+    def correct_logs(self, logs: dict[str, Any]) -> None:
+        """Replace the losses that a trainer has divided by steps of the job: this worker has made fewer."""
+        if "loss" in logs and self._logged:
+            total = float(torch.stack(self._logged).sum())
+            logs["loss"] = total / len(self._logged)
+            self._keep_losses()
+        if "train_loss" in logs:
+            self._keep_losses()
+            if self._steps:
+                logs["train_loss"] = self._total / self._steps
+
+    def _keep_losses(self) -> None:
+        self._total += float(torch.stack(self._logged).sum()) if self._logged else 0.0
+        self._steps += len(self._logged)
+        self._logged = []
+
+    def load_best(self) -> None:
+        """Load the best model of all checkpoints into the model of the job."""
+        state, model, main = self.trainer.state, self.trainer.model, is_main()
+        step = state.best_global_step if main else None
+        barrier()  # the main worker has written the checkpoint
+        found = reduce({"step": float(step or 0), "known": float(bool(step))}, "sum")
+        if not found["known"]:
+            return
+        folder = f"checkpoint-{round(found['step'] / found['known'])}"
+        path = os.path.join(self.trainer.args.output_dir, folder)
+        assert self.optimizer is not None
+        with self.optimizer.editing():
+            if os.path.isdir(path):
+                _load(model, path)
+                state.best_model_checkpoint = path
+            else:
+                log.warning("The best checkpoint %s is not visible to this worker.", path)
+
+
+def _load(model: Any, path: str) -> None:
+    """Load the weights of a checkpoint of a trainer into its model."""
+    if hasattr(model, "load_adapter") and hasattr(model, "active_adapter"):
+        training = model.training
+        model.load_adapter(path, model.active_adapter)
+        model.train(training)
+    elif isinstance(model, transformers.PreTrainedModel):
+        model.load_state_dict(type(model).from_pretrained(path).state_dict(), strict=False)
+    else:
+        from safetensors.torch import load_file
+
+        model.load_state_dict(load_file(os.path.join(path, "model.safetensors")), strict=False)
+
+
+class _TrainerStates:
+    """What a trainer holds that belongs to the job: its `TrainerState`, and the states of its callbacks."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, str]:
+        trainer = self._trainer
+        kept = {name: value for name, value in asdict(trainer.state).items() if name in KEPT}
+        callbacks = [each.state() for each in self._callbacks()]
+        return {"trainer": json.dumps({"state": kept, "callbacks": callbacks})}
+
+    def load_state_dict(self, state: dict[str, str]) -> None:
+        held = json.loads(state["trainer"])
+        for name, value in held["state"].items():
+            setattr(self._trainer.state, name, value)
+        for callback, known in zip(self._callbacks(), held["callbacks"], strict=False):
+            for name, value in known["attributes"].items():
+                setattr(callback, name, value)
+
+    def _callbacks(self) -> list[Any]:
+        return [
+            each for each in self._trainer.callback_handler.callbacks if isinstance(each, ExportableState)
+        ]
+
+
+class JobCallback(transformers.TrainerCallback):
+    """Tells the job of a trainer what the trainer does."""
+
+    def __init__(self, job: TrainerJob) -> None:
+        self._job = job
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **options: Any) -> None:
+        self._job.begin_training(state)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **options: Any) -> None:
+        self._job.begin_epoch(control)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **options: Any) -> None:
+        self._job.begin_step()
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **options: Any) -> None:
+        self._job.end_step(state)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **options: Any) -> None:
+        self._job.set_flow(state, control)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **options: Any) -> None:
+        self._job.end_epoch(state, control)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **options: Any) -> None:
+        if logs and is_main():  # the loss of each step is logged by all workers
+            session = self._job.session
+            metrics_of(session).add_legal(
+                session, {key: logs[key] for key in logs if key not in ("loss", "epoch")}
+            )
+
+
+class JobTrainer:
+    """What is added to the class of a trainer. It overrides public methods only.
+
+    Attributes:
+        job: what the trainer and the job know of each other.
+    """
+
+    job: TrainerJob
+
+    def get_train_dataloader(self) -> Any:
+        trainer: Any = self
+        config = trainer.accelerator.dataloader_config
+        if config.data_seed is None:
+            # Otherwise, it would be the seed of torch's generator, which differs between the workers.
+            config.data_seed = trainer.args.seed
+        return self.job.divide(super().get_train_dataloader())  # type: ignore[misc]
+
+    def create_optimizer(self, *arguments: Any, **options: Any) -> Any:
+        trainer: Any = self
+        optimizer = super().create_optimizer(*arguments, **options)  # type: ignore[misc]
+        if not isinstance(optimizer, DistributedOptimizer | AcceleratedOptimizer):
+            optimizer = trainer.optimizer = DistributedOptimizer(optimizer, model=trainer.model)
+        if isinstance(optimizer, DistributedOptimizer):
+            self.job.optimizer = optimizer
+        return optimizer
+
+    def create_scheduler(self, num_training_steps: int, *arguments: Any, **options: Any) -> Any:
+        trainer: Any = self
+        args, own = trainer.args, trainer.args.warmup_steps
+        if own >= 1:
+            args.warmup_steps = own * self.job.unit
+        try:
+            scheduler = super().create_scheduler(num_training_steps, *arguments, **options)  # type: ignore[misc]
+        finally:
+            args.warmup_steps = own
+        # Schedules that depend on a metric are stepped after an evaluation, and are told apart by their classes.
+        by_metric = isinstance(scheduler, ReduceLROnPlateau) or type(scheduler).__name__ == "GreedyLR"
+        if not by_metric and not isinstance(scheduler, JobScheduler) and self.job.optimizer is not None:
+            loader = self.job.loader.loader if self.job.loader is not None and self.job.dynamic else None
+            length = None if loader is None else loader.whole_length
+            trainer.lr_scheduler = follow(scheduler, self.job.optimizer, loader, length)
+        return trainer.lr_scheduler
+
+    def set_initial_training_values(self, args: Any, dataloader: Any, *arguments: Any) -> Any:
+        if args.max_steps > 0 and self.job.unit > 1:
+            args = copy.copy(args)
+            args.max_steps *= self.job.unit
+        values = super().set_initial_training_values(args, dataloader, *arguments)  # type: ignore[misc]
+        self.job.epochs, self.job.steps_per_epoch = values[:2]
+        return values
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, *arguments: Any) -> Any:
+        batches, items = super().get_batch_samples(epoch_iterator, num_batches, *arguments)  # type: ignore[misc]
+        if batches:
+            self.job.tokens = None if items is None else int(items)
+        # A batch without labels has no weight. Its loss must still be a number.
+        return batches, 1 if items is not None and not self.job.tokens else items
+
+    def training_step(self, *arguments: Any, **options: Any) -> Any:
+        loss = super().training_step(*arguments, **options)  # type: ignore[misc]
+        self.job.add_loss(loss)
+        return loss
+
+    def evaluation_loop(self, *arguments: Any, **options: Any) -> Any:
+        output = super().evaluation_loop(*arguments, **options)  # type: ignore[misc]
+        if output.metrics:
+            self.job.reduce_metrics(output.metrics)
+        return output
+
+    def log(self, logs: dict[str, Any], *arguments: Any, **options: Any) -> None:
+        self.job.correct_logs(logs)
+        super().log(logs, *arguments, **options)  # type: ignore[misc]
+
+    def train(self, resume_from_checkpoint: Any = None, *arguments: Any, **options: Any) -> Any:
+        trainer: Any = self
+        resumes = resume_from_checkpoint not in (None, False)
+        with self.job.training(resumes=resumes):
+            output = super().train(resume_from_checkpoint, *arguments, **options)  # type: ignore[misc]
+        if self.job.loads_best:
+            self.job.load_best()
+        loss = output.metrics.get("train_loss", math.nan)
+        return output._replace(global_step=trainer.state.global_step, training_loss=loss)
+
+    def is_world_process_zero(self) -> bool:
+        """True in the worker that writes for all. See `paceline.is_main`."""
+        return is_main()
+
+    def is_local_process_zero(self) -> bool:
+        """True in the worker that writes for all. See `paceline.is_main`."""
+        return is_main()
+
+    def save_model(self, *arguments: Any, **options: Any) -> None:
+        trainer: Any = self
+        if not is_main():
+            return
+        with apart(trainer.model):
+            super().save_model(*arguments, **options)  # type: ignore[misc]
+
+    def push_to_hub(self, *arguments: Any, **options: Any) -> Any:
+        return super().push_to_hub(*arguments, **options) if is_main() else None  # type: ignore[misc]
+
+    def create_model_card(self, *arguments: Any, **options: Any) -> None:
+        if is_main():
+            super().create_model_card(*arguments, **options)  # type: ignore[misc]
+
+    def hyperparameter_search(self, *arguments: Any, **options: Any) -> Any:
+        raise UsageError(
+            "hyperparameter_search() was called in a run: it trains many models one after another, each with other "
+            "settings. Start one run for each of them, for example by paceline study."
+        )

@@ -1,0 +1,151 @@
+"""Scripts for Hugging Face Accelerate in runs: equal to one process, with shares that follow the workers' speeds."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from paceline.trace.run_dir import read_metrics
+from tests.integrations.test_transformers import EXAMPLES, alone, require_equal, summary, used
+from tests.train.test_porting import require, run
+
+pytestmark = pytest.mark.processes
+
+SCRIPT = (EXAMPLES / "accelerate_loop.py").read_text()
+
+
+@pytest.fixture(autouse=True)
+def installed() -> None:
+    require("accelerate")
+
+
+def log_of(folder: Path, worker: int = 0) -> str:
+    return (folder / "run" / f"worker-{worker}.log").read_text()
+
+
+def test_bsp_is_one_process_on_the_joint_batch(mark: str, tmp_path: Path) -> None:
+    """The script accumulates, clips, and has a schedule that ends with training."""
+    # One process on the joint batch has half as many steps, and the rate after each step of the job.
+    rates = "LinearLR(optimizer, 1.0, 0.1, total_iters=3 * len(loader) // 2)"
+    assert rates in SCRIPT
+    script = (
+        SCRIPT.replace("shuffle=True", "shuffle=False") + 'print("rate", optimizer.param_groups[0]["lr"])\n'
+    )
+    weights = run(tmp_path / "two", script)
+    alone(tmp_path / "one", script.replace("batch_size=8", "batch_size=16"))
+    expected = load_file(tmp_path / "one" / "state" / "model.safetensors")
+    require_equal(weights, expected)
+    require_equal(load_file(tmp_path / "two" / "state" / "model.safetensors"), expected)
+    assert used(tmp_path / "two") == 3 * 512
+    logs = [log_of(tmp_path / "two", worker) for worker in (0, 1)]
+    assert "rate 0.02" in logs[0]
+    assert logs[0].count("accuracy") == 3
+    assert logs[1].count("accuracy") == 0
+    accuracy = read_metrics(tmp_path / "two" / "run")["accuracy"]
+    assert sum(point.count for point in accuracy.points) == 6  # each worker logs once in each epoch
+
+
+@pytest.mark.parametrize("steps", [2, 3])
+def test_a_faster_worker_uses_more_batches_and_no_gradient_is_left(
+    steps: int, mark: str, tmp_path: Path
+) -> None:
+    script = SCRIPT.replace("accumulation_steps=2", f"accumulation_steps={steps}")
+    script += 'print("rest", accelerator.has_rest, accelerator.sync_gradients)\n'
+    run(tmp_path / "run", script, "--sync", "asp", "--pace", ".01,.03")
+    assert used(tmp_path / "run") == 3 * 512
+    found = summary(tmp_path / "run")["worker_samples"]
+    assert found["0"] > 1.5 * found["1"]
+    for worker in (0, 1):
+        assert "rest False True" in log_of(tmp_path / "run", worker)
+
+
+def test_mixed_precision_equals_one_process(mark: str, tmp_path: Path) -> None:
+    half = SCRIPT.replace("shuffle=True", "shuffle=False").replace(
+        "accumulation_steps=2)", 'accumulation_steps=2, mixed_precision="bf16")'
+    )
+    scaled = SCRIPT.replace("shuffle=True", "shuffle=False").replace(
+        "accumulation_steps=2)\n",
+        'accumulation_steps=2)\naccelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)\n',
+    )
+    for name, script, error in (("bf16", half, 0.05), ("fp16", scaled, 1e-3)):
+        weights = run(tmp_path / name, script)
+        # Without a run, Accelerate would clip scaled gradients, because the script sets the scaler by itself.
+        expected = run(tmp_path / f"{name}-one", script.replace("batch_size=8", "batch_size=16"), workers=1)
+        for key, tensor in expected.items():
+            assert (weights[key] - tensor).norm() <= error * tensor.norm(), name
+
+
+CALLS = """
+import torch
+
+import paceline
+from paceline.integrations.accelerate import Accelerator
+
+accelerator = Accelerator()
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = torch.utils.data.TensorDataset(torch.ones(16, 1))
+loader = torch.utils.data.DataLoader(data, 2)
+try:
+    accelerator.prepare(model, optimizer, loader)
+except paceline.errors.UsageError as error:
+    print("refused:", error)
+model, optimizer, loader = accelerator.prepare(model, optimizer, train=loader)
+whole = accelerator.prepare(torch.utils.data.DataLoader(data, 4))
+print("whole", sum(len(x) for (x,) in whole))
+for (x,) in accelerator.skip_first_batches(loader, 1):
+    optimizer.zero_grad()
+    accelerator.backward(model(x).mean())
+    optimizer.step()
+own = torch.tensor([1.0 + paceline.worker_index()])
+print("gathered", accelerator.gather(own).tolist(), accelerator.gather_for_metrics(own).tolist())
+print("reduced", accelerator.reduce(own).item(), accelerator.reduce({"a": own}, "mean")["a"].item())
+accelerator.wait_for_everyone()
+print("main", accelerator.is_main_process)
+"""
+
+
+def test_calls_of_all_workers_and_a_loader_without_a_name(mark: str, tmp_path: Path) -> None:
+    run(tmp_path / "run", CALLS)
+    for worker, main in ((0, "True"), (1, "False")):
+        log = log_of(tmp_path / "run", worker)
+        assert re.search(r"refused: .*no loader by the name train.*Write prepare", log)
+        assert "whole 16" in log
+        assert f"gathered [1.0, 2.0] [{worker + 1}.0]" in log
+        assert "reduced 3.0 1.5" in log
+        assert f"main {main}" in log
+    assert used(tmp_path / "run") == 12
+
+
+def test_a_state_that_was_saved_is_loaded_by_all_workers(mark: str, tmp_path: Path) -> None:
+    script = SCRIPT.replace("shuffle=True", "shuffle=False").replace(
+        "paceline.epochs(3)", "paceline.epochs(1)"
+    )
+    first = run(tmp_path / "run", script)
+    (tmp_path / "run" / "run").rename(tmp_path / "run" / "first")
+    loading = script.replace(
+        "validation = accelerator.prepare(validation)",
+        """validation = accelerator.prepare(validation)
+accelerator.load_state("state")
+print("loaded", float(model[0].weight.detach().norm()), optimizer.param_groups[0]["lr"])""",
+    )
+    second = run(tmp_path / "run", loading)
+    norm = float(first["0.weight"].norm())
+    for worker in (0, 1):
+        [line] = [each for each in log_of(tmp_path / "run", worker).splitlines() if each.startswith("loaded")]
+        assert float(line.split()[1]) == pytest.approx(norm)
+        assert float(line.split()[2]) < 0.2  # the schedule goes on
+    assert not torch.equal(first["0.weight"], second["0.weight"])
+
+
+def test_outside_a_run_it_is_the_class_of_accelerate(mark: str, tmp_path: Path) -> None:
+    own = SCRIPT.replace("from paceline.integrations.accelerate import", "from accelerate import")
+    own = own.replace("scheduler, train=loader", "scheduler, loader")
+    printed = [alone(tmp_path / "ours", SCRIPT), alone(tmp_path / "theirs", own)]
+    assert printed[0] == printed[1]
+    states = [load_file(tmp_path / each / "state" / "model.safetensors") for each in ("ours", "theirs")]
+    require_equal(states[0], states[1])

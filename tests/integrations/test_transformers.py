@@ -1,0 +1,527 @@
+"""The Trainer of Hugging Face and trl's trainers in runs: equal to one process, resumed, and with lost workers."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from paceline.checkpoints.manifest import numbers_in
+from paceline.trace.run_dir import read_metrics
+from tests.support import live
+from tests.support.live import await_that, of_the_run
+from tests.train.test_porting import output, require, run, start
+
+pytestmark = pytest.mark.processes
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "frameworks"
+
+OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    require("transformers")
+    for name, value in OFFLINE.items():
+        monkeypatch.setenv(name, value)
+
+
+def example(name: str, **replaced: str) -> str:
+    """Return an example, with other values of some arguments."""
+    return with_arguments((EXAMPLES / f"{name}.py").read_text(), **replaced)
+
+
+def with_arguments(script: str, **replaced: str) -> str:
+    """Return a script with other values of some keyword arguments, each of which is on a line of its own."""
+    for argument, value in replaced.items():
+        lines = [line for line in script.splitlines() if line.strip().startswith(f"{argument}=")]
+        assert len(lines) == 1, argument
+        indent = lines[0][: len(lines[0]) - len(lines[0].lstrip())]
+        script = script.replace(lines[0], f"{indent}{argument}={value},")
+    return script
+
+
+def alone(folder: Path, script: str) -> str:
+    """Run a script without Paceline's launcher, in one process. Return what it has printed."""
+    process = start(folder, script)
+    printed = output(process)
+    assert process.returncode == 0, printed
+    return printed
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "run" / "summary.json").read_text())
+    return found
+
+
+def used(folder: Path) -> int:
+    samples: dict[str, int] = summary(folder)["ledger"]["samples"]
+    assert not samples["returned"]
+    return samples["used"]
+
+
+def require_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+SENTENCES = """
+import torch
+from torch.utils.data import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, TrainerCallback
+
+from paceline.integrations.transformers import distribute
+
+
+class Sentences(Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        generator = torch.Generator().manual_seed(index)
+        length = int(torch.randint(2, 24, (), generator=generator))
+        return torch.randint(1, 40, (length,), generator=generator)
+
+
+def collate(sentences):
+    ids = torch.nn.utils.rnn.pad_sequence(sentences, batch_first=True)
+    return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": ids.masked_fill(ids == 0, -100)}
+
+
+torch.manual_seed(0)
+model = LlamaForCausalLM(LlamaConfig(
+    vocab_size=40, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, pad_token_id=0,
+))
+arguments = TrainingArguments(
+    "checkpoints",
+    per_device_train_batch_size=4,
+    gradient_accumulation_steps=2,
+    num_train_epochs=2,
+    learning_rate=0.5,
+    optim="sgd",
+    warmup_steps=2,
+    max_grad_norm=0.5,
+    save_strategy="no",
+    report_to=[],
+    disable_tqdm=True,
+)
+trainer = Trainer(model, arguments, train_dataset=Sentences(), data_collator=collate)
+distribute(trainer)
+trainer.train()
+trainer.save_model("trained")
+print("steps", trainer.state.global_step, "rate", trainer.lr_scheduler.get_last_lr()[0])
+"""
+
+
+def saved(folder: Path, name: str = "trained") -> dict[str, torch.Tensor]:
+    return load_file(folder / name / "model.safetensors")
+
+
+def test_bsp_with_sentences_of_different_lengths_is_one_process_on_the_joint_batch(
+    mark: str, tmp_path: Path
+) -> None:
+    run(tmp_path / "two", SENTENCES)
+    printed = alone(tmp_path / "one", with_arguments(SENTENCES, per_device_train_batch_size="8"))
+    require_equal(saved(tmp_path / "two"), saved(tmp_path / "one"))
+    log = (tmp_path / "two" / "run" / "worker-0.log").read_text()
+    steps = [line for line in printed.splitlines() if line.startswith("steps")]
+    assert steps == ["steps 8 rate 0.0"]
+    assert steps[0] in log
+    assert used(tmp_path / "two") == 128
+    loss = read_metrics(tmp_path / "two" / "run")["loss"]
+    assert not loss.guessed
+    assert len(loss.values) == 8
+
+
+def test_without_weights_the_update_would_be_another_one(mark: str, tmp_path: Path) -> None:
+    """Shows that the test above would notice if pushes were weighted by their samples."""
+    forget = "type(trainer.job).tokens = property(lambda self: None, lambda self, value: None)\n"
+    unweighted = SENTENCES.replace("distribute(trainer)\n", f"distribute(trainer)\n{forget}", 1)
+    run(tmp_path / "two", unweighted)
+    alone(tmp_path / "one", with_arguments(SENTENCES, per_device_train_batch_size="8"))
+    found, expected = saved(tmp_path / "two"), saved(tmp_path / "one")
+    assert max(float((found[name] - expected[name]).abs().max()) for name in expected) > 1e-3
+
+
+def test_a_trainer_that_validates_and_stops_early_is_one_process_on_the_joint_batch(
+    mark: str, tmp_path: Path
+) -> None:
+    """A validation loss that should rise never does, so training stops after three of eight epochs."""
+    script = example(
+        "trainer",
+        num_train_epochs="8",
+        learning_rate='0.3,\n    optim="sgd"',
+        metric_for_best_model='"eval_loss",\n    greater_is_better=True',
+    )
+    # In float64, because rounding is visible after a hundred steps with a large learning rate.
+    script = script.replace("arguments = ", "model.double()\narguments = ")
+    weights = run(tmp_path / "two", script)
+    alone(tmp_path / "one", with_arguments(script, per_device_train_batch_size="16"))
+    require_equal(saved(tmp_path / "two"), saved(tmp_path / "one"))
+    states = [newest_state(tmp_path / each) for each in ("two", "one")]
+    assert [(each["global_step"], each["best_global_step"]) for each in states] == [(96, 32)] * 2
+    losses = [
+        [entry["eval_loss"] for entry in state["log_history"] if "eval_loss" in entry] for state in states
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    # The best model is loaded into the job, so it is what the run saves.
+    best = load_file(tmp_path / "two" / "checkpoints" / "checkpoint-32" / "model.safetensors")
+    require_equal(saved(tmp_path / "two"), best)
+    require_equal({name: weights[name] for name in best}, best)
+
+
+def newest_state(folder: Path) -> dict[str, Any]:
+    """Return the state of a trainer in its newest checkpoint."""
+    newest = max((folder / "checkpoints").glob("checkpoint-*"), key=lambda each: int(each.name.split("-")[1]))
+    found: dict[str, Any] = json.loads((newest / "trainer_state.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("sync", ["asp", "elastic-bsp"])
+def test_a_faster_worker_uses_more_batches_and_all_of_them_count(
+    sync: str, mark: str, tmp_path: Path
+) -> None:
+    script = example("trainer", num_train_epochs="3") + (
+        'print("ended", trainer.state.global_step, trainer.state.epoch, trainer.lr_scheduler.get_last_lr()[0])\n'
+    )
+    run(tmp_path / "run", script, "--sync", sync, "--pace", ".02,.06")
+    found = summary(tmp_path / "run")
+    assert used(tmp_path / "run") == 3 * 512
+    fast, slow = (found["worker_samples"][worker] for worker in ("0", "1"))
+    assert fast > 1.5 * slow
+    for worker in (0, 1):
+        log = (tmp_path / "run" / "run" / f"worker-{worker}.log").read_text()
+        assert "ended 192 3.0 0.0" in log
+    assert newest_state(tmp_path / "run")["global_step"] == 192
+    history = read_metrics(tmp_path / "run" / "run")
+    assert sum(point.count for point in history["loss"].points) == 192
+    assert sum(point.count for point in history["eval_loss"].points) == 3
+
+
+def test_numbers_of_steps_count_joint_batches_under_every_model(mark: str, tmp_path: Path) -> None:
+    script = example(
+        "trainer",
+        max_grad_norm="1.0,\n    max_steps=40,\n    eval_steps=10,\n    save_steps=20",
+        eval_strategy='"steps"',
+        save_strategy='"steps"',
+    )
+    for sync in ("bsp", "asp"):
+        run(tmp_path / sync, script, "--sync", sync)
+        assert used(tmp_path / sync) == pytest.approx(40 * 16, abs=16)
+        history = read_metrics(tmp_path / sync / "run")
+        assert sum(point.count for point in history["eval_loss"].points) == 4
+        folders = sorted(each.name for each in (tmp_path / sync / "checkpoints").iterdir())
+        assert len(folders) == 2
+
+
+def test_a_trainer_goes_on_from_its_own_checkpoint_in_mid_epoch(mark: str, tmp_path: Path) -> None:
+    script = example(
+        "trainer",
+        num_train_epochs="2",
+        learning_rate='0.1,\n    optim="sgd"',
+        save_strategy='"steps",\n    save_steps=13',
+        load_best_model_at_end="False",
+        save_total_limit="None",
+    )
+    run(tmp_path / "run", script)
+    expected = saved(tmp_path / "run")
+    (tmp_path / "run" / "run").rename(tmp_path / "run" / "first")
+    resumed = script.replace(
+        "trainer.train()", 'trainer.train(resume_from_checkpoint="checkpoints/checkpoint-13")'
+    )
+    run(tmp_path / "run", resumed)
+    require_equal(saved(tmp_path / "run"), expected)
+    samples = summary(tmp_path / "run")["ledger"]["samples"]
+    assert samples["used"] == 2 * 512 - 13 * 16
+    assert read_metrics(tmp_path / "run" / "run")["loss"].values[-1] < 1.0
+
+
+def await_checkpoint(folder: Path, least: int) -> None:
+    def there() -> bool:
+        place = folder / "run" / "checkpoints"
+        return place.is_dir() and numbers_in(of_the_run(place))[-1:] >= [least]
+
+    await_that(there, "a checkpoint is whole")
+
+
+COUNTED = """
+import os
+from transformers import TrainerCallback
+
+class Said(TrainerCallback):
+    def on_step_end(self, args, state, control, **options):
+        with open(f"steps-{os.environ['ATTEMPT']}.txt", "a") as file:
+            file.write(f"{state.epoch:.3f} {state.global_step}\\n")
+
+trainer.add_callback(Said())
+trainer.train()
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks for processes in /proc")
+@pytest.mark.parametrize("sync", ["bsp", "asp"])
+def test_a_killed_run_goes_on_in_its_second_epoch(sync: str, mark: str, tmp_path: Path) -> None:
+    script = example("trainer", num_train_epochs="3").replace("trainer.train()\n", COUNTED)
+    undisturbed = run(tmp_path / "undisturbed", script, "--sync", sync, ATTEMPT="0")
+    folder = tmp_path / "run"
+    options = (
+        "--workers",
+        "2",
+        "--servers",
+        "1",
+        "--sync",
+        sync,
+        "--run-dir",
+        "run",
+        "--checkpoint-every",
+        "0.3",
+    )
+    process = start(folder, script, "-m", "paceline", "run", *options, "--pace", ".05,.05", ATTEMPT="1")
+    steps = folder / "steps-1.txt"
+
+    def in_the_second_epoch() -> bool:
+        return steps.exists() and any(float(line.split()[0]) > 1.1 for line in steps.read_text().splitlines())
+
+    await_that(in_the_second_epoch, "the second epoch has begun")
+    newest = numbers_in(of_the_run(folder / "run" / "checkpoints"))[-1]
+    await_checkpoint(folder, newest + 1)
+    live.kill_all(mark)
+    output(process)
+    process = start(folder, script, "-m", "paceline", "run", "--resume", "run", "--trust", ATTEMPT="2")
+    printed = output(process)
+    assert process.returncode == 0, printed
+    first, *_, last = (folder / "steps-2.txt").read_text().splitlines()
+    assert 1.0 < float(first.split()[0]) < 3.0
+    assert last.split()[1] == str(96 if sync == "bsp" else 192)
+    samples = summary(folder)["ledger"]["samples"]
+    assert samples["used"] == 3 * 512
+    if sync == "bsp":
+        require_equal(load_file(folder / "run" / "weights.safetensors"), undisturbed)
+
+
+@pytest.mark.parametrize("sync", ["bsp", "asp"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_lost_worker_does_not_end_training_or_checkpoints(
+    sync: str, victim: int, mark: str, tmp_path: Path
+) -> None:
+    dies = f"""
+import signal
+
+import paceline
+
+
+class Dies(TrainerCallback):
+    def on_step_end(self, args, state, control, **options):
+        if paceline.worker_index() == {victim} and state.epoch > 1.3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+trainer.add_callback(Dies())
+trainer.train()
+"""
+    script = example("trainer", num_train_epochs="4").replace(
+        "trainer.train()\n", COUNTED.replace("trainer.train()\n", dies)
+    )
+    run(tmp_path / "run", script, "--sync", sync, workers=3, ATTEMPT="0")
+    found = summary(tmp_path / "run")
+    assert len(found["lost_workers"]) == 1
+    state = newest_state(tmp_path / "run")
+    assert state["epoch"] == 4.0
+    assert (tmp_path / "run" / "trained" / "model.safetensors").exists()
+
+
+def test_sft_with_lora_is_one_process_on_the_joint_batch(mark: str, tmp_path: Path) -> None:
+    require("trl")
+    script = example("sft_lora", num_train_epochs="1", learning_rate='0.1,\n        optim="sgd"')
+    run(tmp_path / "two", script)
+    alone(tmp_path / "one", with_arguments(script, per_device_train_batch_size="8"))
+    adapters = [
+        load_file(tmp_path / each / "adapters" / "adapter_model.safetensors") for each in ("two", "one")
+    ]
+    require_equal(*adapters)
+    assert used(tmp_path / "two") == 384
+    assert "mean_token_accuracy" in read_metrics(tmp_path / "two" / "run")
+
+
+DPO = """
+from trl import DPOConfig, DPOTrainer
+
+pairs = Dataset.from_dict({
+    "prompt": [sentence(choose) + " " for _ in range(64)],
+    "chosen": [sentence(choose) for _ in range(64)],
+    "rejected": [sentence(choose) for _ in range(64)],
+})
+trainer = DPOTrainer(
+    model,
+    args=DPOConfig(
+        "checkpoints",
+        per_device_train_batch_size=4,
+        num_train_epochs=1,
+        learning_rate=0.05,
+        optim="sgd",
+        max_length=64,
+        save_strategy="no",
+        gradient_checkpointing=False,
+        bf16=False,
+        report_to=[],
+    ),
+    train_dataset=pairs,
+    processing_class=tokenizer,
+    peft_config=LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"),
+)
+distribute(trainer)
+trainer.train()
+trainer.save_model("adapters")
+"""
+
+
+def test_dpo_is_one_process_on_the_joint_batch(mark: str, tmp_path: Path) -> None:
+    require("trl")
+    script = (EXAMPLES / "sft_lora.py").read_text().partition("trainer = SFTTrainer(")[0] + DPO
+    run(tmp_path / "two", script)
+    alone(tmp_path / "one", with_arguments(script, per_device_train_batch_size="8"))
+    adapters = [
+        load_file(tmp_path / each / "adapters" / "adapter_model.safetensors") for each in ("two", "one")
+    ]
+    require_equal(*adapters)
+
+
+def test_bfloat16_equals_one_process(mark: str, tmp_path: Path) -> None:
+    script = example(
+        "trainer",
+        num_train_epochs="1",
+        learning_rate='0.1,\n    optim="sgd",\n    bf16=True,\n    use_cpu=True',
+    )
+    run(tmp_path / "two", script)
+    alone(tmp_path / "one", with_arguments(script, per_device_train_batch_size="16"))
+    for name, tensor in saved(tmp_path / "one").items():
+        torch.testing.assert_close(saved(tmp_path / "two")[name], tensor, rtol=0.02, atol=0.002)
+
+
+OWN_SUBCLASS = """
+class Own(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, **options):
+        outputs = model(**inputs)
+        return (2 * outputs.loss, outputs) if return_outputs else 2 * outputs.loss
+
+
+class Plain(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(50, 8)
+        self.head = torch.nn.Linear(8, 2)
+
+    def forward(self, input_ids, labels):
+        logits = self.head(self.embedding(input_ids).mean(1))
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+"""
+
+
+def test_a_subclass_with_a_model_of_its_own_saves_all_weights(mark: str, tmp_path: Path) -> None:
+    script = example(
+        "trainer",
+        num_train_epochs="1",
+        learning_rate='0.1,\n    optim="sgd"',
+        load_best_model_at_end="True",
+    )
+    script = script.replace("arguments = ", f"{OWN_SUBCLASS}model = Plain()\narguments = ")
+    script = script.replace("trainer = Trainer(", "trainer = Own(").replace(
+        "return 2 * outputs", 'return 2 * outputs["loss"]'
+    )
+    script = script.replace("2 * outputs.loss", '2 * outputs["loss"]')
+    weights = run(tmp_path / "two", script)
+    alone(tmp_path / "one", with_arguments(script, per_device_train_batch_size="16"))
+    require_equal(saved(tmp_path / "two"), saved(tmp_path / "one"))
+    require_equal(weights, saved(tmp_path / "two"))
+
+
+REFUSED = """
+import types
+
+import paceline
+from paceline.integrations.transformers import reason_against
+
+args = dict(fsdp=[], n_gpu=1, auto_find_batch_size=False, optim="adamw_torch", parallelism_config=None)
+
+
+def reason(kind="Trainer", bases=(object,), model=None, is_fsdp_enabled=False, is_deepspeed_enabled=False, **changed):
+    trainer = type(kind, bases, {})()
+    trainer.args = types.SimpleNamespace(**{**args, **changed})
+    trainer.model = model
+    trainer.is_fsdp_enabled, trainer.is_deepspeed_enabled = is_fsdp_enabled, is_deepspeed_enabled
+    return reason_against(trainer)
+
+
+assert reason() is None
+print("grpo:", reason("GRPOTrainer"))
+print("own grpo:", reason("Own", (type("RLOOTrainer", (), {}),)))
+print("fsdp:", reason(fsdp=["full_shard"]))
+print("deepspeed:", reason(is_deepspeed_enabled=True))
+print("tensors:", reason(model=types.SimpleNamespace(tp_size=2)))
+print("gpus:", reason(n_gpu=2))
+print("sizes:", reason(auto_find_batch_size=True))
+print("bits:", reason(optim="adamw_bnb_8bit"))
+"""
+
+REMEDIES = {
+    "grpo": "Train with SFTTrainer or DPOTrainer",
+    "own grpo": "Own cannot train in a run: RLOOTrainer compares",
+    "fsdp": "Omit the argument fsdp",
+    "deepspeed": "Omit the argument deepspeed",
+    "tensors": "Load the model without tp_plan",
+    "gpus": "--devices cuda:0,cuda:1",
+    "sizes": "Omit this argument",
+    "bits": "optim='adamw_torch'",
+}
+
+
+def test_what_does_not_work_is_refused_with_the_remedy(mark: str, tmp_path: Path) -> None:
+    printed = alone(tmp_path / "refused", REFUSED)
+    lines = dict(line.split(":", 1) for line in printed.splitlines() if ":" in line)
+    assert REMEDIES.keys() <= lines.keys()
+    for name, remedy in REMEDIES.items():
+        assert remedy in lines[name]
+
+
+MISUSED = """
+from paceline.errors import UsageError
+
+
+def refused(call, *arguments):
+    try:
+        call(*arguments)
+    except UsageError as error:
+        print("refused:", error)
+
+
+refused(distribute, trainer)
+refused(distribute, model)
+refused(trainer.hyperparameter_search)
+"""
+
+
+def test_a_trainer_is_distributed_once_and_before_training(mark: str, tmp_path: Path) -> None:
+    script = example("trainer", num_train_epochs="1").replace(
+        "trainer.train()\n", MISUSED + "trainer.train()\n"
+    )
+    late = "data = Sentences(8, seed=1)\nother = Trainer(model, arguments, train_dataset=data, eval_dataset=data)\n"
+    run(
+        tmp_path / "run",
+        f"{script}{late}other.state.max_steps = 1  # as after training\nrefused(distribute, other)\n",
+    )
+    log = (tmp_path / "run" / "run" / "worker-0.log").read_text()
+    refusals = [line for line in log.splitlines() if line.startswith("refused")]
+    assert len(refusals) == 4
+    for line, text in zip(
+        refusals,
+        ("called twice", "expected a transformers.Trainer", "study", "Call this function before"),
+        strict=True,
+    ):
+        assert text in line
