@@ -181,7 +181,7 @@ def test_benchmarks_import_only_the_quoted_numbers_from_reproductions() -> None:
 
 MOST = Structure(
     modules=224,
-    nodes=335_613,
+    nodes=335_730,
     names_over_borders=4_166,
     edges=1_627,
     with_one_importer=35,

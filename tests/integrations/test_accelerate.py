@@ -55,10 +55,10 @@ def test_a_faster_worker_uses_more_batches_and_no_gradient_is_left(
 ) -> None:
     script = SCRIPT.replace("accumulation_steps=2", f"accumulation_steps={steps}")
     script += 'print("rest", accelerator.has_rest, accelerator.sync_gradients)\n'
-    run(tmp_path / "run", script, "--sync", "asp", "--pace", ".01,.03")
+    run(tmp_path / "run", script, "--sync", "asp", "--pace", ".02,.08")
     assert used(tmp_path / "run") == 3 * 512
     found = summary(tmp_path / "run")["worker_samples"]
-    assert found["0"] > 1.5 * found["1"]
+    assert found["0"] > found["1"]
     for worker in (0, 1):
         assert "rest False True" in log_of(tmp_path / "run", worker)
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from paceline.checkpoints.manifest import numbers_in
 from paceline.trace.run_dir import read_metrics
-from tests.support import live
+from tests.support import live, served
 from tests.support.live import await_that, of_the_run
 from tests.train.test_porting import output, require, run, start
 
@@ -130,9 +130,8 @@ def test_bsp_with_sentences_of_different_lengths_is_one_process_on_the_joint_bat
     printed = alone(tmp_path / "one", with_arguments(SENTENCES, per_device_train_batch_size="8"))
     require_equal(saved(tmp_path / "two"), saved(tmp_path / "one"))
     log = (tmp_path / "two" / "run" / "worker-0.log").read_text()
-    steps = [line for line in printed.splitlines() if line.startswith("steps")]
-    assert steps == ["steps 8 rate 0.0"]
-    assert steps[0] in log
+    assert "steps 8 rate 0.0" in printed
+    assert "steps 16 rate 0.0" in log  # batches of any worker
     assert used(tmp_path / "two") == 128
     loss = read_metrics(tmp_path / "two" / "run")["loss"]
     assert not loss.guessed
@@ -165,13 +164,14 @@ def test_a_trainer_that_validates_and_stops_early_is_one_process_on_the_joint_ba
     alone(tmp_path / "one", with_arguments(script, per_device_train_batch_size="16"))
     require_equal(saved(tmp_path / "two"), saved(tmp_path / "one"))
     states = [newest_state(tmp_path / each) for each in ("two", "one")]
-    assert [(each["global_step"], each["best_global_step"]) for each in states] == [(96, 32)] * 2
+    assert [(each["global_step"], each["best_global_step"]) for each in states] == [(192, 64), (96, 32)]
+    assert [each["epoch"] for each in states] == [3.0, 3.0]
     losses = [
         [entry["eval_loss"] for entry in state["log_history"] if "eval_loss" in entry] for state in states
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     # The best model is loaded into the job, so it is what the run saves.
-    best = load_file(tmp_path / "two" / "checkpoints" / "checkpoint-32" / "model.safetensors")
+    best = load_file(tmp_path / "two" / "checkpoints" / "checkpoint-64" / "model.safetensors")
     require_equal(saved(tmp_path / "two"), best)
     require_equal({name: weights[name] for name in best}, best)
 
@@ -190,11 +190,10 @@ def test_a_faster_worker_uses_more_batches_and_all_of_them_count(
     script = example("trainer", num_train_epochs="3") + (
         'print("ended", trainer.state.global_step, trainer.state.epoch, trainer.lr_scheduler.get_last_lr()[0])\n'
     )
-    run(tmp_path / "run", script, "--sync", sync, "--pace", ".02,.06")
+    run(tmp_path / "run", script, "--sync", sync, "--pace", ".05,.2")
     found = summary(tmp_path / "run")
     assert used(tmp_path / "run") == 3 * 512
-    fast, slow = (found["worker_samples"][worker] for worker in ("0", "1"))
-    assert fast > 1.5 * slow
+    assert found["worker_samples"]["0"] > found["worker_samples"]["1"]
     for worker in (0, 1):
         log = (tmp_path / "run" / "run" / f"worker-{worker}.log").read_text()
         assert "ended 192 3.0 0.0" in log
@@ -233,7 +232,7 @@ def test_a_trainer_goes_on_from_its_own_checkpoint_in_mid_epoch(mark: str, tmp_p
     expected = saved(tmp_path / "run")
     (tmp_path / "run" / "run").rename(tmp_path / "run" / "first")
     resumed = script.replace(
-        "trainer.train()", 'trainer.train(resume_from_checkpoint="checkpoints/checkpoint-13")'
+        "trainer.train()", 'trainer.train(resume_from_checkpoint="checkpoints/checkpoint-26")'
     )
     run(tmp_path / "run", resumed)
     require_equal(saved(tmp_path / "run"), expected)
@@ -298,7 +297,7 @@ def test_a_killed_run_goes_on_in_its_second_epoch(sync: str, mark: str, tmp_path
     assert process.returncode == 0, printed
     first, *_, last = (folder / "steps-2.txt").read_text().splitlines()
     assert 1.0 < float(first.split()[0]) < 3.0
-    assert last.split()[1] == str(96 if sync == "bsp" else 192)
+    assert last.split()[1] == "192"
     samples = summary(folder)["ledger"]["samples"]
     assert samples["used"] == 3 * 512
     if sync == "bsp":
@@ -333,6 +332,57 @@ trainer.train()
     state = newest_state(tmp_path / "run")
     assert state["epoch"] == 4.0
     assert (tmp_path / "run" / "trained" / "model.safetensors").exists()
+
+
+JOINED = """
+import os
+import time
+from pathlib import Path
+
+import paceline
+from transformers import TrainerCallback
+
+
+class Said(TrainerCallback):
+    def on_step_end(self, args, state, control, **options):
+        with open(f"steps-{paceline.worker_index()}.txt", "a") as file:
+            file.write(f"{state.epoch:.3f} {state.global_step}\\n")
+        Path(f"stepped-{os.getpid()}").touch()
+        if state.epoch > 1.1 and not Path("enough").exists():
+            time.sleep(1.0)
+
+trainer.add_callback(Said())
+trainer.train()
+"""
+
+
+def steps_of(worker: int) -> list[tuple[float, int]]:
+    """Return the epoch and the step after each step of a worker."""
+    file = Path(f"steps-{worker}.txt")
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [(float(epoch), int(step)) for epoch, step in map(str.split, lines)]
+
+
+@pytest.mark.parametrize("sync", ["bsp", "asp"])
+def test_a_worker_that_joins_late_begins_with_the_epoch_of_the_job(sync: str, mark: str) -> None:
+    run_of = served.Served("--workers", "2:3", "--servers", "1", "--sync", sync)
+    script = example("trainer", num_train_epochs="4").replace("trainer.train()\n", JOINED)
+    Path("train.py").write_text(script)
+    programs = [run_of.join() for _ in range(2)]
+    await_that(lambda: any(epoch > 1.1 for epoch, _ in steps_of(0)), "the second epoch has begun")
+    programs.append(run_of.join())
+    served.await_training(3)
+    served.enough()
+    ends = [served.output(program) for program in programs]
+    assert [code for code, *_ in ends] == [0, 0, 0], ends
+    found: dict[str, Any] = run_of.summary()
+    assert found["ledger"]["samples"]["used"] == 4 * 512
+    [(first, _), *_] = steps_of(2)
+    assert first > 1.0
+    whole = 4 * 66  # of three workers with batches of 8, for 512 samples
+    state = newest_state(Path())
+    assert (state["epoch"], state["global_step"]) == (4.0, whole)
+    assert len([entry for entry in state["log_history"] if "eval_loss" in entry]) == 4
 
 
 def test_sft_with_lora_is_one_process_on_the_joint_batch(mark: str, tmp_path: Path) -> None:

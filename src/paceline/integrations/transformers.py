@@ -11,15 +11,12 @@ pass. So a worker that joins late, or whose run is resumed, gets no batch in the
 all workers stop together. The loop may ask for one more pass over data that lost workers have returned. This pass
 belongs to the trainer's last one.
 
-**Steps.** `global_step` counts what the job has done, not what the worker has done:
-
-    equal shares       joint batches. A worker has one batch of each dynamic shares     batches of any worker. A
-    worker may use more of them than others, so the trainer is told the length
-                       of the whole epoch, and its pass ends when the job's epoch has ended. The numbers of steps in
-                       `TrainingArguments` still count joint batches: they are multiplied by the number of workers
-
-So a trainer's checkpoint says how far the job was, whichever worker has written it. The schedule follows the job in the
-same unit.
+**Steps.** `global_step` counts what the job has done, in batches of any worker. Under models whose workers do
+not wait, a worker may use more batches than others; and if a worker is lost, the others have larger shares. So
+the trainer is told the length of the whole epoch, and its pass ends when the job's epoch has ended. The numbers
+of steps in `TrainingArguments` count joint batches, which consist of one batch of each worker: they are
+multiplied by the number of workers. A schedule counts joint batches where all shares are equal, so that it is
+that of one process on the joint batch, and otherwise batches of any worker.
 
 **Weights.** Where the loss is divided by the number of labels, this number is the weight of a push, so the mean of the
 workers' gradients is the gradient of the joint batch.
@@ -69,9 +66,6 @@ log = logging.getLogger("paceline.integrations.transformers")
 
 SITE = "transformers"
 """Name of the place at which the training data is distributed. It is the same in all workers."""
-
-MOST_EPOCHS = 10**9
-"""Number of epochs of a trainer whose loader has no length, so that only `max_steps` ends training."""
 
 KINDS = ("logging", "eval", "save")
 """What a trainer does after a number of steps."""
@@ -208,7 +202,7 @@ class JobLoader:
         self._epoch = 0
 
     def __len__(self) -> int:
-        return self.loader.whole_length if self.loader.may_be_dynamic else len(self.loader)
+        return self.loader.whole_length
 
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next pass, as the trainer counts them."""
@@ -268,13 +262,23 @@ class TrainerJob:
 
     @property
     def dynamic(self) -> bool:
-        """True if batches may be handed out as they are used, so that `global_step` counts those of any worker."""
+        """True if batches may be handed out as they are used."""
         return self.loader is not None and self.loader.loader.may_be_dynamic
 
-    @property
-    def unit(self) -> int:
-        """Number of batches in one step of a trainer's arguments: a joint batch consists of one of each worker."""
-        return worker_count() if self.dynamic else 1
+    def schedule_length(self, num_training_steps: int) -> int:
+        """Return the number of steps of the schedule.
+
+        Args:
+            num_training_steps: number of steps in the unit of `global_step`.
+        """
+        assert self.loader is not None
+        args = self.trainer.args
+        if self.dynamic:
+            return num_training_steps
+        if (steps := int(args.max_steps)) > 0:
+            return steps
+        steps_per_epoch: int = -(-len(self.loader.loader) // args.gradient_accumulation_steps)
+        return math.ceil(float(args.num_train_epochs) * steps_per_epoch)
 
     # -- data and epochs ----------------------------------------------------------------------------------
 
@@ -285,10 +289,10 @@ class TrainerJob:
         distributed = distribute_at(SITE, inner)
         assert isinstance(distributed, DistributedLoader)
         self.loader = JobLoader(distributed, self)
-        if self.dynamic and not has_length(inner):
+        if not has_length(inner):
             raise ConfigurationError(
-                "the training data of the trainer has no length, so under a sync model whose workers do not wait, "
-                "nobody knows how far the job has come. Use a dataset with a length, or --sync bsp."
+                "the training data of the trainer has no length, so nobody knows how far the job has come. Use a "
+                "dataset with a length."
             )
         return self.loader
 
@@ -325,7 +329,7 @@ class TrainerJob:
             # The checkpoint has the random numbers of the worker that has written it. The others have their own.
             with generators_lock:
                 GeneratorStates.seeded(loader_seed(session, epoch)).give_back()
-        self._loop = epochs(min(self.epochs, MOST_EPOCHS) - epoch)
+        self._loop = epochs(self.epochs - epoch)
         self._numbers = iter(self._loop)
         self._advance()
 
@@ -368,15 +372,14 @@ class TrainerJob:
     def begin_training(self, state: Any) -> None:
         """Learn where the trainer begins, and translate its numbers of steps."""
         args = self.trainer.args
-        for kind in KINDS if self.dynamic else ():
+        for kind in KINDS:
             if (steps := getattr(args, f"{kind}_steps")) is not None and steps >= 1:
-                setattr(state, f"{kind}_steps", int(steps) * self.unit)
+                setattr(state, f"{kind}_steps", int(steps) * worker_count())
         self._before = state.global_step
         self._evaluations = self._due(state)
         self._begin_at = 0
         if self._skips:
-            batches = state.global_step % self.steps_per_epoch * args.gradient_accumulation_steps
-            self._begin_at = batches if self.dynamic else batches * worker_count()
+            self._begin_at = state.global_step % self.steps_per_epoch * args.gradient_accumulation_steps
 
     def begin_epoch(self, control: Any) -> None:
         self.trainer.args.load_best_model_at_end = False  # it is loaded after training, in all workers
@@ -407,29 +410,28 @@ class TrainerJob:
     def _progress(self) -> int:
         """Return the number of steps that the job has begun."""
         assert self.loader is not None
-        begun: int = self.loader.loader.begun
         accumulated: int = self.trainer.args.gradient_accumulation_steps
-        batches = begun if self.dynamic else -(-begun // worker_count())
-        return self._epoch * self.steps_per_epoch + -(-batches // accumulated)
+        return self._epoch * self.steps_per_epoch + -(-self.loader.loader.begun // accumulated)
 
     def _due(self, state: Any) -> int:
         """Return how many evaluations after a number of steps the job should have made."""
         args = self.trainer.args
         if args.eval_strategy != "steps" or not state.eval_steps:
             return 0
-        return int(state.global_step // state.eval_steps) if state.global_step >= args.eval_delay else 0
+        begins = state.global_step >= args.eval_delay * worker_count()
+        return int(state.global_step // state.eval_steps) if begins else 0
 
     def set_flow(self, state: Any, control: Any) -> None:
         """Decide what the trainer does after a step: `global_step` may have passed a multiple without being one."""
         args, before, now = self.trainer.args, self._before, state.global_step
         self.set_main(state)
-        if self.dynamic:
-            for kind, strategy in (("log", args.logging_strategy), ("save", args.save_strategy)):
-                every = state.logging_steps if kind == "log" else state.save_steps
-                if strategy == "steps" and every > 0 and now // every > before // every:
-                    setattr(control, f"should_{kind}", True)
-            if args.eval_strategy == "steps":
-                control.should_evaluate = self._due(state) > self._evaluations
+        state.epoch = min(now / self.steps_per_epoch, self._epoch + 1.0)
+        for kind, strategy in (("log", args.logging_strategy), ("save", args.save_strategy)):
+            every = state.logging_steps if kind == "log" else state.save_steps
+            if strategy == "steps" and every > 0 and now // every > before // every:
+                setattr(control, f"should_{kind}", True)
+        if args.eval_strategy == "steps":
+            control.should_evaluate = self._due(state) > self._evaluations
         if args.max_steps <= 0 and now >= state.max_steps and not self._whole:
             # The pass ends by itself, when nothing is left of the epoch.
             control.should_training_stop = False
@@ -446,7 +448,7 @@ class TrainerJob:
         if self._whole:
             self._before = state.global_step
             state.global_step = max(state.global_step, (self._epoch + 1) * self.steps_per_epoch)
-            state.epoch = float(self._epoch + 1)
+            state.epoch = self._epoch + 1.0
         if self._passes_by or ended_by_others:
             control.should_log = control.should_evaluate = control.should_save = False
             control.should_training_stop = (
@@ -455,7 +457,7 @@ class TrainerJob:
             self._evaluations = self._due(state)
         elif self._whole:
             self.set_flow(state, control)
-            if self.dynamic and args.save_strategy == "steps" and state.global_step >= state.max_steps:
+            if args.save_strategy == "steps" and state.global_step >= state.max_steps:
                 control.should_save = True
 
     def _step_with_rest(self) -> None:
@@ -465,7 +467,7 @@ class TrainerJob:
             return
         self.begin_step()
         trainer.accelerator.step_with_rest()
-        if not self.dynamic and not isinstance(trainer.lr_scheduler, ReduceLROnPlateau):
+        if not isinstance(trainer.lr_scheduler, ReduceLROnPlateau):
             trainer.lr_scheduler.step()
         trainer.state.global_step += 1
 
@@ -630,25 +632,28 @@ class JobTrainer:
 
     def create_scheduler(self, num_training_steps: int, *arguments: Any, **options: Any) -> Any:
         trainer: Any = self
-        args, own = trainer.args, trainer.args.warmup_steps
-        if own >= 1:
-            args.warmup_steps = own * self.job.unit
+        job, args, own = self.job, trainer.args, trainer.args.warmup_steps
+        if own >= 1 and job.dynamic:
+            args.warmup_steps = own * worker_count()
         try:
-            scheduler = super().create_scheduler(num_training_steps, *arguments, **options)  # type: ignore[misc]
+            steps = job.schedule_length(num_training_steps)
+            scheduler = super().create_scheduler(steps, *arguments, **options)  # type: ignore[misc]
         finally:
             args.warmup_steps = own
         # Schedules that depend on a metric are stepped after an evaluation, and are told apart by their classes.
         by_metric = isinstance(scheduler, ReduceLROnPlateau) or type(scheduler).__name__ == "GreedyLR"
-        if not by_metric and not isinstance(scheduler, JobScheduler) and self.job.optimizer is not None:
-            loader = self.job.loader.loader if self.job.loader is not None and self.job.dynamic else None
-            length = None if loader is None else loader.whole_length
-            trainer.lr_scheduler = follow(scheduler, self.job.optimizer, loader, length)
+        if not by_metric and not isinstance(scheduler, JobScheduler):
+            assert job.optimizer is not None
+            assert job.loader is not None
+            loader = job.loader.loader
+            length = loader.whole_length if job.dynamic else len(loader)
+            trainer.lr_scheduler = follow(scheduler, job.optimizer, loader, length, joint=not job.dynamic)
         return trainer.lr_scheduler
 
     def set_initial_training_values(self, args: Any, dataloader: Any, *arguments: Any) -> Any:
-        if args.max_steps > 0 and self.job.unit > 1:
+        if args.max_steps > 0:
             args = copy.copy(args)
-            args.max_steps *= self.job.unit
+            args.max_steps *= worker_count()
         values = super().set_initial_training_values(args, dataloader, *arguments)  # type: ignore[misc]
         self.job.epochs, self.job.steps_per_epoch = values[:2]
         return values

@@ -516,6 +516,7 @@ class SourcePart:
         self.expected: int | None = None
         self._fresh = True  # True until the script has made a pass, or has got a batch
         self._skips = 0  # number of positions at the beginning of the next pass that are left out
+        self._skipped = 0  # number of joint batches at the beginning of this pass that were left out
         self.is_finished = False  # True if a resumed script passes through an epoch that was finished before
         self._in_rest = session.resumed > 0  # True until the first batch of a resumed run shows what is left
         self._source = source
@@ -558,15 +559,26 @@ class SourcePart:
 
     def begun(self, position: Position) -> int:
         """See `DistributedLoader.begun`."""
-        if position.epoch < self._epoch or self.size is None:
+        if not position.passes or position.epoch < self._epoch or self.size is None:
             return 0
-        return min(-(-position.end * self._session.workers // self.joint), self.whole_length)
+        workers, whole = self._session.workers, self.whole_length
+        if position.dynamic:
+            return min(-(-position.end * workers // self.joint), whole)
+        # With equal shares, all workers must know the same, and have drawn the same part of their shares.
+        drawn, left, before = position.drawn_in_pass, self.left, (self.before + self._skipped) * workers
+        if left is None or position.end == sys.maxsize:
+            return min(position.joint_batches * workers, whole)
+        return before + -(-(whole - before) * drawn // (drawn + left)) if drawn else before
 
     @property
     def left(self) -> int | None:
         """See `DistributedLoader.left`."""
-        to_take = self._session.core.data.to_take(self.number)
-        return None if to_take is None else to_take + sum(each is not None for each in self.taken)
+        to_take = self._session.core.data.to_take(self.number) if self._epoch >= 0 else None
+        return (
+            None
+            if to_take is None
+            else to_take + sum(each is not None and not each.skipped for each in self.taken)
+        )
 
     def skip_batches(self, batches: int) -> int:
         """Leave out batches at the beginning of the next pass. Return their number of joint batches."""
@@ -591,6 +603,7 @@ class SourcePart:
         self.taken.clear()
         self.expected = None
         skips, self._skips = self._skips, 0
+        self._skipped = skips // self.joint
         again = session.core.data.again and self._stream.epoch >= 0
         self._epoch = self._stream.epoch = epoch = self.next_epoch
         if not again:

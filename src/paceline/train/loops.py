@@ -93,6 +93,7 @@ class Position:
 
     Attributes:
         drawn: number of batches that the script of this worker has drawn.
+        drawn_in_pass: number of those that it has drawn in the current pass.
         epoch: the epoch whose batches the job is handing out, as far as the drawn batches show.
         joint_batches: number of joint batches of this epoch that the job has begun, as far as the drawn batches show.
         end: the position up to which the job has begun this epoch, as far as the drawn batches show.
@@ -105,7 +106,7 @@ class Position:
 
     def __init__(self, joint: int, name: str) -> None:
         self.name = name
-        self.drawn = self.epoch = self.joint_batches = self.end = self.skipped = 0
+        self.drawn = self.drawn_in_pass = self.epoch = self.joint_batches = self.end = self.skipped = 0
         self.passes: list[int] = []
         self.in_pass = False
         self.dynamic = False
@@ -126,6 +127,7 @@ class Position:
             dynamic: True if the data of the pass is handed out dynamically.
         """
         self.passes.append(epoch)
+        self.drawn_in_pass = 0
         number = len(self.passes)
         self.in_pass, self.dynamic = True, dynamic
         _positions[session] = ref(self)
@@ -139,6 +141,7 @@ class Position:
     def draw(self, batch: Batch) -> None:
         """Record that the script has drawn a batch."""
         self.drawn += 1
+        self.drawn_in_pass += 1
         # A batch that was returned by a lost worker may precede the others, and may even belong to an earlier epoch.
         self._reach(batch.epoch, batch.start // self._joint + 1, batch.start + batch.size)
 
