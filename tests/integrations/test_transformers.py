@@ -129,6 +129,9 @@ def test_bsp_with_sentences_of_different_lengths_is_one_process_on_the_joint_bat
     run(tmp_path / "two", SENTENCES)
     printed = alone(tmp_path / "one", with_arguments(SENTENCES, per_device_train_batch_size="8"))
     require_equal(saved(tmp_path / "two"), saved(tmp_path / "one"))
+    # With a joint batch, the workers divide the batch of the script.
+    run(tmp_path / "joint", with_arguments(SENTENCES, per_device_train_batch_size="8"), "--joint-batch")
+    require_equal(saved(tmp_path / "joint"), saved(tmp_path / "one"))
     log = (tmp_path / "two" / "run" / "worker-0.log").read_text()
     assert "steps 8 rate 0.0" in printed
     assert "steps 16 rate 0.0" in log  # batches of any worker

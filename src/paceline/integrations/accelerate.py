@@ -48,8 +48,8 @@ SITE = "accelerate"
 def apart(model: nn.Module) -> Iterator[None]:
     """Return a context in which the `state_dict()` of a model has tensors in memory of their own.
 
-    In a run, all parameters are views of one vector. Those who write safetensors take such tensors for shared ones, and
-    leave them out or refuse them. Tensors that are tied in the model remain tied.
+    In a run, all parameters are views of one vector. What writes safetensors takes such tensors for tied ones, and
+    leaves them out or refuses them. Tensors that are tied in the model remain tied.
     """
     if current() is None:
         yield
@@ -179,8 +179,8 @@ class Accelerator(JobAccelerator):
     The loader with the training data is given to `prepare` by the name `train`, and is divided among the workers.
     All other loaders are not: each worker evaluates on the whole set, and `gather_for_metrics` returns what it is
     given. `gather`, `reduce` and `wait_for_everyone` involve all workers, which must make the same calls in the
-    same order (see `paceline.barrier`). Whoever is the main worker at the time writes: checkpoints, trackers, and
-    what `print` prints.
+    same order (see `paceline.barrier`). The main worker at the time writes: checkpoints, what the trackers
+    log, and what `print` prints.
 
     Raises:
         UsageError: `prepare` is given an optimizer and loaders, none of them by the name `train`.

@@ -291,8 +291,8 @@ class TrainerJob:
         self.loader = JobLoader(distributed, self)
         if not has_length(inner):
             raise ConfigurationError(
-                "the training data of the trainer has no length, so nobody knows how far the job has come. Use a "
-                "dataset with a length."
+                "the training data of the trainer has no length, so the number of its steps that the job has made is "
+                "not known. Use a dataset with a length."
             )
         return self.loader
 
