@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from statistics import median, quantiles
 
 import msgspec
@@ -212,7 +212,13 @@ class Comparison(msgspec.Struct, frozen=True):
         axes.legend(frameon=True, fontsize=7.5)
 
 
-def compare(runs: Sequence[TrainingRun], rates: Sequence[float], options: Options, tell: Tell) -> Comparison:
+def compare(
+    runs: Sequence[TrainingRun],
+    rates: Sequence[float],
+    options: Options,
+    tell: Tell,
+    at_one_rate: Collection[str] = (),
+) -> Comparison:
     """Execute runs at their common learning rate, at other rates, and at the best rate of each label.
 
     If a label's best rate is the smallest or the largest one, half or twice this rate is tried, too, and so on. The
@@ -223,12 +229,13 @@ def compare(runs: Sequence[TrainingRun], rates: Sequence[float], options: Option
         rates: other learning rates to try.
         options: whether other rates are tried at all.
         tell: progress callback.
+        at_one_rate: labels for which no other rate is tried.
     """
     rate = runs[0].learning_rate
     first = sorted({rate, *rates}) if options.sweeps else [rate]
     most = len(first) + WIDENED * options.sweeps
     by_rate: dict[str, dict[float, list[TrainingOutcome]]] = {run.label: {} for run in runs}
-    wanted = dict.fromkeys(by_rate, tuple(first))
+    wanted = {label: (rate,) if label in at_one_rate else tuple(first) for label in by_rate}
     done = 0.0
     while wanted:
         tried = [
@@ -246,7 +253,7 @@ def compare(runs: Sequence[TrainingRun], rates: Sequence[float], options: Option
         wanted = {
             label: beyond
             for label, found in by_rate.items()
-            if len(found) < most and (beyond := _beyond(found))
+            if label not in at_one_rate and len(found) < most and (beyond := _beyond(found))
         }
     best = {label: _best_rate(found) for label, found in by_rate.items()}
     if not options.sweeps:  # nothing was chosen
@@ -260,7 +267,7 @@ def compare(runs: Sequence[TrainingRun], rates: Sequence[float], options: Option
         lambda what, part: tell(f"{what} at its best rate", 0.7 + 0.3 * part),
     )
     in_order = {label: dict(sorted(found.items())) for label, found in by_rate.items()}
-    at_an_end = [label for label, found in by_rate.items() if _beyond(found)]
+    at_an_end = [label for label, found in by_rate.items() if label not in at_one_rate and _beyond(found)]
     return Comparison(rate, in_order, best, at_best, at_an_end)
 
 

@@ -87,6 +87,11 @@ class AccuracyFigure(msgspec.Struct, frozen=True, kw_only=True):
         """Label -> sync model."""
         return {**OTHERS, **{f"ElasticBSP({r})": f"elastic-bsp:lookahead={r}" for r in self.lookaheads}}
 
+    @property
+    def at_one_rate(self) -> list[str]:
+        """Labels that are trained only at the common rate: all R but the one that the paper recommends, if many."""
+        return [f"ElasticBSP({r})" for r in self.lookaheads[1:] if self.lookaheads == LARGE_LOOKAHEADS]
+
 
 OTHERS = {
     "BSP": "bsp",
@@ -223,7 +228,7 @@ def runs_of(figure: AccuracyFigure, options: Options) -> list[TrainingRun]:
 def make(figure: AccuracyFigure, options: Options, tell: TellShare) -> Made:
     """Compare the models' accuracy over time at a common rate and, on the digits, at the best rate for each model."""
     runs = runs_of(figure, options)
-    found = compare(runs, figure.rates, options, tell)
+    found = compare(runs, figure.rates, options, tell, figure.at_one_rate)
     ends = medians(found.common, lambda o: o.time_s)
     finals = [medians(outcomes, lambda o: o.values[-1]) for outcomes in found.panels.values()]
     planning_ms = {
@@ -248,6 +253,7 @@ def make(figure: AccuracyFigure, options: Options, tell: TellShare) -> Made:
     gains = found.gains(first, "BSP")
     notes = [
         *found.notes(),
+        *["Of the values of R, only the first is tried at other rates."] * bool(figure.at_one_rate),
         *(
             f"The final accuracy of {first} differs from that of BSP by {gain} percentage points ({gain.how})."
             for gain in gains
