@@ -233,6 +233,10 @@ class DistributedLoader(Generic[T]):
 
     Attributes:
         position: how far the script has progressed through the data.
+        knows_end: True if each batch must tell whether it is the last one of its pass. The next batch is then loaded
+            before the script gets the present one, and a pass without a batch for this worker yields the first batch
+            of its epoch, in which steps do nothing. May be set before a pass.
+        is_last: True if the batch that the script has got last is the last one of its pass. Only if `knows_end`.
     """
 
     def __init__(self, source: DataSource, session: Session, division: Division, site: str) -> None:
@@ -245,6 +249,7 @@ class DistributedLoader(Generic[T]):
         self._generator = torch.Generator() if session.worker > 0 else None
         self._loaded: Iterable[T] = source.load(self._part, self._generator)
         self.position = Position(self._part.joint, stream.name)
+        self.is_last = False
         # least number of pushes that the script has made for a batch; 0 if it accumulates gradients
         self._pushes: int | None = None
 
@@ -287,6 +292,14 @@ class DistributedLoader(Generic[T]):
         """True if the batch size of the script's loader is that of the joint batch. See `distribute`."""
         return self._part.divides
 
+    @property
+    def knows_end(self) -> bool:
+        return self._part.never_empty
+
+    @knows_end.setter
+    def knows_end(self, knows_end: bool) -> None:
+        self._part.never_empty = knows_end
+
     def __iter__(self) -> Iterator[T]:
         times = _PassTimes(self._session)
         try:
@@ -311,9 +324,10 @@ class DistributedLoader(Generic[T]):
             drawn = 0
             batches = iter(self._loaded)  # a `DataLoader` draws the seed of its processes here
             restore(self._session, place, self._go_on)
+            ahead: list[Any] = []  # the next batch, or END, if it is loaded already
             while True:
                 give_state = at_boundary(self._session, place, self._content)
-                if (loaded := next(batches, END)) is END:
+                if (loaded := ahead.pop() if ahead else next(batches, END)) is END:
                     break
                 if loop is not None and loop.over:
                     return
@@ -322,6 +336,7 @@ class DistributedLoader(Generic[T]):
                 taken = part.taken.popleft()
                 assert taken is not None
                 if taken.batch is None:
+                    self.is_last = True
                     times.draw()
                     with repeated(self._session, self._go_on):
                         yield cast(T, loaded)
@@ -336,6 +351,9 @@ class DistributedLoader(Generic[T]):
                 for bar in bars:
                     begun = max(self.position.joint_batches - part.before, 1)
                     bar.total = expected_batches(drawn, begun, len(part))
+                if self.knows_end:
+                    ahead.append(next(batches, END))
+                    self.is_last = ahead[0] is END
                 before = self._session.core.iteration
                 times.draw()
                 yield cast(T, loaded)
@@ -505,6 +523,7 @@ class SourcePart:
             this worker has no part.
         resumed: how far an earlier run has come with the items of one epoch; None if this is not known.
         expected: number of batches of the last pass that has begun; None if it is that of a whole epoch, or unknown.
+        never_empty: True if a pass without a batch yields the first batch of its epoch, as a repeated one.
     """
 
     def __init__(self, source: DataSource, session: Session, stream: DataStream, division: Division) -> None:
@@ -514,6 +533,7 @@ class SourcePart:
         self.taken: deque[Taken | None] = deque()
         self.resumed: Mapping[str, Any] | None = None
         self.expected: int | None = None
+        self.never_empty = False
         self._fresh = True  # True until the script has made a pass, or has got a batch
         self._skips = 0  # number of positions at the beginning of the next pass that are left out
         self._skipped = 0  # number of joint batches at the beginning of this pass that were left out
@@ -616,6 +636,7 @@ class SourcePart:
             session.exchange(lambda: session.core.data.begin(self.number, self._stream.name, epoch, whole))
             # A script may divide by the length. So if nothing is left of an epoch, it is the length of a whole epoch.
             self.expected = session.core.data.to_take(self.number) or None
+        is_empty = True
         while (batch := self._take()) is not None:
             if self._epoch != epoch:
                 raise UsageError(
@@ -635,10 +656,10 @@ class SourcePart:
                 if self.expected is None and source.size is not None and batch.epoch == epoch:
                     self.expected = self._rounds(source.size - batch.start)
             if items:
-                self._fresh = False
+                self._fresh = is_empty = False
                 self.taken.append(Taken(batch, len(items), source.samples(items)))
                 yield items
-        if self._fresh and self._is_repeatable:
+        if is_empty and (self.never_empty or self._fresh) and self._is_repeatable:
             items = self._order(epoch).items(0, source.batch)
             self.taken.append(Taken(None, len(items), source.samples(items)))
             self.expected = 1
@@ -647,15 +668,17 @@ class SourcePart:
 
     @property
     def _is_repeatable(self) -> bool:
-        """True if the script of a resumed run gets a batch again when nothing is left of the epoch in progress."""
+        """True if the script gets the first batch of an epoch again, of which nothing is left.
+
+        Unless no pass may be empty, this is so in a resumed run, in the epoch that is in progress.
+        """
         session, source = self._session, self._source
-        return bool(
+        in_progress = bool(
             session.resumed
             and (active_loop(session) is not None or self.is_finished)
-            and not source.once
-            and source.stateful is None
             and resumption_of(session).begun
         )
+        return (self.never_empty or in_progress) and not source.once and source.stateful is None
 
     @property
     def divides(self) -> bool:

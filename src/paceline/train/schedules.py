@@ -33,7 +33,7 @@ from ..core.layout import HyperParameters
 from ..core.messages import MOST_REPORTED_BYTES, HyperParametersReported
 from ..shard.optimizers import read_groups
 from .loops import Loop, Position, active_loop, current_position, latest_position
-from .session import OfSession, Session, came_late
+from .session import OfSession, Session, came_late, resumption_of
 
 log = logging.getLogger("paceline.train.schedules")
 
@@ -149,6 +149,8 @@ class JobScheduler:
     def step(self, *arguments: Any, **options: Any) -> None:
         """Step the wrapped scheduler. See the description of this class."""
         optimizer_steps, self._optimizer_steps = self._optimizer_steps, 0
+        if resumption_of(self._session).repeats:
+            return
         measured = self._measure()
         position = self._data.position if self._data is not None else latest_position(self._session)
         in_iteration = position is None or (position.in_pass and optimizer_steps <= 1)
