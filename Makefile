@@ -4,6 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 PORTING := .venv-porting
+PORTING_OLD := .venv-porting-old
 SCHEDULERS := .venv-schedulers
 LOOK := .venv-look
 ACCELERATOR := .venv-accelerator
@@ -81,8 +82,17 @@ $(PORTING)/.ready: pyproject.toml constraints.txt
 	$(PORTING)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,porting]'
 	@touch $@
 
-porting: $(PORTING)/.ready  ## create .venv-porting with Hugging Face, Lightning and Jupyter, and run the scripts in docs/porting.md (2 minutes after the installation)
+# The versions of a year ago.
+$(PORTING_OLD)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(PORTING_OLD)
+	$(PORTING_OLD)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
+	$(PORTING_OLD)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' \
+		'lightning<2.6' 'pytorch-lightning<2.6' 'transformers<4.58' 'trl<0.26' 'accelerate<1.9' 'peft<0.18'
+	@touch $@
+
+porting: $(PORTING)/.ready $(PORTING_OLD)/.ready  ## create .venv-porting and .venv-porting-old with Hugging Face and Lightning, of today and of a year ago, and run the scripts in docs/porting.md and docs/frameworks (15 minutes after the installation)
 	OMP_NUM_THREADS=1 $(PORTING)/bin/python -m pytest -p no:cacheprovider -m 'not chaos' tests/train/test_porting.py tests/integrations
+	OMP_NUM_THREADS=1 $(PORTING_OLD)/bin/python -m pytest -p no:cacheprovider -m 'not chaos' tests/integrations
 
 $(SCHEDULERS)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(SCHEDULERS)
@@ -145,4 +155,4 @@ docs: $(READY)  ## regenerate pages and pictures of the documentation, and run i
 	$(MAKE) examples
 
 clean:  ## remove the environment and caches
-	rm -rf $(VENV) $(PORTING) $(SCHEDULERS) $(LOOK) $(ACCELERATOR) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(PORTING) $(PORTING_OLD) $(SCHEDULERS) $(LOOK) $(ACCELERATOR) .mypy_cache .ruff_cache .pytest_cache .hypothesis

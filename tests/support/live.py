@@ -205,8 +205,9 @@ def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_starts: WarmStart
         finally:
             kill_all(mark)
             sys.modules.pop("workout", None)
-        # torch's, torchrun's, and that of a killed process whose loader had processes of its own
-        known = ("torchinductor", "torchelastic_", "pymp-")
+        # torch's, torchrun's, that of a killed process whose loader had processes of its own, and the lock with which
+        # the workers of Lightning prepare their data one after the other
+        known = ("torchinductor", "torchelastic_", "pymp-", "paceline-lightning-")
         left = [path for path in Path(temporary).iterdir() if not path.name.startswith(known)]
         left += sockets_under(tmp_path)
         assert left == [], f"files are left: {left}"

@@ -6,9 +6,7 @@ import functools
 import gc
 import json
 import math
-import sys
 import threading
-import types
 import weakref
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -653,53 +651,6 @@ def test_torch_is_as_before_after_a_run() -> None:
     with pytest.raises(RuntimeError, match="grad can be implicitly created only for scalar outputs"):
         torch.ones(2, requires_grad=True).backward()
     unwatch_backward()
-
-
-# -- other libraries -----------------------------------------------------------------------------------------
-
-
-class Fabric:
-    """Stands in for the class of this name, whose method is decorated, too."""
-
-    def log_dict(self, *arguments: Any, **options: Any) -> str:
-        return f"{len(arguments)} and {sorted(options)}"
-
-
-class LightningModule:
-    def log(self, name: str, value: Any, prog_bar: bool = False) -> None:
-        pass
-
-
-def test_what_other_libraries_log_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
-    for kind, name in (
-        (Fabric, "lightning.fabric.fabric"),
-        (LightningModule, "lightning.pytorch.core.module"),
-    ):
-        module = types.ModuleType(name)
-        vars(module)[kind.__name__] = kind
-        monkeypatch.setitem(sys.modules, name, module)
-    originals = Fabric.log_dict, LightningModule.log
-
-    def train() -> None:
-        losses = lesson("nothing")
-        given: Any = {
-            "loss": losses[-1],
-            "text": "of no use",
-            "picture": torch.ones(3, 3),
-            7: 1.0,
-            "x" * 200: 1.0,
-        }
-        assert Fabric().log_dict(step=3, metrics=given) == "0 and ['metrics', 'step']"
-        assert Fabric().log_dict({"position": 1.0}, 3) == "2 and []"
-        LightningModule().log("accuracy", torch.tensor(0.5), prog_bar=True)
-
-    history = simulated(train).history
-    assert {name: metric.values for name, metric in history.items() if name != "loss"} == {
-        "position": (1.0,),
-        "accuracy": (0.5,),
-    }
-    assert (len(history["loss"].values), history["loss"].guessed) == (1, False)
-    assert (Fabric.log_dict, LightningModule.log) == originals
 
 
 def test_a_closure_that_returns_a_part_of_the_loss_has_no_loss(guessing: None) -> None:

@@ -31,12 +31,6 @@ PAGE = Path(__file__).parents[2] / "docs" / "porting.md"
 PYTHON_BLOCK = re.compile(r"^```python\n# ([^\n:]+)(?::[^\n]*)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BLOCKS = dict(PYTHON_BLOCK.findall(PAGE.read_text()))
 
-FRAMEWORKS = {
-    "train_lightning.py": "lightning",
-    "train_fabric.py": "lightning",
-}
-
-
 VOCABULARY = 250_000
 """Number of words of a model whose embedding has 64 MB."""
 
@@ -113,28 +107,6 @@ def test_the_page_counts_the_lines_that_change() -> None:
     signs = [line[0] for line in changes if line[2:].strip()]
     assert (signs.count("+"), signs.count("-")) == (6, 12)
     assert "six lines are new, and twelve are gone:" in PAGE.read_text()
-
-
-@pytest.mark.parametrize("name", FRAMEWORKS)
-def test_a_framework_under_bsp_equals_one_process_on_the_joint_batch(
-    name: str, mark: str, tmp_path: Path
-) -> None:
-    require(FRAMEWORKS[name])
-    weights = run(tmp_path / "two", BLOCKS[name])
-    history = read_metrics(tmp_path / "two" / "run")
-    loss = history["loss"]
-    assert not loss.guessed
-    assert {point.count for point in loss.points} == {2}
-    assert len(loss.values) == 48
-    whole = re.sub(r"batch_size=4", "batch_size=8", BLOCKS[name])
-    assert whole != BLOCKS[name]
-    expected = run(tmp_path / "one", whole, workers=1)
-    assert weights.keys() == expected.keys()
-    for key, tensor in expected.items():
-        torch.testing.assert_close(weights[key], tensor, rtol=1e-4, atol=1e-5)
-    whole_loss = read_metrics(tmp_path / "one" / "run")["loss"]
-    assert loss.values == pytest.approx(whole_loss.values, rel=1e-3)
-    assert loss.samples == whole_loss.samples
 
 
 STEP = "        optimizer.step()\n"
@@ -240,54 +212,6 @@ def test_mixed_precision_equals_one_process_on_the_joint_batch(mark: str, tmp_pa
     losses = history["loss"].values
     assert len(losses) == 48
     assert losses[-1] < losses[0] / 2
-
-
-LIGHTNING_PLUGIN = """import torch
-from lightning.{}.plugins import MixedPrecision
-
-plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**8))
-"""
-
-# Each framework would use float16, with a scaler, only on an accelerator. So these scripts pass it to them.
-PRECISIONS = {
-    ("train_lightning.py", "bfloat16"): [('accelerator="cpu"', 'accelerator="cpu", precision="bf16-mixed"')],
-    ("train_lightning.py", "float16"): [
-        ("import torch\n", LIGHTNING_PLUGIN.format("pytorch")),
-        ('accelerator="cpu"', 'accelerator="cpu", plugins=plugin'),
-    ],
-    ("train_fabric.py", "bfloat16"): [('accelerator="cpu"', 'accelerator="cpu", precision="bf16-mixed"')],
-    ("train_fabric.py", "float16"): [
-        ("import torch\n", LIGHTNING_PLUGIN.format("fabric")),
-        ('accelerator="cpu"', 'accelerator="cpu", plugins=plugin'),
-    ],
-}
-
-
-@pytest.mark.parametrize(("name", "precision"), PRECISIONS)
-def test_a_framework_with_mixed_precision_equals_one_process(
-    name: str, precision: str, mark: str, tmp_path: Path
-) -> None:
-    require(FRAMEWORKS[name])
-    script = BLOCKS[name]
-    for old, new in PRECISIONS[name, precision]:
-        assert old in script
-        script = script.replace(old, new, 1)
-    expected = run(tmp_path / "one", script.replace("batch_size=4", "batch_size=8"), workers=1)
-    weights = run(tmp_path / "two", script)
-    assert weights.keys() == expected.keys()
-    for key, tensor in expected.items():
-        torch.testing.assert_close(weights[key], tensor, rtol=0.02, atol=0.002)
-
-
-@pytest.mark.parametrize("steps", [1, 2])
-def test_lightning_logs_no_part_of_a_loss(steps: int, mark: str, tmp_path: Path) -> None:
-    require("lightning")
-    script = BLOCKS["train_lightning.py"].replace('self.log("loss", loss)', 'self.log("train", loss)')
-    accumulating = script.replace("gradient_clip_val=0.5", f"accumulate_grad_batches={steps}")
-    run(tmp_path / "run", accumulating)
-    history = read_metrics(tmp_path / "run" / "run")
-    assert ("loss" in history) == (steps == 1)  # Lightning's closure returns a part of the loss
-    assert sum(point.count for point in history["train"].points) == 96
 
 
 def run_cells() -> Any:

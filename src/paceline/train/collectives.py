@@ -243,6 +243,39 @@ def evaluating(model: Model) -> Iterator[Model]:
         yield snapshot
 
 
+@contextmanager
+def evaluating_in_place(session: Session) -> Iterator[None]:
+    """Return a context in which a script evaluates its own model, with the newest weights of the job.
+
+    Meanwhile, the model has the BatchNorm statistics of all workers together. In contrast to `evaluating`, other
+    workers may have to wait for this one, and the script need not use a copy.
+
+    Args:
+        session: the session of the worker.
+    """
+    training = training_of(session)
+    pooled: Mapping[str, torch.Tensor] = {}
+    if training is None:
+        hold_job_model(session, newest=True)
+    else:
+        training.refresh()
+        pooled = training.pooled_buffers()
+    buffers = training.buffers() if training is not None and pooled else {}
+    own = {name: buffer.clone() for name, buffer in buffers.items()}
+    _set_buffers(buffers, pooled)
+    try:
+        with metrics_of(session).evaluation(session):
+            yield
+    finally:
+        _set_buffers(buffers, own)
+
+
+@torch.no_grad()
+def _set_buffers(buffers: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
+    for name, buffer in buffers.items():
+        buffer.copy_(values[name])
+
+
 # -- `save`, which writes a file once for all workers, and the statistics of all workers in what is saved ----
 
 log = logging.getLogger("paceline.train.collectives")
@@ -418,6 +451,13 @@ def checkpoint() -> None:
     session = current()
     if session is not None:
         session.request_checkpoint()
+
+
+def with_joint_statistics(obj: Any) -> Any:
+    """Return an object, such as a `state_dict()`, with the BatchNorm statistics of all workers together. See `save`."""
+    training = training_of(current())
+    values = _pooled_by_memory(training) if training is not None else {}
+    return _replaced(obj, values) if values else obj
 
 
 def _write(obj: object, path: str | os.PathLike[str], is_valid: Callable[[], bool]) -> None:

@@ -11,18 +11,15 @@ to the coming step; else to the last one.
 What a script logs right after its `step()` belongs to the push that has just been made. So the record of this
 iteration, and what the guard sees of it, wait for the next push. Of several losses, the best one counts: what the
 script has logged, what a closure has returned, or a guess at the tensor on which `backward()` was called
-(`train/forward.py`). What scripts log with other libraries is noticed by wrapping one method of each
-(`train/metrics.py`).
+(`train/forward.py`). What a script logs with a framework is added by the framework's integration.
 """
 
 from __future__ import annotations
 
-import functools
 import numbers
-import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
@@ -88,7 +85,7 @@ class _Entry(NamedTuple):
     Attributes:
         noted: the value, and where and when it was logged.
         unread: the value if it has yet to be read, so that `noted` does not contain it; else None.
-        is_loss: True if it may be the loss of one iteration. What adapters log may be a mean over several.
+        is_loss: True if it may be the loss of one iteration. What frameworks log may be a mean over several.
         repeats: True if it was logged by a closure, which logs it again if it is restarted.
     """
 
@@ -141,7 +138,7 @@ class MetricLog:
             self._compact()
 
     def add_legal(self, session: Session, metrics: Mapping[Any, Any]) -> None:
-        """Add what an adapter has logged, except for what is not legal: libraries also log texts and pictures."""
+        """Add what a framework has logged, except for what is not legal: libraries also log texts and pictures."""
         for name, value in metrics.items():
             with suppress(UsageError):
                 self.add(session, {name: value}, of_iteration=False)
@@ -323,75 +320,3 @@ def _short(value: object) -> str:
 
 metrics_of = OfSession(lambda session: MetricLog(guess_of(session)))
 """Returns what the script of a session's worker has logged since its last push."""
-
-
-# -- What scripts log with Lightning and Fabric is logged by itself ------------------------------------------
-#
-# Each of these libraries has one method through which everything passes that a script logs. During a run,
-# this method is wrapped, as soon as a script that has imported the library wraps an optimizer. The method
-# does what it does without a run; then the wrapper logs the numbers that it was given. Loggers and trackers
-# of the libraries would not do: a script must name them, and they receive only some of the values.
-
-
-class Adapter(NamedTuple):
-    """A method with which scripts log.
-
-    Attributes:
-        module: name of the module that defines its class.
-        owner: name of the class.
-        method: name of the method.
-        takes: the names of its arguments: the metrics; or the name and the value of one metric.
-    """
-
-    module: str
-    owner: str
-    method: str
-    takes: tuple[str, ...]
-
-
-ADAPTERS = (
-    Adapter("lightning.pytorch.core.module", "LightningModule", "log", ("name", "value")),
-    Adapter("pytorch_lightning.core.module", "LightningModule", "log", ("name", "value")),
-    Adapter("lightning.fabric.fabric", "Fabric", "log_dict", ("metrics",)),
-    Adapter("lightning_fabric.fabric", "Fabric", "log_dict", ("metrics",)),
-)
-
-_originals: dict[Adapter, tuple[type, Callable[..., Any]]] = {}
-
-
-def watch_adapters() -> None:
-    """Wrap the methods of the libraries that the script has imported, unless they are wrapped already."""
-    for adapter in ADAPTERS:
-        owner = getattr(sys.modules.get(adapter.module), adapter.owner, None)
-        original = getattr(owner, adapter.method, None)
-        if adapter not in _originals and isinstance(owner, type) and original is not None:
-            _originals[adapter] = owner, original
-            setattr(owner, adapter.method, _logging(original, adapter.takes))
-
-
-def unwatch_adapters() -> None:
-    """Restore the methods of the libraries."""
-    for adapter, (owner, original) in _originals.items():
-        setattr(owner, adapter.method, original)
-    _originals.clear()
-
-
-def _logging(original: Callable[..., Any], takes: tuple[str, ...]) -> Callable[..., Any]:
-    """Return a method that calls the original one, and logs what it was given."""
-
-    @functools.wraps(original)
-    def log(*arguments: Any, **options: Any) -> Any:
-        result = original(*arguments, **options)
-        if (session := current()) is not None:
-            # A decorated method does not tell its signature. The first of the arguments is the object itself.
-            given = (
-                arguments[place] if place < len(arguments) else options.get(name)
-                for place, name in enumerate(takes, 1)
-            )
-            first, *rest = given
-            metrics = {first: rest[0]} if rest else first
-            if isinstance(metrics, Mapping):
-                metrics_of(session).add_legal(session, metrics)
-        return result
-
-    return log

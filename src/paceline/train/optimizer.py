@@ -43,7 +43,7 @@ from .job_model import (
     require_not_wrapped,
 )
 from .loops import count_step, latest_position
-from .metrics import metrics_of, watch_adapters
+from .metrics import metrics_of
 from .schedules import Marks, ScheduleWatch
 from .session import (
     Session,
@@ -153,7 +153,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             # wrapped optimizer takes no step in a run, and a worker may have no batch in an epoch.
             optimizer._opt_called = self._opt_called = True  # type: ignore[attr-defined]
             require_not_wrapped(self._given, self._parameters())
-            watch_adapters()
             self._wait_for_forward(session)
 
     @overload

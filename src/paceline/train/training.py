@@ -41,7 +41,7 @@ from .hooks import (
     watch_clipping,
 )
 from .job_model import ParameterSet, TrainedModel, describe_parameter, least_samples_of
-from .metrics import MetricLog, metrics_of, unwatch_adapters
+from .metrics import MetricLog, metrics_of
 from .session import Session, TrainingStep, resumption_of
 from .weights import Stager, Weights, stager_of
 
@@ -744,8 +744,7 @@ def watch_script() -> None:
 
 
 def unwatch_script() -> None:
-    """Restore what `watch_script` has wrapped, and the methods of other libraries that optimizers have wrapped."""
-    unwatch_adapters()
+    """Restore what `watch_script` has wrapped."""
     unwatch_scalers()
     unwatch_backward()
     unwatch_clipping()

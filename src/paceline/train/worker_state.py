@@ -79,13 +79,12 @@ def capture(
             "place": tuple(place),
             "generators": generators,
             "loader": {
-                key: _sendable(session, f"the {key} of a loader", each)
-                for key, each in (loader or {}).items()
+                key: sendable(session, f"the {key} of a loader", each) for key, each in (loader or {}).items()
             },
             "buffers": training.described_buffers() if training is not None else {},
             "optimizers": [hyper_parameters(optimizer) for optimizer in _optimizers(session)],
             "schedulers": [
-                _sendable(session, f"the state of {each.kind}", state_of(each))
+                sendable(session, f"the state of {each.kind}", state_of(each))
                 for each in prepared_schedulers(session)
             ],
             "scalers": scales_of(session).states(),
@@ -288,7 +287,7 @@ def _optimizers(session: Session) -> list[torch.optim.Optimizer]:
     return [*(each.owner for each in (training.sets if training is not None else ())), *untrained(session)]
 
 
-def _sendable(session: Session, name: str, state: Any) -> Any:
+def sendable(session: Session, name: str, state: Any) -> Any:
     """Return a state; None if it cannot be sent, which is said once."""
     try:
         encode_states({name: state})

@@ -1,0 +1,852 @@
+"""Lightning: `Trainer(strategy="paceline")` and `Fabric(strategy="paceline")`, once this module is imported.
+
+Lightning itself sees one process with one device in each worker. The strategy divides the training data, exchanges
+gradients, and clips the joint gradient. It overrides public methods. `tests/integrations/test_lightning.py` checks that
+the other names exist that it uses.
+
+**Epochs.** A `Trainer` counts its own epochs and batches. In a run, the epochs are those of the job, in a loop of
+`paceline.epochs` that advances when the `Trainer` begins a pass over its data. A worker that joins late, or that is
+resumed, lets the `Trainer` begin with the epoch of the job. Under a model whose workers do not wait, nobody knows
+beforehand how many batches a worker will use. So the loader tells with each batch whether it is the last one, and the
+`Trainer` ends its epoch there: it makes the step for the gradients that it has accumulated, and validates.
+
+**What all workers do together.** In a run, a worker may join or be lost at any time, and workers need not be equally
+far. So only this is done together:
+
+- Before the first step: `broadcast` sends what worker 0 gives, such as the folder of the checkpoints.
+- When a validation begins, unless the sync model always keeps workers in lockstep: each worker waits for the others,
+  and then pulls the newest weights. So all workers validate the same model on the whole set, and see the same metrics.
+  What callbacks decide by these metrics is the same in all workers, although none of them asks the others.
+- When training ends, under such models: each worker waits for the others (see `_Fit.meet`).
+
+Other calls of `barrier`, `broadcast` and `reduce_boolean_decision` do nothing. `reduce` returns the value itself in a
+validation, where it is the same in all workers. In a training step, it needs a model that keeps workers in lockstep.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from ..errors import ConfigurationError, UsageError
+from ..train.collectives import barrier, evaluating_in_place, reduce, with_joint_statistics
+from ..train.data import DistributedLoader, distribute_at
+from ..train.device import device
+from ..train.epochs import Epochs
+from ..train.loops import Limits
+from ..train.metrics import log, metrics_of
+from ..train.optimizer import DistributedOptimizer
+from ..train.prepare import follow, models_of
+from ..train.session import Session, current, resumption_of, worker_count, worker_index
+from ..train.tracking import track
+from ..train.training import training_of
+from ..train.worker_state import sendable, set_state, state_of
+from . import require
+
+Base: Any = object  # the base class of a strategy, which depends on the package; see `_register`
+
+SITE = "lightning"
+"""Name of the place at which loaders are distributed. It is the same in all workers."""
+
+SENT = (str, bool, int, float, type(None))
+"""Types of what `broadcast` sends."""
+
+MOST_BYTES = 4096
+"""Maximum size of what `broadcast` sends."""
+
+
+class _Strategy(Base):
+    """What the strategies of the `Trainer` and of Fabric have in common: one device for each worker, and ranks."""
+
+    strategy_name = "paceline"
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._device = torch.device("cpu")
+        # Each worker is a node of its own to Lightning, so each of them prepares its data.
+        self.global_rank = self.node_rank = worker_index()
+        self.world_size, self.local_rank = worker_count(), 0
+        self.follow_main()
+
+    @property
+    def parallel_devices(self) -> list[torch.device]:
+        return []  # Lightning then sets them
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device]) -> None:
+        if len(devices) > 1:
+            raise ConfigurationError(
+                f'strategy="paceline" was used with {len(devices)} devices, expected 1: each worker is a process with '
+                f"one device. Use devices=1, and start {len(devices)} workers with paceline run --workers "
+                f"{len(devices)}."
+            )
+        self._device = torch.device(devices[0])
+
+    @property
+    def root_device(self) -> torch.device:
+        own = device()
+        return own if current() is not None and own.type == self._device.type else self._device
+
+    @property
+    def is_global_zero(self) -> bool:
+        """True if this worker is the main worker now, as far as it knows."""
+        session = current()
+        return session is None or session.main_worker == session.worker
+
+    def follow_main(self) -> None:
+        """Let Lightning's loggers and messages be those of the worker that is the main worker now."""
+        if current() is not None:
+            rank_zero_only = import_module("lightning_utilities.core.rank_zero").rank_zero_only
+            rank_zero_only.rank = 0 if self.is_global_zero else max(self.global_rank, 1)
+
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        if worker_count() > 1:
+            raise UsageError(
+                'strategy="paceline" has no all_gather(), because workers may come and go. Combine numbers with '
+                "paceline.reduce(), or let each worker write a file of its own."
+            )
+        return tensor
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return decision
+
+
+def _is_main_now() -> bool:
+    session = current()
+    return session is None or session.is_main_now()
+
+
+def broadcast(obj: Any) -> Any:
+    """Return what worker 0 gives, if it is a short text or a number. Return any other object itself."""
+    if not isinstance(obj, SENT):
+        return obj
+    own = json.dumps(obj).encode()
+    if len(own) > MOST_BYTES:
+        return obj
+    sent = torch.zeros(MOST_BYTES + 1, dtype=torch.float64)
+    if worker_index() == 0:
+        sent[0] = len(own)
+        sent[1 : len(own) + 1] = torch.tensor(list(own), dtype=torch.float64)
+    size, *content = map(int, reduce(sent, "sum").tolist())
+    # A worker that joins late makes the call alone.
+    return json.loads(bytes(content[:size])) if size else obj
+
+
+# -- The Trainer ---------------------------------------------------------------------------------------------
+
+
+class _TrainerStrategy(_Strategy):
+    """The strategy of the `Trainer`.
+
+    Args:
+        options: `accelerator`, `checkpoint_io` and `precision_plugin`, as for other strategies.
+
+    Attributes:
+        fit: the call of `Trainer.fit` that is in progress; None if there is none, and outside a run.
+        state: what is tracked of the `Trainer`.
+    """
+
+    hooks_class: type
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.fit: _Fit | None = None
+        self.state = _State(self)
+        self._prepares = False  # True between the setup of the environment and that of the module
+        self._turn = ExitStack()  # holds the lock on preparing data
+        self._evaluation = ExitStack()
+
+    @property
+    def trainer(self) -> Any:
+        return self.lightning_module.trainer
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if current() is not None:
+            self.follow_main()
+            self._prepares = True
+            self._turn.enter_context(_one_at_a_time())
+
+    def connect(self, model: Any) -> None:
+        super().connect(model)
+        callbacks = self.trainer.callbacks
+        if current() is not None and not any(isinstance(each, self.hooks_class) for each in callbacks):
+            callbacks.insert(0, self.hooks_class())
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        if current() is not None:
+            trainer.fit_loop.setup_data()
+            if isinstance(data := trainer.train_dataloader, TrainingData) and data.length is not None:
+                # The module may ask for the `Trainer`'s estimate of its steps.
+                trainer.fit_loop.max_batches = data.limited(trainer.limit_train_batches)
+        super().setup_optimizers(trainer)
+        if current() is not None:
+            self.optimizers: list[Any] = [self._distributed(each) for each in self.optimizers]
+
+    def _distributed(self, optimizer: torch.optim.Optimizer) -> DistributedOptimizer:
+        if isinstance(optimizer, DistributedOptimizer):
+            return optimizer
+        found = DistributedOptimizer(optimizer, model=self.lightning_module)
+        # Lightning names learning rates after the class of an optimizer.
+        found.__class__ = type(type(optimizer).__name__, (DistributedOptimizer,), {})
+        return found
+
+    def setup_precision_plugin(self) -> None:
+        super().setup_precision_plugin()
+        if current() is not None:
+            self.precision_plugin.clip_gradients = clip_gradients
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        if current() is None or not self.trainer.training:
+            return dataloader  # each worker validates on the whole set
+        if not isinstance(dataloader, DistributedLoader):
+            dataloader = distribute_at(SITE, dataloader)
+        dataloader.knows_end = True
+        return TrainingData(self, dataloader)
+
+    def batch_to_device(self, *arguments: Any, **options: Any) -> Any:
+        self.follow_main()
+        return super().batch_to_device(*arguments, **options)
+
+    def training_step(self, *arguments: Any, **options: Any) -> Any:
+        output = super().training_step(*arguments, **options)
+        if self.fit is not None:
+            self.fit.log_loss(output)
+        return output
+
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **options: Any) -> Any:
+        session = current()
+        if (
+            session is not None
+            and session.core.may_restart
+            and not self.lightning_module.automatic_optimization
+        ):
+            raise ConfigurationError(
+                "A module with manual optimization cannot be used with a sync model that aborts computations, such as "
+                "spec-sync, because its gradients are computed before step(). Use another sync model, or automatic "
+                "optimization."
+            )
+        return super().optimizer_step(optimizer, closure, model, **options)
+
+    # -- the course of a fit --
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        if (session := current()) is not None:
+            self.fit = _Fit(self, session)
+            self.fit.begin()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        if self.fit is not None:
+            self.fit.begin_batch(batch_idx)
+
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        if self.fit is not None:
+            fit, self.fit = self.fit, None
+            fit.end()
+
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        if not self.trainer.sanity_checking:
+            self._begin_evaluation()
+
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        self._evaluation.close()
+
+    def on_test_start(self) -> None:
+        super().on_test_start()
+        self._begin_evaluation()
+
+    def on_test_end(self) -> None:
+        super().on_test_end()
+        self._evaluation.close()
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        self._turn.close()
+        self._evaluation.close()
+
+    def teardown(self) -> None:
+        if current() is None:
+            super().teardown()
+            return
+        # Lightning's own method moves the model to the CPU, but the job goes on with its memory.
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    def _begin_evaluation(self) -> None:
+        if (session := current()) is not None:
+            if self.fit is not None:
+                self.fit.meet()
+            self._evaluation.enter_context(evaluating_in_place(session))
+
+    # -- what workers do together --
+
+    def barrier(self, name: str | None = None) -> None:
+        self._prepares = False
+        self._turn.close()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        session = current()
+        if session is None or src or training_of(session) is not None:
+            return obj
+        self._turn.close()  # others cannot make this call while they wait for their turn
+        sent = broadcast(obj)
+        if self._prepares:
+            self._turn.enter_context(_one_at_a_time())
+        return sent
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        session = current()
+        if session is None or self.fit is None or not self.trainer.training:
+            return tensor
+        if session.core.stays_lockstep:
+            return reduce(tensor, _operation(reduce_op))
+        if not tensor.is_floating_point():
+            return tensor  # the length of a loader
+        raise ConfigurationError(
+            "reduce() was called in a training step, but under this sync model workers do not make their steps "
+            "together. Log the value instead: the metrics of the run are the means over all workers. Or use a model "
+            "that keeps workers in lockstep, such as bsp."
+        )
+
+    # -- checkpoints --
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = with_joint_statistics(super().lightning_module_state_dict())
+        return state
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        # The servers hold it, so only the worker that writes it fetches it.
+        state: dict[str, Any] = super().optimizer_state(optimizer) if self.is_global_zero else {}
+        return state
+
+    def save_checkpoint(self, *arguments: Any, **options: Any) -> None:
+        if _is_main_now():
+            super().save_checkpoint(*arguments, **options)
+
+
+def clip_gradients(optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
+    """Clip gradients as `Precision.clip_gradients` does, but the joint gradient.
+
+    Args:
+        optimizer: a distributed optimizer, or Lightning's wrapper of it.
+        clip_val: the largest norm, or the largest absolute value. 0 for no clipping.
+        gradient_clip_algorithm: "norm" or "value".
+    """
+    if clip_val <= 0:
+        return
+    if gradient_clip_algorithm == "value":
+        optimizer.clip_grad_value(clip_val)
+    else:
+        optimizer.clip_grad_norm(clip_val)
+
+
+def _operation(reduce_op: Any) -> Any:
+    """Return the operation of `paceline.reduce` for one of Lightning's."""
+    name = str(reduce_op).lower().removeprefix("redoptype.")
+    if name in ("none", "mean", "avg"):
+        return "mean"
+    if name == "sum":
+        return "sum"
+    raise UsageError(f"reduce() got reduce_op={reduce_op!r}, expected 'mean' or 'sum'.")
+
+
+@contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Return a context that only one worker of this user on this machine is in.
+
+    Each worker prepares its data, because it may be on a machine of its own. The workers of a machine do this one after
+    the other, so the first of them downloads, and the others find the data.
+    """
+    path = Path(tempfile.gettempdir()) / f"paceline-lightning-{os.getuid()}.lock"
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+class TrainingData:
+    """The training data of a worker as the `Trainer` sees it: each pass is an epoch of the job.
+
+    Args:
+        strategy: the strategy.
+        loader: the worker's part of the data.
+
+    Attributes:
+        loader: the worker's part of the data.
+        length: number of batches in an epoch of all workers. One worker uses all of them if the others are lost. None
+            if it is not known.
+        share: number of batches of this worker in an epoch, if all shares are always equal; else the same as `length`.
+    """
+
+    def __init__(self, strategy: Any, loader: DistributedLoader[Any]) -> None:
+        self.loader = loader
+        self._strategy = strategy
+        self._pass: Iterator[Any] = iter(())
+        self.length = self.share = None
+        with suppress(TypeError):  # a stream
+            self.length = loader.whole_length
+            self.share = self.length if loader.may_be_dynamic else len(loader)
+
+    def __len__(self) -> int:
+        if self.length is None:
+            raise TypeError("the training data has no length")
+        return self.length
+
+    def limited(self, limit: int | float) -> int:
+        """Return the number of this worker's batches with the limit of `Trainer(limit_train_batches=...)`."""
+        assert self.share is not None
+        return min(self.share, limit) if isinstance(limit, int) else max(int(self.share * limit), 1)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._pass = self._batches()
+        return self._pass
+
+    def _batches(self) -> Iterator[Any]:
+        fit = self._strategy.fit
+        if fit.begin_pass():
+            yield from self.loader
+            fit.trainer.should_stop |= fit.loop.over
+
+    def finish(self) -> None:
+        """End the pass after the step for its last batch, because the `Trainer` asks for no further one."""
+        for _ in self._pass:
+            raise AssertionError("the last batch of a pass was not the last one")
+
+
+class _Fit:
+    """One call of `Trainer.fit` in one worker: its epochs, and what it has in common with other workers.
+
+    Args:
+        strategy: the strategy.
+        session: the session of the worker.
+
+    Attributes:
+        trainer: the `Trainer`.
+        data: its training data.
+        loop: the loop over the epochs of the job.
+    """
+
+    def __init__(self, strategy: Any, session: Session) -> None:
+        self.trainer = strategy.trainer
+        data = self.trainer.train_dataloader
+        if not isinstance(data, TrainingData):
+            raise ConfigurationError(
+                'strategy="paceline" was used with several training loaders, expected one. Combine the datasets, for '
+                "example with torch.utils.data.StackDataset or ConcatDataset, and give one loader to the Trainer."
+            )
+        self.data = data
+        self._session = session
+        self._strategy = strategy
+        self._require_whole_epochs()
+        # `current_epoch` is not 0 if the Trainer goes on from a checkpoint of its own, or fits a second time.
+        self._first = self.trainer.current_epoch
+        self._max_epochs, self._max_steps = self.trainer.max_epochs, self.trainer.max_steps
+        epochs = None if self._max_epochs in (None, -1) else self._max_epochs - self._first
+        self.loop = Epochs(Limits(epochs, samples=self._most_samples()), session)
+        self._epochs = iter(self.loop)
+        self._next: int | None = None  # the number of the next epoch, if the loop has told it already
+        self._apart = False  # True once workers no longer wait for each other
+        self._has_loss = False  # True once a training step has returned a loss
+        self._logged: dict[str, torch.Tensor] = {}
+
+    def begin(self) -> None:
+        """Begin with the epoch that the job has reached."""
+        self._follow_job()
+        state = self._strategy.state
+        track(**{state.name_in(self._session): state})
+        self._next = next(self._epochs, None)
+        if self._next is None:  # the job has ended this loop
+            self.trainer.should_stop = True
+        elif self._next:
+            progress = self.trainer.fit_loop.epoch_progress
+            for counts in (progress.total, progress.current):
+                counts.ready = counts.started = counts.processed = counts.completed = self._first + self._next
+
+    def begin_pass(self) -> bool:
+        """Begin the next epoch of the job. Return False if there is none."""
+        if self._next is None:
+            self._next = next(self._epochs, None)
+        found, self._next = self._next is not None, None
+        self.trainer.should_stop |= not found
+        return found
+
+    def begin_batch(self, number: int) -> None:
+        """Tell the `Trainer` whether the batch is the last one of its pass.
+
+        Args:
+            number: number of the batch in the pass, counted from 0.
+        """
+        fit_loop, loader = self.trainer.fit_loop, self.data.loader
+        fit_loop.epoch_loop.batch_progress.is_last_batch = loader.is_last
+        if number == 0 and self.trainer.limit_train_batches == 1.0:
+            # The shares are larger when there are fewer workers.
+            if (left := loader.left) is not None:
+                fit_loop.max_batches = left + 1
+            elif self.data.length is not None:
+                fit_loop.max_batches = self.data.length
+
+    def end_epoch(self) -> None:
+        """Let the `Trainer` make one more pass after its last one, over what lost workers have not used."""
+        fit_loop = self.trainer.fit_loop
+        if not self.trainer.should_stop and fit_loop.max_epochs == self.trainer.current_epoch + 1:
+            self._next = next(self._epochs, None)
+            fit_loop.max_epochs += self._next is not None
+
+    def end(self) -> None:
+        """End the loop, in all workers if this one has been stopped."""
+        if self.trainer.should_stop:
+            self.loop.stop()
+        next(self._epochs, None)
+        fit_loop = self.trainer.fit_loop
+        fit_loop.max_epochs, fit_loop.epoch_loop.max_steps = self._max_epochs, self._max_steps
+        if not self._session.core.lockstep:
+            self.meet(ends=True)
+
+    def meet(self, *, ends: bool = False) -> None:
+        """Wait for the other workers, before a validation or after training, unless all are always in lockstep.
+
+        A worker may be stopped in the middle of an epoch, for example because its time is over, while others wait
+        before a validation that it does not reach. So each worker says whether training ends for it. If it does for any
+        of them, it soon does for all, and they no longer wait for each other.
+
+        Workers that are not in lockstep have made different numbers of steps. Afterwards, `global_step` is the mean in
+        all of them, so they give the same names to checkpoints.
+
+        Args:
+            ends: True if training has ended for this worker.
+        """
+        if self._session.core.stays_lockstep or self._apart:
+            return
+        if self.trainer.should_stop:
+            self.loop.stop()
+            ends = True
+        found = reduce({"ends": float(ends), "steps": float(self.trainer.global_step)})
+        self._apart = found["ends"] > 0
+        _set_steps(self.trainer, round(found["steps"]))
+
+    def log_loss(self, output: Any) -> None:
+        """Log the loss that a training step has returned."""
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if isinstance(loss, torch.Tensor) and not resumption_of(self._session).repeats:
+            self._has_loss = True
+            log(loss=loss)
+
+    def log_metrics(self, *, logs: bool) -> None:
+        """Log what the module has logged since the last call, or only take note of it.
+
+        A metric stays among the `Trainer`'s when it is not logged again. Each new value has memory of its own. The
+        memory of the last value is held here, so no other value can have the same.
+        """
+        logs = logs and not resumption_of(self._session).repeats
+        has_loss = self._has_loss
+        for name, value in self.trainer.callback_metrics.items():
+            if not isinstance(value, torch.Tensor) or value.numel() != 1 or (name == "loss" and has_loss):
+                continue
+            last = self._logged.get(name)
+            if last is None or last.data_ptr() != value.data_ptr():
+                self._logged[name] = value
+                if logs:
+                    metrics_of(self._session).add_legal(self._session, {name: value})
+
+    def _require_whole_epochs(self) -> None:
+        """Raise `ConfigurationError` if parts of epochs are asked for that workers do not have in common."""
+        trainer = self.trainer
+        if trainer.val_check_interval == 1.0:
+            # The Trainer then validates after the batch that the loader says to be the last one.
+            trainer.val_check_batch = float("inf")
+        elif isinstance(trainer.val_check_interval, float) and self.data.share is not None:
+            batches = self.data.limited(trainer.limit_train_batches)
+            trainer.val_check_batch = max(int(batches * trainer.val_check_interval), 1)
+        if not self.data.loader.may_be_dynamic and self._session.core.stays_lockstep:
+            return
+        if trainer.val_check_interval != 1.0:
+            raise ConfigurationError(
+                f"Trainer(val_check_interval={trainer.val_check_interval!r}) validates in the middle of an epoch, when "
+                "workers are not equally far under this sync model. Use val_check_interval=1.0 and "
+                "check_val_every_n_epoch, or a model that keeps workers in lockstep, such as bsp."
+            )
+        if trainer.limit_train_batches != 1.0 and not trainer.fast_dev_run:
+            raise ConfigurationError(
+                f"Trainer(limit_train_batches={trainer.limit_train_batches!r}) counts the batches of one worker, but "
+                "under this sync model a fast worker uses more of them than a slow one. Give the Trainer a loader over "
+                "a part of the data, such as torch.utils.data.Subset."
+            )
+
+    def _most_samples(self) -> float:
+        """Return the samples that all workers together use; infinity if the `Trainer` counts its own steps.
+
+        `max_steps` counts joint batches. If workers are not in lockstep, none of them counts those of the job.
+        """
+        trainer, steps = self.trainer, self._max_steps
+        if steps == -1 or self._session.core.stays_lockstep:
+            return float("inf")
+        batch = getattr(self.data.loader, "batch_size", None)
+        if batch is None:
+            raise ConfigurationError(
+                f"Trainer(max_steps={steps}) was used with a training loader without a batch size, so the samples of "
+                "these steps are not known under this sync model. Use max_epochs or max_time."
+            )
+        trainer.fit_loop.epoch_loop.max_steps = -1
+        workers = 1 if self.data.loader.divides else self._session.workers
+        return float(steps * trainer.accumulate_grad_batches * batch * workers)
+
+    def _follow_job(self) -> None:
+        """Let the schedulers that are stepped in each iteration follow the job."""
+        loader = self.data.loader
+        automatic = self.trainer.lightning_module.automatic_optimization
+        for config in self.trainer.lr_scheduler_configs:
+            scheduler = config.scheduler
+            if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
+                continue
+            if config.interval == "step" or not automatic:
+                optimizer = _trained_by(scheduler, self.trainer.optimizers)
+                config.scheduler = follow(
+                    scheduler, optimizer, loader, self.data.share, joint=not loader.may_be_dynamic
+                )
+
+
+def _trained_by(scheduler: LRScheduler, optimizers: Iterable[Any]) -> DistributedOptimizer:
+    """Return the distributed optimizer whose parameter groups a scheduler changes."""
+    found: DistributedOptimizer
+    [found] = (each for each in optimizers if each.param_groups is scheduler.optimizer.param_groups)
+    return found
+
+
+def _set_steps(trainer: Any, steps: int) -> None:
+    """Set the number of steps that a `Trainer` has made, which is its `global_step`."""
+    epoch_loop = trainer.fit_loop.epoch_loop
+    if trainer.lightning_module.automatic_optimization:
+        total = epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
+    else:
+        total = epoch_loop.manual_optimization.optim_step_progress.total
+    total.ready = total.completed = steps
+
+
+class _State:
+    """What a `Trainer` holds besides the model, for workers that join late and for runs that are resumed.
+
+    Args:
+        strategy: the strategy of the `Trainer`.
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
+        self._name = ""
+
+    def name_in(self, session: Session) -> str:
+        """Return the name under which the state is tracked, which is the same in all workers."""
+        self._name = self._name or f"lightning {next(_numbers.setdefault(session, itertools.count()))}"
+        return self._name
+
+    def state_dict(self) -> dict[str, Any]:
+        session, trainer = current(), self._strategy.trainer
+        assert session is not None
+        callbacks = {
+            each.state_key: sendable(session, f"the state of {each.state_key}", each.state_dict())
+            for each in trainer.callbacks
+        }
+        return {
+            "steps": trainer.global_step,
+            "epoch_loop": trainer.fit_loop.epoch_loop.on_save_checkpoint(),
+            "callbacks": {key: state for key, state in callbacks.items() if state},
+            "schedulers": [state_of(config.scheduler) for config in trainer.lr_scheduler_configs],
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        trainer = self._strategy.trainer
+        trainer.fit_loop.epoch_loop.on_load_checkpoint(state_dict["epoch_loop"])
+        _set_steps(trainer, state_dict["steps"])
+        for callback in trainer.callbacks:
+            if (state := state_dict["callbacks"].get(callback.state_key)) is not None:
+                if "dirpath" in state:  # another folder's checkpoints would not be used
+                    callback.dirpath = state["dirpath"]
+                callback.load_state_dict(state)
+        for config, state in zip(trainer.lr_scheduler_configs, state_dict["schedulers"], strict=True):
+            set_state(config.scheduler, state)
+
+
+_numbers: WeakKeyDictionary[Session, Iterator[int]] = WeakKeyDictionary()
+
+
+class _Hooks(Base):
+    """The callback with which the strategy notices the ends of batches, epochs and validations."""
+
+    def on_train_batch_end(self, trainer: Any, *arguments: Any) -> None:
+        if (fit := trainer.strategy.fit) is not None:
+            fit.log_metrics(logs=True)
+            if fit.data.loader.is_last:
+                fit.data.finish()
+
+    def on_train_epoch_end(self, trainer: Any, *arguments: Any) -> None:
+        if (fit := trainer.strategy.fit) is not None:
+            fit.log_metrics(logs=True)
+            fit.end_epoch()
+
+    def on_validation_end(self, trainer: Any, *arguments: Any) -> None:
+        if (fit := trainer.strategy.fit) is not None:
+            # All workers have the same metrics.
+            fit.log_metrics(logs=trainer.is_global_zero)
+
+
+# -- Fabric --------------------------------------------------------------------------------------------------
+
+
+class _FabricStrategy(_Strategy):
+    """The strategy of Fabric, whose loops are those of the script.
+
+    Args:
+        options: `accelerator`, `checkpoint_io` and `precision`, as for other strategies.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._modules: list[torch.nn.Module] = []
+        self._loaders: list[DistributedLoader[Any]] = []
+
+    def setup_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        self._modules.append(module)
+        found: torch.nn.Module = super().setup_module(module)
+        return found
+
+    def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        found: torch.optim.Optimizer = super().setup_optimizer(optimizer)
+        if current() is None or isinstance(found, DistributedOptimizer):
+            return found
+        return DistributedOptimizer(found, model=models_of(found, self._modules))
+
+    def setup_module_and_optimizers(self, module: Any, optimizers: Any, *scheduler: Any) -> Any:
+        module, optimizers, *rest = super().setup_module_and_optimizers(module, optimizers, *scheduler)
+        return (module, optimizers, *(self._followed(each, optimizers) for each in rest))
+
+    def _followed(self, scheduler: Any, optimizers: list[DistributedOptimizer]) -> Any:
+        """Return a scheduler that follows the job's progress through the first loader, if it is known by now."""
+        if current() is None or scheduler is None:
+            return scheduler
+        loader = self._loaders[0] if self._loaders else None
+        length = None if loader is None else loader.whole_length
+        return follow(scheduler, _trained_by(scheduler, optimizers), loader, length)
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        if current() is None or isinstance(dataloader, DistributedLoader):
+            return dataloader
+        loader = distribute_at(SITE, dataloader)
+        assert isinstance(loader, DistributedLoader)
+        self._loaders.append(loader)
+        return loader
+
+    def optimizer_step(self, optimizer: Any, **options: Any) -> Any:
+        self.follow_main()
+        return super().optimizer_step(optimizer, **options)
+
+    def clip_gradients_norm(
+        self,
+        module: Any,
+        optimizer: Any,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> torch.Tensor:
+        if current() is None:
+            options = {"norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite}
+            norm: torch.Tensor = super().clip_gradients_norm(module, optimizer, max_norm, **options)
+            return norm
+        if norm_type != 2:
+            raise UsageError(
+                f"clip_gradients() got norm_type={norm_type!r}, expected 2: the servers clip the joint gradient by "
+                "its L2 norm."
+            )
+        norm = optimizer.clip_grad_norm(max_norm)
+        return norm
+
+    def clip_gradients_value(self, module: Any, optimizer: Any, clip_val: float) -> None:
+        if current() is None:
+            super().clip_gradients_value(module, optimizer, clip_val)
+        else:
+            optimizer.clip_grad_value(clip_val)
+
+    def barrier(self, name: str | None = None) -> None:
+        barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        sent = broadcast(obj) if src == 0 else obj
+        if sent is obj and worker_count() > 1 and not isinstance(obj, SENT):
+            raise UsageError(
+                f"broadcast() got a {type(obj).__name__} with src={src}, expected a text or a number of worker 0. "
+                "Combine tensors with fabric.all_reduce(), and write anything else to a file."
+            )
+        return sent
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return reduce(tensor, _operation(reduce_op))
+
+    def get_module_state_dict(self, module: torch.nn.Module) -> dict[str, Any]:
+        state: dict[str, Any] = with_joint_statistics(super().get_module_state_dict(module))
+        return state
+
+    def save_checkpoint(self, *arguments: Any, **options: Any) -> None:
+        if _is_main_now():
+            super().save_checkpoint(*arguments, **options)
+
+
+# -- The packages --------------------------------------------------------------------------------------------
+
+LEAST = "2.5"
+"""The oldest version of Lightning with which the strategies work."""
+
+PACKAGES = {
+    "lightning": ("lightning.pytorch", "lightning.fabric"),
+    "pytorch_lightning": ("pytorch_lightning", "lightning_fabric"),
+}
+"""Lightning's packages, each with the modules that have strategies."""
+
+
+def _register(module: str) -> type:
+    """Register the strategy for the `Trainer` or the Fabric of a package, and return it."""
+    strategies = import_module(f"{module}.strategies")
+    kind: type = _FabricStrategy
+    members: dict[str, Any] = {}
+    registry = getattr(strategies, "STRATEGY_REGISTRY", None)
+    if registry is None:
+        kind, registry = _TrainerStrategy, strategies.StrategyRegistry
+        callback = import_module(f"{module}.callbacks").Callback
+        members["hooks_class"] = type("PacelineCallback", (_Hooks, callback), {})
+    strategy = type("PacelineStrategy", (kind, strategies.SingleDeviceStrategy), members)
+    registry.register("paceline", strategy, description="Paceline", override=True)
+    return strategy
+
+
+def _register_all() -> tuple[type, type]:
+    """Register the strategies for the packages that the script has imported; for all that are installed if it has none.
+
+    Returns:
+        The strategies for the `Trainer` and for Fabric of the first of these packages.
+    """
+    installed = [package for package in PACKAGES if find_spec(package) is not None]
+    used = [package for package in installed if any(name in sys.modules for name in PACKAGES[package])]
+    registered: list[type] = []
+    for package in used or installed or ["lightning"]:
+        require(package, LEAST, "lightning")
+        registered += map(_register, PACKAGES[package])
+    return registered[0], registered[1]
+
+
+PacelineStrategy, PacelineFabricStrategy = _register_all()
