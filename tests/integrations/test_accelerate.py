@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from safetensors.torch import load_file
 
 from paceline.trace.run_dir import read_metrics
 from tests.integrations.test_transformers import EXAMPLES, alone, require_equal, summary, used
+from tests.support import served
+from tests.support.live import await_that
 from tests.train.test_porting import require, run
 
 pytestmark = pytest.mark.processes
@@ -149,3 +152,56 @@ def test_outside_a_run_it_is_the_class_of_accelerate(mark: str, tmp_path: Path) 
     assert printed[0] == printed[1]
     states = [load_file(tmp_path / each / "state" / "model.safetensors") for each in ("ours", "theirs")]
     require_equal(states[0], states[1])
+
+
+DIES = """        if epoch == 1 and paceline.worker_index() == {victim}:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with accelerator.accumulate(model):
+"""
+
+
+@pytest.mark.parametrize(("sync", "victim"), [("bsp", 0), ("asp", 0), ("asp", 1)])
+def test_a_lost_worker_does_not_end_training_or_its_states(
+    sync: str, victim: int, mark: str, tmp_path: Path
+) -> None:
+    step = "        with accelerator.accumulate(model):\n"
+    assert step in SCRIPT
+    script = f"import os\nimport signal\n{SCRIPT.replace(step, DIES.format(victim=victim))}"
+    weights = run(tmp_path / "run", script, "--sync", sync, workers=3)
+    found = summary(tmp_path / "run")
+    assert [*found["lost_workers"]] in ([victim], [str(victim)])
+    samples = found["ledger"]["samples"]
+    assert sum(samples.values()) == 3 * 512
+    assert samples["returned"] == samples["left"] == 0
+    state = load_file(tmp_path / "run" / "state" / "model.safetensors")
+    if sync == "bsp":  # otherwise, another worker may push later
+        require_equal(state, weights)
+    logs = "".join(log_of(tmp_path / "run", worker) for worker in range(3) if worker != victim or not victim)
+    assert "epoch 2: accuracy" in logs
+
+
+SLOWLY = """        Path(f"stepped-{os.getpid()}").touch()
+        Path(f"worker-{paceline.worker_index()}-epoch-{epoch}").touch()
+        if epoch and not Path("enough").exists():
+            time.sleep(0.5)
+        with accelerator.accumulate(model):
+"""
+
+
+@pytest.mark.parametrize("sync", ["bsp", "asp"])
+def test_a_worker_that_joins_late_begins_with_the_epoch_of_the_job(sync: str, mark: str) -> None:
+    run_of = served.Served("--workers", "2:3", "--servers", "1", "--sync", sync)
+    step = "        with accelerator.accumulate(model):\n"
+    heads = "import os\nimport time\nfrom pathlib import Path\n"
+    Path("train.py").write_text(heads + SCRIPT.replace(step, SLOWLY))
+    programs = [run_of.join() for _ in range(2)]
+    await_that(lambda: Path("worker-0-epoch-1").exists(), "the second epoch has begun")
+    programs.append(run_of.join())
+    served.await_training(3)
+    served.enough()
+    ends = [served.output(program) for program in programs]
+    assert [code for code, *_ in ends] == [0, 0, 0], ends
+    found: dict[str, Any] = run_of.summary()
+    assert found["ledger"]["samples"]["used"] == 3 * 512
+    assert not Path("worker-2-epoch-0").exists()
+    assert Path("state", "model.safetensors").exists()
