@@ -222,6 +222,22 @@ def test_numbers_of_steps_count_joint_batches_under_every_model(mark: str, tmp_p
         assert len(folders) == 2
 
 
+def test_all_workers_evaluate_together_although_the_model_changes(mark: str, tmp_path: Path) -> None:
+    script = example(
+        "trainer",
+        num_train_epochs="3",
+        eval_strategy='"steps",\n    eval_steps=7',
+        save_strategy='"steps",\n    save_steps=7',
+    ).replace("early_stopping_patience=2", "early_stopping_patience=20")
+    script += 'print("ended", len([each for each in trainer.state.log_history if "eval_loss" in each]))\n'
+    run(tmp_path / "run", script, "--sync", "bsp@0,asp@20", "--pace", ".02,.08")
+    for worker in (0, 1):
+        log = (tmp_path / "run" / "run" / f"worker-{worker}.log").read_text()
+        assert "ended 13" in log  # 192 batches of any worker, 14 of them between two evaluations
+    best = newest_state(tmp_path / "run")["best_model_checkpoint"]
+    require_equal(saved(tmp_path / "run"), load_file(tmp_path / "run" / best / "model.safetensors"))
+
+
 def test_a_trainer_goes_on_from_its_own_checkpoint_in_mid_epoch(mark: str, tmp_path: Path) -> None:
     script = example(
         "trainer",
