@@ -6,7 +6,7 @@ the other names exist that it uses.
 
 **Epochs.** A `Trainer` counts its own epochs and batches. In a run, the epochs are those of the job, in a loop of
 `paceline.epochs` that advances when the `Trainer` begins a pass over its data. A worker that joins late, or that is
-resumed, lets the `Trainer` begin with the epoch of the job. Under a model whose workers do not wait, nobody knows
+resumed, lets the `Trainer` begin with the epoch of the job. Under a model whose workers do not wait, no worker knows
 beforehand how many batches a worker will use. So the loader tells with each batch whether it is the last one, and the
 `Trainer` ends its epoch there: it makes the step for the gradients that it has accumulated, and validates.
 
