@@ -124,7 +124,7 @@ class _Stage:
                 return []
             case ["who", "waits"]:
                 waiting = sorted(self._waiting.items())
-                return [f"{worker} after {iteration}" for worker, iteration in waiting] or ["no worker"]
+                return [f"{worker} after {iteration}" for worker, iteration in waiting] or ["nobody"]
             case ["which", "model"] if self._machine is not None:
                 return [str(self._machine.sync)]
             case [verb, *words]:
