@@ -270,6 +270,28 @@ def test_all_workers_stop_when_early_stopping_says_so(sync: str, mark: str, tmp_
     assert sorted(used(tmp_path)) == [0, 1]
 
 
+AGAIN = """
+[found] = trainer.validate(module, validation, ckpt_path="best", verbose=False)
+Path(f"again-{paceline.worker_index()}").write_text(json.dumps(found["val_loss"]))
+"""
+
+
+@pytest.mark.parametrize("sync", ["asp", "bsp"])
+def test_the_best_weights_of_all_are_validated_again_after_training(
+    sync: str, mark: str, tmp_path: Path
+) -> None:
+    require("lightning")
+    worst = 'ModelCheckpoint(monitor="val_loss", mode="max")'  # the weights after the first epoch
+    weights = run(tmp_path, script(callbacks=worst) + AGAIN, "--sync", sync, "--pace", ".01,.02")
+    for worker in range(2):
+        losses = validated(tmp_path, worker)
+        again = json.loads((tmp_path / f"again-{worker}").read_text())
+        assert again == pytest.approx(losses[0], rel=1e-5)
+        assert losses[0] == max(losses.values())
+    best = torch.load(tmp_path / ended(tmp_path)["best"], weights_only=False)["state_dict"]
+    assert all(torch.equal(weights[name], best[name]) for name in weights)
+
+
 @pytest.mark.parametrize("sync", ["asp", "bsp"])
 def test_a_worker_that_is_stopped_in_mid_epoch_stops_the_others(sync: str, mark: str, tmp_path: Path) -> None:
     require("lightning")

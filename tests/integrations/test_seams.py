@@ -17,7 +17,7 @@ from paceline.core.shard import Details, _mean_scales
 from paceline.errors import ConfigurationError, UsageError
 from paceline.integrations import require
 from paceline.sim import Cluster, SimResult, simulate
-from paceline.train.prepare import follow
+from paceline.train.prepare import follow, follow_as_written
 from paceline.train.session import current
 
 SIZE, BATCH = 96, 4
@@ -154,6 +154,27 @@ def test_a_schedule_that_is_made_late_follows_the_job() -> None:
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
     alone = LambdaLR(optimizer, lambda count: 1.0)
     assert follow(alone, paceline.DistributedOptimizer(optimizer), None) is alone
+
+
+@pytest.mark.parametrize("sync", ["bsp", "asp"])
+@pytest.mark.parametrize("joint", [False, True])
+def test_a_schedule_that_is_written_for_the_scripts_loader_ends_with_the_data(joint: bool, sync: str) -> None:
+    """The script's loader has `WHOLE` batches, whether a batch is divided among the workers or not."""
+    rates = {}
+
+    def body(_: Any, step: Any) -> None:
+        loader = distributed(joint_batch=joint)
+        schedule = LambdaLR(step.optimizer, lambda count: 1.0 - count / (2 * WHOLE))
+        scheduler = follow_as_written(schedule, step.optimizer, loader)
+        for epoch in range(2):
+            for (x,) in loader:
+                step(x)
+                scheduler.step()
+            rates[epoch, paceline.worker_index()] = scheduler.get_last_lr()[0]
+
+    stepping(body, sync=sync)
+    expected = {(epoch, worker): 0.01 * (1 - epoch) / 2 for epoch in range(2) for worker in range(2)}
+    assert rates == pytest.approx(expected, abs=0.01 / WHOLE)
 
 
 class Shuffled(RandomSampler):

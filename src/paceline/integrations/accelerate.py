@@ -28,7 +28,7 @@ from ..train.collectives import barrier, is_main, reduce
 from ..train.data import DistributedLoader, distribute_at
 from ..train.metrics import metrics_of
 from ..train.optimizer import DistributedOptimizer
-from ..train.prepare import follow, models_of
+from ..train.prepare import follow_as_written, models_of
 from ..train.session import current, worker_count
 from . import require
 
@@ -240,8 +240,7 @@ class Accelerator(JobAccelerator):
         distributed = next((each for _, each in self._optimizers_of_job if _shares(each, scheduler)), None)
         if distributed is not None:
             loader = None if self._train is None else self._train.loader
-            length = None if loader is None else loader.whole_length
-            scheduler = follow(scheduler, distributed, loader, length)
+            scheduler = follow_as_written(scheduler, distributed, loader)
         return super().prepare_scheduler(scheduler)
 
     @property

@@ -50,7 +50,7 @@ from ..train.epochs import Epochs
 from ..train.loops import Limits
 from ..train.metrics import log, metrics_of
 from ..train.optimizer import DistributedOptimizer
-from ..train.prepare import follow, models_of
+from ..train.prepare import follow, follow_as_written, models_of
 from ..train.session import Session, current, resumption_of, worker_count, worker_index
 from ..train.tracking import track
 from ..train.training import training_of
@@ -333,6 +333,15 @@ class _TrainerStrategy(_Strategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = with_joint_statistics(super().lightning_module_state_dict())
         return state
+
+    def load_model_state_dict(self, *arguments: Any, **options: Any) -> None:
+        """Load weights, such as the best ones before a test. All workers do so, and the servers get them, too."""
+        session = current()
+        with ExitStack() as edits:
+            if session is not None and training_of(session) is not None:
+                for optimizer in self.optimizers:
+                    edits.enter_context(optimizer.editing())
+            super().load_model_state_dict(*arguments, **options)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         # The servers hold it, so only the worker that writes it fetches it.
@@ -742,8 +751,7 @@ class _FabricStrategy(_Strategy):
         if current() is None or scheduler is None:
             return scheduler
         loader = self._loaders[0] if self._loaders else None
-        length = None if loader is None else loader.whole_length
-        return follow(scheduler, _trained_by(scheduler, optimizers), loader, length)
+        return follow_as_written(scheduler, _trained_by(scheduler, optimizers), loader)
 
     def process_dataloader(self, dataloader: Any) -> Any:
         if current() is None or isinstance(dataloader, DistributedLoader):

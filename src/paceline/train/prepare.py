@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar, overload
 
 import torch
@@ -15,7 +16,7 @@ from .data import DistributedLoader, call_site, device_of, distribute_at
 from .generator_states import seed_worker
 from .optimizer import DistributedOptimizer
 from .schedules import JobScheduler, ScheduledData
-from .session import current
+from .session import current, worker_count
 from .sources import length_of
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -233,3 +234,19 @@ def follow(
         if length is not None:
             data = ScheduledData(loader.position, length, 1 if joint else session.workers)
     return JobScheduler(scheduler, optimizer, session, data, optimizer.schedule_watch, optimizer.marks)
+
+
+def follow_as_written(
+    scheduler: LRScheduler, optimizer: DistributedOptimizer, loader: DistributedLoader[Any] | None
+) -> Any:
+    """Let a scheduler follow the job whose schedule is written for a loader as it was before it was distributed.
+
+    One of its steps is a batch of that loader: a joint batch if its batches are divided among the workers, else a batch
+    of any worker. See `follow`.
+    """
+    if loader is None:
+        return follow(scheduler, optimizer, None)
+    joint, length = loader.divides, None
+    with suppress(TypeError):  # a stream
+        length = loader.whole_length // (worker_count() if joint else 1)
+    return follow(scheduler, optimizer, loader, length, joint=joint)
