@@ -161,10 +161,13 @@ def test_a_schedule_that_is_made_late_follows_the_job() -> None:
 def test_a_schedule_that_is_written_for_the_scripts_loader_ends_with_the_data(joint: bool, sync: str) -> None:
     """The script's loader has `WHOLE` batches, whether a batch is divided among the workers or not."""
     rates = {}
+    size = SIZE + 1  # the last joint batch is smaller than the others
+    batches = WHOLE + 1
 
     def body(_: Any, step: Any) -> None:
-        loader = distributed(joint_batch=joint)
-        schedule = LambdaLR(step.optimizer, lambda count: 1.0 - count / (2 * WHOLE))
+        loader = distributed(size, joint_batch=joint)
+        assert loader.script_length == batches
+        schedule = LambdaLR(step.optimizer, lambda count: 1.0 - count / (2 * batches))
         scheduler = follow_as_written(schedule, step.optimizer, loader)
         for epoch in range(2):
             for (x,) in loader:

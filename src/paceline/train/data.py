@@ -32,7 +32,7 @@ from .generator_states import GeneratorStates, generators_lock, loader_seed, see
 from .job_model import least_samples_of
 from .loops import Position, active_loop, bars_over, expected_batches, set_batch
 from .session import BatchSite, Session, current, hold_job_model, resumption_of, untrained
-from .sources import DataSource, DataStream, source_of, streams_of
+from .sources import DataSource, DataStream, length_of, source_of, streams_of
 from .training import training_of
 from .worker_state import at_boundary, begin_resumed, repeated, restore
 
@@ -267,6 +267,11 @@ class DistributedLoader(Generic[T]):
             TypeError: the loader has no length.
         """
         return self._part.whole_length
+
+    @property
+    def script_length(self) -> int | None:
+        """Number of batches of the loader that was given to `distribute`; None if it is unknown."""
+        return length_of(self._source.inner)  # type: ignore[arg-type]
 
     @property
     def may_be_dynamic(self) -> bool:

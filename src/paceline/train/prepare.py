@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from typing import Any, TypeVar, overload
 
 import torch
@@ -16,7 +15,7 @@ from .data import DistributedLoader, call_site, device_of, distribute_at
 from .generator_states import seed_worker
 from .optimizer import DistributedOptimizer
 from .schedules import JobScheduler, ScheduledData
-from .session import current, worker_count
+from .session import current
 from .sources import length_of
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -197,11 +196,10 @@ def _following(scheduler: LRScheduler, optimizer: DistributedOptimizer, given: A
         given: the loader for which the schedule is written; None if there is none.
         loader: the distributed loader that `given` was made into.
     """
-    if not isinstance(loader, DistributedLoader):
-        return follow(scheduler, optimizer, None)
-    # If the loader was already distributed, its length is the number of joint batches.
-    joint = given is loader or loader.divides
-    return follow(scheduler, optimizer, loader, length_of(given), joint=joint)
+    if given is loader and isinstance(loader, DistributedLoader):
+        # The loader was already distributed, so its length is the number of joint batches.
+        return follow(scheduler, optimizer, loader, length_of(loader), joint=True)
+    return follow_as_written(scheduler, optimizer, loader if isinstance(loader, DistributedLoader) else None)
 
 
 def follow(
@@ -246,7 +244,4 @@ def follow_as_written(
     """
     if loader is None:
         return follow(scheduler, optimizer, None)
-    joint, length = loader.divides, None
-    with suppress(TypeError):  # a stream
-        length = loader.whole_length // (worker_count() if joint else 1)
-    return follow(scheduler, optimizer, loader, length, joint=joint)
+    return follow(scheduler, optimizer, loader, loader.script_length, joint=loader.divides)
