@@ -98,6 +98,10 @@ try:
 except paceline.errors.UsageError as error:
     print("refused:", error)
 model, optimizer, loader = accelerator.prepare(model, optimizer, train=loader)
+try:
+    accelerator.prepare(train=loader)
+except paceline.errors.UsageError as error:
+    print("refused:", error)
 whole = accelerator.prepare(torch.utils.data.DataLoader(data, 4))
 print("whole", sum(len(x) for (x,) in whole))
 for (x,) in accelerator.skip_first_batches(loader, 1):
@@ -117,6 +121,7 @@ def test_calls_of_all_workers_and_a_loader_without_a_name(mark: str, tmp_path: P
     for worker, main in ((0, "True"), (1, "False")):
         log = log_of(tmp_path / "run", worker)
         assert re.search(r"refused: .*no loader by the name train.*Write prepare", log)
+        assert re.search(r"refused: .*that an earlier call has divided", log)
         assert "whole 16" in log
         assert f"gathered [1.0, 2.0] [{worker + 1}.0]" in log
         assert "reduced 3.0 1.5" in log

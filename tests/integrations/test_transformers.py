@@ -317,6 +317,7 @@ def test_a_killed_run_goes_on_in_its_second_epoch(sync: str, mark: str, tmp_path
     first, *_, last = (folder / "steps-2.txt").read_text().splitlines()
     assert 1.0 < float(first.split()[0]) < 3.0
     assert last.split()[1] == "192"
+    assert "not to be a single sample" not in printed
     samples = summary(folder)["ledger"]["samples"]
     assert samples["used"] == 3 * 512
     if sync == "bsp":

@@ -259,6 +259,16 @@ def test_a_launch_goes_on_to_its_end_whatever_becomes_of_the_scripts_output(
     assert_trained_to_the_end(folder)
 
 
+def test_the_root_logger_is_the_scripts_own(folder: Path) -> None:
+    lines = "import logging\nlogging.basicConfig(level='INFO', format='mine %(message)s')\nlogging.info('configured')\n"
+    (folder / "train.py").write_text(f"{lines}{FIT}\nfit()\n")
+    with program(RUN, folder) as process:
+        rest_of(process.stdout)
+        assert process.wait(DEADLINE_S) == 0
+
+    assert "mine configured\n" in (folder / "run" / "worker-0.log").read_text()
+
+
 @pytest.mark.chaos
 def test_a_launch_with_a_live_table_leaves_the_scripts_own_standard_output_alone(folder: Path) -> None:
     (folder / "looking.py").write_text(LOOKING)

@@ -231,6 +231,11 @@ class Accelerator(JobAccelerator):
 
     def prepare_train_loader(self, loader: Iterable[Any]) -> TrainLoader:
         """Divide a loader among the workers. See `prepare`."""
+        if isinstance(loader, TrainLoader):
+            raise UsageError(
+                "accelerator.prepare() got a loader by the name train that an earlier call has divided. Use the loader "
+                "that the earlier call has returned."
+            )
         device = self.device if self.device_placement else None
         distributed = distribute_at(SITE, loader, split="auto", device=device)
         assert isinstance(distributed, DistributedLoader)

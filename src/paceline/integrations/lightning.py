@@ -420,6 +420,11 @@ class TrainingData:
             raise TypeError("the training data has no length")
         return self.length
 
+    @property
+    def expected(self) -> float:
+        """Number of batches of this worker in a pass; infinity if it depends on the speeds of the workers."""
+        return float("inf") if self.length is None or self.loader.may_be_dynamic else len(self.loader)
+
     def limited(self, limit: int | float) -> int:
         """Return the number of this worker's batches with the limit of `Trainer(limit_train_batches=...)`."""
         assert self.share is not None
@@ -698,6 +703,11 @@ _numbers: WeakKeyDictionary[Session, Iterator[int]] = WeakKeyDictionary()
 
 class _Hooks(Base):
     """The callback with which the strategy notices the ends of batches, epochs and validations."""
+
+    def on_train_epoch_start(self, trainer: Any, *arguments: Any) -> None:
+        # Progress bars, which follow in the list of callbacks, ask for the length of the pass now.
+        if (fit := trainer.strategy.fit) is not None and trainer.limit_train_batches == 1.0:
+            trainer.fit_loop.max_batches = fit.data.expected
 
     def on_train_batch_end(self, trainer: Any, *arguments: Any) -> None:
         if (fit := trainer.strategy.fit) is not None:

@@ -169,6 +169,11 @@ def reason_against(trainer: Any) -> str | None:
     return None
 
 
+def _tells(record: logging.LogRecord) -> bool:
+    """Return False for the warning that training stops at a pass without samples: in a run, it goes on."""
+    return "not to be a single sample" not in record.getMessage()
+
+
 def _become(thing: Any, mixin: type) -> None:
     """Make an object an instance of a subclass of its own class, with the methods of a mixin before its own."""
     own = type(thing)
@@ -359,11 +364,14 @@ class TrainerJob:
         self._losses, self._logged, self._total, self._steps = [], [], 0.0, 0
         self.loads_best = args.load_best_model_at_end
         args.ignore_data_skip = args.ignore_data_skip or resumes
+        log = logging.getLogger("transformers.trainer")
+        log.addFilter(_tells)
         try:
             yield
             if self._loop is not None and not self.over:
                 self._loop.stop()
         finally:
+            log.removeFilter(_tells)
             args.ignore_data_skip, args.load_best_model_at_end = own
             if self._numbers is not None:
                 self._numbers.close()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import logging
 import os
 import pickle
 import queue
@@ -39,7 +38,7 @@ from .join import join
 from .local import HostMachine, ProcessPlacement
 from .processes.devices import device_of_process
 from .processes.interruption import Interrupted, Terminated
-from .processes.program import CALL, environment, execute
+from .processes.program import CALL, environment, execute, log_to_stderr
 from .processes.spawn import Starter
 from .terminal import plain_console
 
@@ -80,7 +79,7 @@ def main() -> None:
     folder = sys.argv[3]
     # A fork server, which imports torch while the run is being placed: it is for the processes that follow, too.
     with orders, reports, Starter([()] * 2) as starter:
-        logging.basicConfig(level=os.environ.get("PACELINE_LOG", "WARNING"), format="%(name)s: %(message)s")
+        log_to_stderr()
         try:
             (serves, quiet, options), payload = pickle.loads(orders.recv_bytes()), orders.recv_bytes()
         except EOFError:

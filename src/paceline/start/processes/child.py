@@ -7,7 +7,6 @@ payload of a server contains the module search path, and the conditions that it 
 from __future__ import annotations
 
 import faulthandler
-import logging
 import os
 import runpy
 import signal
@@ -32,7 +31,7 @@ from ...sync.plugins import load_models, local_conditions, script_traceback
 from ...train import session as sessions
 from ...train.training import watch_script
 from .orders import Descriptors, ProcessOrder
-from .program import EXIT_INTERRUPTED, EXIT_PEER_LOST, open_file
+from .program import EXIT_INTERRUPTED, EXIT_PEER_LOST, log_to_stderr, open_file
 
 MEMORY_ADVICE = (
     "Reduce the batch size, or balance the batches (--batch balanced) and limit those of this worker with "
@@ -53,7 +52,7 @@ def main(order: ProcessOrder, descriptors: Descriptors) -> int:
     """
     objects = open_file(descriptors.payload)
     assignment, job = order.assignment, order.assignment.job
-    logging.basicConfig(level=os.environ.get("PACELINE_LOG", "WARNING"), format="%(name)s: %(message)s")
+    log_to_stderr()
     faulthandler.enable(2)  # a crash in a library, such as a driver, then leaves a traceback in the log
     defer_dynamo()
     use_sources(job.optimizers)

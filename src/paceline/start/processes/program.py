@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import logging
 import os
 import signal
 import subprocess
@@ -54,6 +55,20 @@ of megabytes, although the cache is shared with other virtual machines.
 def main_of(module: str) -> list[str]:
     """Return what `execute` executes to call the function `main` of a module of Paceline."""
     return ["-c", CALL, module]
+
+
+def log_to_stderr() -> None:
+    """Write Paceline's own messages to stderr, which is the log of this process.
+
+    The root logger is left to the script. `logging.basicConfig` would do nothing if the root logger had a handler, and
+    libraries that have handlers of their own would print each message twice.
+    """
+    logger = logging.getLogger("paceline")
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(os.environ.get("PACELINE_LOG", "WARNING"))
+    logger.propagate = False
 
 
 def execute(
