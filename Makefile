@@ -7,6 +7,7 @@ PORTING := .venv-porting
 PORTING_OLD := .venv-porting-old
 SCHEDULERS := .venv-schedulers
 LOOK := .venv-look
+SITE := .venv-site
 ACCELERATOR := .venv-accelerator
 
 DEVICE ?= vulkan
@@ -20,7 +21,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Three files at a time keep two cores busy, because tests of live runs often wait.
 LANES := -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help install demo check quick test thorough check-models stress chaos fuzz siege clusters porting ray look accelerator examples full bench bench-overlap paper tune docs clean
+.PHONY: help install demo check quick test thorough check-models stress chaos fuzz siege clusters porting ray look accelerator examples site full bench bench-overlap paper tune docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -90,7 +91,7 @@ $(PORTING_OLD)/.ready: pyproject.toml constraints.txt
 		'lightning<2.6' 'pytorch-lightning<2.6' 'transformers<4.58' 'trl<0.26' 'accelerate<1.9' 'peft<0.18'
 	@touch $@
 
-porting: $(PORTING)/.ready $(PORTING_OLD)/.ready  ## create .venv-porting and .venv-porting-old with Hugging Face and Lightning, of today and of a year ago, and run the scripts in docs/porting.md and docs/frameworks (15 minutes after the installation)
+porting: $(PORTING)/.ready $(PORTING_OLD)/.ready  ## create .venv-porting and .venv-porting-old with Hugging Face and Lightning, of today and of a year ago, and run the scripts in docs/how-to/port-a-script.md and docs/frameworks (15 minutes after the installation)
 	OMP_NUM_THREADS=1 $(PORTING)/bin/python -m pytest -p no:cacheprovider -m 'not chaos' tests/train/test_porting.py tests/integrations
 	OMP_NUM_THREADS=1 $(PORTING_OLD)/bin/python -m pytest -p no:cacheprovider -m 'not chaos' tests/integrations
 
@@ -128,6 +129,18 @@ accelerator: $(ACCELERATOR)/.ready  ## create .venv-accelerator with torchvulkan
 examples: $(READY)  ## run the examples in the documentation
 	$(BIN)/python -m pytest docs README.md
 
+$(SITE)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(SITE)
+	$(SITE)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
+	$(SITE)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[site]'
+	@touch $@
+
+site: $(SITE)/.ready  ## create .venv-site with Sphinx, build the site in build/site, and look for dead links in it (2 minutes after the installation)
+	rm -rf build/site build/site-doctrees
+	$(SITE)/bin/python -m sphinx --quiet --fail-on-warning --keep-going --jobs 2 -d build/site-doctrees docs build/site
+	PACELINE_SITE=1 $(SITE)/bin/python -m pytest --noconftest -p no:cacheprovider tests/site
+	@echo "Open build/site/index.html."
+
 full:  ## run every suite but check-models, stress, chaos, fuzz and paper, each in its environment, and end with a table (root; SUITES='look ray' for some; it says which Debian packages are missing)
 	@$(PYTHON) tests/support/full.py $(SUITES)
 
@@ -155,4 +168,4 @@ docs: $(READY)  ## regenerate pages and pictures of the documentation, and run i
 	$(MAKE) examples
 
 clean:  ## remove the environment and caches
-	rm -rf $(VENV) $(PORTING) $(PORTING_OLD) $(SCHEDULERS) $(LOOK) $(ACCELERATOR) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(PORTING) $(PORTING_OLD) $(SCHEDULERS) $(LOOK) $(SITE) $(ACCELERATOR) .mypy_cache .ruff_cache .pytest_cache .hypothesis

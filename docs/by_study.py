@@ -144,7 +144,7 @@ TIMES
 
 
 def of_same_accuracy(results: Mapping[tuple[object, ...], Result]) -> list[str]:
-    """Return the section of `docs/same-accuracy.md`.
+    """Return the section of `docs/models/same-accuracy.md`.
 
     Args:
         results: the results of the table by their keys.
@@ -294,7 +294,7 @@ study choose different rates where several are about equally good with the three
 
 
 def of_digits(cells: Sequence[Cell], found: Mapping[Key, Comparison]) -> list[str]:
-    """Return the section of `docs/when-it-pays.md`.
+    """Return the section of `docs/models/when-it-pays.md`.
 
     Args:
         cells: the results on digits.

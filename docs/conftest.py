@@ -12,5 +12,5 @@ __all__ = ["copied_pools"]
 @pytest.fixture(autouse=True)
 def copies(request: pytest.FixtureRequest) -> None:
     """The processes of a study are copies of this one."""
-    if request.node.path.name == "studies.md":
+    if request.node.path.name == "study.md":
         request.getfixturevalue("copied_pools")

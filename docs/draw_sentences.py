@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ("src/**/*.py", "examples/*.py", "benchmarks/**/*.py", "reproductions/*.py")
-DOCUMENTS = ("*.md", "docs/*.md")
+DOCUMENTS = ("*.md", "docs/**/*.md")
 
 Passage = tuple[Path, int, str]
 """A file, the line at which a passage begins, and the text of the passage."""

@@ -1,4 +1,4 @@
-"""Write `docs/codecs.md` from the results of the training runs: `python docs/make_codecs.py`.
+"""Write `docs/reference/codecs.md` from the results of the training runs: `python docs/make_codecs.py`.
 
     python -m reproductions wire
     python docs/make_codecs.py
@@ -36,11 +36,12 @@ from reproductions.wire import (  # noqa: E402
 )
 
 RESULTS = ROOT / "reproductions" / "results" / "wire.jsonl"
-TARGET = ROOT / "docs" / "codecs.md"
+TARGET = ROOT / "docs" / "reference" / "codecs.md"
 SEEDS = {"digits-mlp": 6, "digits-cnn": 6, "text-gpt": 8}
 
 QUESTION = (
-    "What do the codecs of [`--wire`](cluster.md#slow-links-a-quarter-or-a-seventh-of-the-bytes) cost in the quality "
+    "What do the codecs of "
+    "[`--wire`](../how-to/several-machines.md#slow-links-a-quarter-or-a-seventh-of-the-bytes) cost in the quality "
     "of the result? Each run is compared with a run with float32 that has the same seed, the same batches in the same "
     "order, and the same hyper-parameters. A *cell* is a problem with an optimizer, some workers and a codec. The goal "
     "is met if at most 0.5 points of accuracy, or 1 % of the loss, are lost."

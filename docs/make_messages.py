@@ -1,4 +1,4 @@
-"""Write `docs/messages.md` and its picture, from the table of messages: `python docs/make_messages.py`.
+"""Write `docs/internals/messages.md` and its picture, from the table of messages: `python docs/make_messages.py`.
 
 With --check, nothing is written, and the exit code is 0 if the page and the picture match the table, 1 otherwise.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 from paceline.core.messages import ROWS, MessageRow, phases, row_phases
 
 HERE = Path(__file__).parent
-TARGET = HERE / "messages.md"
+TARGET = HERE / "internals" / "messages.md"
 PICTURE = HERE / "pictures" / "phases.svg"
 
 HEAD = """\
@@ -29,7 +29,7 @@ phase. So both ends know the phase, although messages in opposite directions may
 of every direction that has more than one. Below each phase are the messages that may be sent only in some phases. The
 message at an arrow begins the next phase.
 
-![The phases of each direction](pictures/phases.svg)
+![The phases of each direction](../pictures/phases.svg)
 
 A process closes a connection on which it receives a message that the tables do not allow in this direction and
 phase, and says in its log what was expected. The tables say what a process may send by what it is and by what it has
@@ -37,7 +37,7 @@ sent. The order of iterations is checked in `core/order.py`, and who takes part 
 `core/members.py`. "Any" phase means any except *greeting* and *left*.
 
 In the tables, "core" means that the receiving process passes the message to its core, which decides what follows (see
-[the design](design.md#the-cores)). A message for the "host" concerns only the receiving process itself: its
+[the design](../design.md#the-cores)). A message for the "host" concerns only the receiving process itself: its
 connections, its memory, or the machine.
 
 **To add a message**, write its class in a module of `core/messages/`, with one decorator `@sent(...)` for
@@ -72,7 +72,7 @@ def section(sender: str, receiver: str) -> Iterator[str]:
     yield "|---|---|---|" + ("---|" if several else "")
     for row in rows_of(sender, receiver):
         module = row.message.__module__.rpartition(".")[2]
-        name = f"[`{row.message.__name__}`](../src/paceline/core/messages/{module}.py)"
+        name = f"[`{row.message.__name__}`](../../src/paceline/core/messages/{module}.py)"
         cells = [name, meaning(row), "core" if row.forwarded else "host"]
         if several:
             cells.append(when(row))

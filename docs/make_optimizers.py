@@ -1,4 +1,4 @@
-"""Write `docs/optimizers.md`, the kind of each optimizer of some packages: `python docs/make_optimizers.py`.
+"""Write `docs/reference/optimizers.md`, the kind of each optimizer of some packages: `python docs/make_optimizers.py`.
 
     pip install paceline[porting]
     python docs/make_optimizers.py
@@ -29,12 +29,12 @@ from torch import nn
 from paceline.errors import ConfigurationError
 from paceline.shard.optimizers import server_optimizer
 
-TARGET = Path(__file__).parent / "optimizers.md"
+TARGET = Path(__file__).parent / "reference" / "optimizers.md"
 PACKAGES = {"torch": "torch.optim", "schedulefree": "schedulefree", "pytorch-optimizer": "pytorch_optimizer"}
 KINDS = ("element by element", "tensor by tensor", "refused")
 
 INTRODUCTION = """\
-Can the servers run your optimizer? Before training begins, a worker [tests](guide.md) the class: on slices of small
+Can the servers run your optimizer? Before training begins, a worker [tests](../guide.md) the class: on slices of small
 parameters, then on whole tensors. The table shows what the test has found for each class of some packages, built with
 its defaults for a small model: a convolution, a linear layer and their biases, or matrices only where a class accepts
 nothing else.

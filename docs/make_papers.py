@@ -1,4 +1,4 @@
-"""Write `docs/papers.md`, what the papers report and what our results say about it: `python docs/make_papers.py`.
+"""Write `docs/internals/papers.md`, what the papers report and what our results say: `python docs/make_papers.py`.
 
 The numbers come from `reproductions/papers.toml`, the results from `reproductions/results`, and the verdicts follow
 from both. With --check, nothing is written, and the exit code is 0 if the page is up to date, 1 otherwise.
@@ -21,7 +21,7 @@ from reproductions.comparing import AT_BEST  # noqa: E402
 from reproductions.papers import PAPERS, Paper, Quote  # noqa: E402
 from reproductions.verdicts import RUNS, Judged, judged, with_unit  # noqa: E402
 
-TARGET = ROOT / "docs" / "papers.md"
+TARGET = ROOT / "docs" / "internals" / "papers.md"
 
 HEAD = """\
 # What the papers claim
@@ -290,7 +290,7 @@ def section(prefix: str) -> Iterator[str]:
     yield from table(
         ("algorithm or theorem", "says", "found", "tests"),
         (
-            (name, each.says, each.found, f"[`{each.tests}`](../{each.tests})")
+            (name, each.says, each.found, f"[`{each.tests}`](../../{each.tests})")
             for name, each in paper.statements.items()
         ),
     )
@@ -321,7 +321,7 @@ def tables(paper: Paper, rows: Sequence[Judged]) -> Iterator[str]:
 def linked(name: str) -> str:
     """Return the name of an exhibit, with a link to the kept result of a full run if there is one."""
     kept = f"reproductions/results/{name}.txt"
-    return f"[`{name}`](../{kept})" if (ROOT / kept).exists() else f"`{name}`"
+    return f"[`{name}`](../../{kept})" if (ROOT / kept).exists() else f"`{name}`"
 
 
 def unit(quote: Quote) -> str:

@@ -1,4 +1,4 @@
-"""Draw the pictures of `docs/rehearse.md`: `python docs/make_rehearse.py`. This takes about a minute."""
+"""Draw the pictures of `docs/how-to/simulate.md`: `python docs/make_rehearse.py`. This takes about a minute."""
 
 from __future__ import annotations
 

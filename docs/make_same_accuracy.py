@@ -1,4 +1,4 @@
-"""Write `docs/same-accuracy.md` from the results of the table: `python docs/make_same_accuracy.py`.
+"""Write `docs/models/same-accuracy.md` from the results of the table: `python docs/make_same_accuracy.py`.
 
     python -m reproductions same-accuracy
     python docs/make_same_accuracy.py
@@ -40,7 +40,7 @@ from reproductions.same_accuracy.summary import cells_of, findings, tables  # no
 from reproductions.same_accuracy.table import Result, Tuned, read  # noqa: E402
 
 RESULTS = ROOT / "reproductions" / "results" / "same-accuracy.jsonl"
-TARGET = ROOT / "docs" / "same-accuracy.md"
+TARGET = ROOT / "docs" / "models" / "same-accuracy.md"
 
 QUESTION = (
     "Does a script learn the same under every sync model with the hyper-parameters that it has? Each relaxed model "

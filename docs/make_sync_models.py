@@ -1,4 +1,4 @@
-"""Write `docs/sync-models.md` and its pictures: `python docs/make_sync_models.py`.
+"""Write `docs/models/index.md` and its pictures: `python docs/make_sync_models.py`.
 
 The text comes from the module docstring of each model, and the pictures show simulations in virtual time. With
 --check, nothing is written, and the exit code is 0 if the page matches the docstrings, 1 otherwise.
@@ -20,7 +20,7 @@ sys.path.insert(0, str(HERE.parent))  # `docs` is not installed
 
 from docs import pseudo_code  # noqa: E402
 
-TARGET = HERE / "sync-models.md"
+TARGET = HERE / "models" / "index.md"
 PICTURES = HERE / "pictures"
 
 UNTIL_S = 20.0
@@ -37,6 +37,9 @@ SHOWN = {name: model.shown or (name,) for name, model in MODELS.items()}
 
 INTRODUCTION = """\
 # The synchronization models
+
+- [When it pays](when-it-pays.md): how much time each model saves
+- [The same hyper-parameters under every model](same-accuracy.md): what is learned
 
 A synchronization model, or *sync model*, decides when a worker may start its next iteration and when it has to wait,
 and whether a push is applied, held back or dropped. In Python, a sync model is an object (see `paceline.sync`); on
@@ -63,11 +66,12 @@ the same c_p when the new model begins. Some models must run on all shards, beca
 push could otherwise be applied at one shard and dropped at another.
 
 `--sync auto` lets the run choose: it begins with `bsp` and balanced batches, and changes to another model at the
-beginning of an epoch if that saves at least 10 % of the time per epoch. See [the guide](guide.md#let-the-run-choose).
+beginning of an epoch if that saves at least 10 % of the time per epoch. See
+[the guide](../guide.md#let-the-run-choose).
 
 A model decides which pushes are applied, and when. How far an update then moves the weights follows from the
 script's hyper-parameters, which by default refer to the joint batch: see
-[the guide](guide.md#what-hyper-parameters-mean). The papers apply each push with the hyper-parameters as they are.
+[the guide](../guide.md#what-hyper-parameters-mean). The papers apply each push with the hyper-parameters as they are.
 `--hyperparameters raw` does the same, and a model with a `push_scale` other than 1 always does.
 
 """
@@ -179,7 +183,7 @@ def section(page: Page) -> str:
     lines += [wrapped(f"*Admission.* {page.parts['Admission']}"), ""]
     for sync in SHOWN[page.name]:
         shown = "Conditions(pull=lambda state: state.gap <= 2)" if sync == "conditions" else sync
-        lines += [f"![{shown}](pictures/{picture_name(sync)})", "", f"`{shown}`", ""]
+        lines += [f"![{shown}](../pictures/{picture_name(sync)})", "", f"`{shown}`", ""]
     for label in ("Guarantee", "Use", "Reference", "Deviations"):
         lines += [wrapped(f"*{label}.* {page.parts[label]}"), ""]
     lines += [f"    --sync {page.notation}", ""]

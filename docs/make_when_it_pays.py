@@ -1,4 +1,4 @@
-"""Write `docs/when-it-pays.md` from the results of a study: `python docs/make_when_it_pays.py`.
+"""Write `docs/models/when-it-pays.md` from the results of a study: `python docs/make_when_it_pays.py`.
 
     python -m reproductions evidence --estimate
     python -m reproductions evidence
@@ -40,7 +40,7 @@ from reproductions.evidence.verdicts import (  # noqa: E402
 
 FOLDER = ROOT / "reproductions" / "results"
 RESULTS = FOLDER / "evidence-quadratics.jsonl"
-TARGET = ROOT / "docs" / "when-it-pays.md"
+TARGET = ROOT / "docs" / "models" / "when-it-pays.md"
 PICTURE = ROOT / "docs" / "pictures" / "when-it-pays.png"
 
 TIME, EQUAL_TIME, EQUAL_GRADIENTS = "time to 0.1", "loss at equal time", "loss at equal gradients"
@@ -89,7 +89,7 @@ LET_THE_RUN_CHOOSE = """\
 ## Let the run choose
 
 `--sync auto` begins with `bsp` and balanced batches, and changes to another model at the beginning of an epoch if
-that saves at least 10 % of the time per epoch ([details](guide.md#let-the-run-choose)). `python -m benchmarks auto`
+that saves at least 10 % of the time per epoch ([details](../guide.md#let-the-run-choose)). `python -m benchmarks auto`
 simulates it on 60 clusters of 4 to 16 workers, with 24 epochs of 30 iterations each, and compares the time until
 all data is used with the times under `bsp`, `bsp` with balanced batches, `drop-stragglers`, `ssp`, `elastic-bsp`
 and `asp`. An epoch is taken to be worth the same under each model, which is the aim of translated hyper-parameters.
@@ -414,7 +414,7 @@ def text() -> str:
         *(on_real_problems(page) if page.real else ()),
         "## Times to a loss of 0.1, compared with bsp",
         "",
-        "![Ratios of all contenders, for three sizes of the batches](pictures/when-it-pays.png)",
+        "![Ratios of all contenders, for three sizes of the batches](../pictures/when-it-pays.png)",
         "",
         *(line for batches in SHOWN for line in times(page, batches)),
     ]

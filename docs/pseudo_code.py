@@ -1,4 +1,4 @@
-"""The lines of the papers' pseudo-code, each with the function that does the same, for `docs/sync-models.md`."""
+"""The lines of the papers' pseudo-code, each with the function that does the same, for `docs/models/index.md`."""
 
 from __future__ import annotations
 

@@ -44,8 +44,8 @@ def test_a_page_is_what_its_sources_say(script: str, monkeypatch: pytest.MonkeyP
 
 def test_what_is_recommended_is_what_the_study_shows() -> None:
     """Every ratio that recommends a model, with the numbers of better, tied and worse comparisons, is on the page."""
-    models = re.sub(r"\s+", " ", (ROOT / "docs" / "sync-models.md").read_text())
-    page = re.sub(r"\s+", " ", (ROOT / "docs" / "when-it-pays.md").read_text())
+    models = re.sub(r"\s+", " ", (ROOT / "docs" / "models" / "index.md").read_text())
+    page = re.sub(r"\s+", " ", (ROOT / "docs" / "models" / "when-it-pays.md").read_text())
     quoted = re.findall(r"`[^`]+` [\d.]+ to [\d.]+ \(\d+, \d+, \d+\)", models)
     assert len(quoted) > 10
     assert [ratio for ratio in quoted if ratio not in page] == []
@@ -119,6 +119,28 @@ def test_links_between_files_lead_somewhere(page: str) -> None:
     file = ROOT / page if page == "README.md" else ROOT / "docs" / page
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", file.read_text()):
         assert (file.parent / target).exists(), f"{page} links to {target}"
+
+
+@pytest.mark.parametrize("folder", ["src", "tests", "benchmarks", "reproductions", "examples", "docs"])
+def test_pages_that_messages_and_docstrings_name_exist(folder: str) -> None:
+    named = {
+        (path.relative_to(ROOT), page)
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".py", ".toml", ".sh", ".sbatch", ".yaml")
+        for page in re.findall(r"(?<![\w/])docs/[\w/-]+\.md", path.read_text())
+    }
+    assert named or folder != "src"
+    assert [(file, page) for file, page in named if not (ROOT / page).exists()] == []
+
+
+def test_each_page_of_the_site_is_listed_once() -> None:
+    """The items of `index.md` are the table of contents (`docs/conf.py`)."""
+    listed = [
+        (index.parent / target).resolve()
+        for index in (ROOT / "docs").rglob("index.md")
+        for target in re.findall(r"^- \[[^\]]+\]\(([^)#:]+\.md)\)", index.read_text(), re.MULTILINE)
+    ]
+    assert sorted(listed) == sorted({*(ROOT / "docs").rglob("*.md")} - {ROOT / "docs" / "index.md"})
 
 
 def test_each_row_of_the_page_about_failures_names_a_test() -> None:

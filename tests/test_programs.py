@@ -26,7 +26,7 @@ PACKAGES = {
 FILES = sorted(
     path for folder in PACKAGES.values() for path in folder.rglob("*.py") if path != Path(__file__).resolve()
 )
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 # A string with such a line is a program. In prose, a line that begins like this goes on differently.
 IMPORTS = re.compile(

@@ -13,7 +13,7 @@ import torch
 from paceline.checkpoints.manifest import files_in
 from tests.support.sharded import Shards, model_of
 
-PAGE = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "checkpoints.md").read_text()
 EXAMPLE, EXPORT, COPY = re.findall(r"```python\n(.+?)```\n", PAGE, re.DOTALL)
 PRINTED, *_ = re.findall(r"This prints, for example:\n\n```\n(.+?)```\n", PAGE, re.DOTALL)
 

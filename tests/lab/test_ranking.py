@@ -308,7 +308,7 @@ def test_with_a_straggler_something_faster_is_advised_with_its_command(tmp_path:
     assert [advice.check for advice in report.advice] == [
         "",
         *(
-            f"paceline simulate CLUSTER --script SCRIPT --sync bsp,{sync} (see docs/rehearse.md)"
+            f"paceline simulate CLUSTER --script SCRIPT --sync bsp,{sync} (see docs/how-to/simulate.md)"
             for sync in (backup, "elastic-bsp:lookahead=15", "asp")
         ),
     ]

@@ -307,4 +307,6 @@ def test_the_tutorial_quotes_what_is_recommended_for_its_cluster() -> None:
     variants = wire_variants(cluster, rows, seed=0, shards=None, data=None)
     found = recommend(candidates_of(rows), variants, servers=cluster.servers, check=str)
     assert found is not None
-    assert found.text in " ".join((root / "docs" / "rehearse.md").read_text().replace("\n> ", "\n").split())
+    assert found.text in " ".join(
+        (root / "docs" / "how-to" / "simulate.md").read_text().replace("\n> ", "\n").split()
+    )

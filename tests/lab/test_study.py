@@ -581,7 +581,7 @@ def test_the_summary_names_models_whose_hyper_parameters_are_not_translated(tmp_
 
 def test_the_study_files_of_the_documentation_are_valid(tmp_path: Path, own_models: None) -> None:
     first, second = re.findall(
-        r"```toml\n(.*?)```", (EXAMPLE.parents[2] / "docs" / "studies.md").read_text(), re.DOTALL
+        r"```toml\n(.*?)```", (EXAMPLE.parents[2] / "docs" / "how-to" / "study.md").read_text(), re.DOTALL
     )
     assert first == EXAMPLE.read_text()
     assert len(first.splitlines()) <= 40

@@ -234,18 +234,18 @@ E, S, F = ELASTIC_BSP.numbers, SPEC_SYNC.numbers, FLUENT_PS.numbers
 HOURS = SPEC_SYNC.tables["table2"]
 SENTENCES: list[tuple[str, str]] = [
     (
-        "docs/demo.md",
+        "docs/start/demo.md",
         f"The ElasticBSP paper reports a factor of {E['faster-than-bsp']} for VGG-16 on ImageNet",
     ),
-    ("docs/demo.md", f"above or below the paper's {E['faster-than-bsp']}."),
+    ("docs/start/demo.md", f"above or below the paper's {E['faster-than-bsp']}."),
     (
-        "docs/demo.md",
+        "docs/start/demo.md",
         f"According to Table II of the paper, this search took {HOURS.cell('MF', 'hours in total')} to more than "
         f"{HOURS.cell('ImageNet', 'hours in total')} hours.",
     ),
-    ("docs/performance.md", f"FluentPS reports a saving of {F['overlap-saves']}, but"),
-    ("docs/performance.md", f"| 2.6 % | {F['overlap-saves']} |"),
-    ("docs/performance.md", f"| 74.1 % | {F['overlap-and-eps-save']} |"),
+    ("docs/internals/performance.md", f"FluentPS reports a saving of {F['overlap-saves']}, but"),
+    ("docs/internals/performance.md", f"| 2.6 % | {F['overlap-saves']} |"),
+    ("docs/internals/performance.md", f"| 74.1 % | {F['overlap-and-eps-save']} |"),
     (
         "src/paceline/sim/presets/fluent-ps-32.toml",
         f"{FLUENT_PS.tables['table4-time'].cell('ResNet-56 on CIFAR-10', 'soft P=0')} s per 100 iterations",

@@ -1,9 +1,9 @@
 """Faults in runs on several machines, each emulated with its own network, processes and mounts.
 
 Each run trains a network on the digits, has one fault at a random moment, and goes on until some epochs after it or
-until it fails. Then all that users rely on is checked: everything ends, with the exit codes in docs/cluster.md; no
-message contains a traceback; the cause is named, and no other; the ledger closes; and no checkpoint is worse than an
-earlier one. `make chaos` has sixty of these runs, with a line for each.
+until it fails. Then all that users rely on is checked: everything ends, with the exit codes in
+docs/how-to/several-machines.md; no message contains a traceback; the cause is named, and no other; the ledger closes;
+and no checkpoint is worse than an earlier one. `make chaos` has sixty of these runs, with a line for each.
 """
 
 from __future__ import annotations

@@ -313,7 +313,7 @@ def test_options_after_the_address_are_not_taken_for_the_script(mark: str) -> No
 def test_the_commands_of_the_documentation(
     mark: str, two_machines: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    page = Path(__file__).parents[2].joinpath("docs", "cluster.md").read_text()
+    page = Path(__file__).parents[2].joinpath("docs", "how-to", "several-machines.md").read_text()
     blocks = re.findall(r"```sh\n# on (\S+)\n(.*?)```", page, re.DOTALL)
     Path("train.py").write_text(SCRIPT.replace("int(sys.argv[1])", "2"))
     (tmp_path / "bin").mkdir()

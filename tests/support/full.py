@@ -37,6 +37,7 @@ SUITES: dict[str, dict[str, str]] = {
     "look": {"chromium": "chromium", "npm": "npm"},
     "accelerator": {"libvulkan.so.1": "libvulkan1", VULKAN: "mesa-vulkan-drivers"},
     "examples": {},
+    "site": {},
 }
 """Each suite, which is a target of the Makefile -> what it needs, and Debian's package that contains this."""
 

@@ -143,7 +143,7 @@ def output(program: subprocess.Popen[str], timeout_s: float = 120.0) -> tuple[in
 
 @pytest.fixture
 def two_machines() -> Iterator[dict[str, list[str]]]:
-    """Two machines with the addresses in docs/cluster.md: address -> the command that runs a program there."""
+    """Two machines, of docs/how-to/several-machines.md: address -> the command that runs a program there."""
     names = {f"10.0.0.{number}": f"paceline-doc-{os.getpid()}-{number}" for number in (1, 2)}
     one, other = names.values()
 

@@ -68,7 +68,7 @@ def paceline_in(folder: Path, *arguments: str) -> str:
 
 
 def test_the_page_shows_the_code_of_the_example() -> None:
-    page, code = (ROOT / "docs" / "your-own-model.md").read_text(), EXAMPLE.read_text()
+    page, code = (ROOT / "docs" / "how-to" / "own-model.md").read_text(), EXAMPLE.read_text()
     blocks = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "class " in block]
     assert len(blocks) == 2
     assert all(block.strip() in code for block in blocks)
@@ -84,7 +84,7 @@ def test_it_is_known_by_its_name(buffered: type[SyncModel]) -> None:
 
 
 def test_it_keeps_the_promises_of_every_model(buffered: type[SyncModel]) -> None:
-    assert str(check(buffered(batch=2))) in (ROOT / "docs" / "your-own-model.md").read_text()
+    assert str(check(buffered(batch=2))) in (ROOT / "docs" / "how-to" / "own-model.md").read_text()
 
 
 def test_a_model_that_is_imported_again_is_checked_as_its_new_class(buffered: type[SyncModel]) -> None:
@@ -253,12 +253,12 @@ def test_a_module_that_cannot_be_imported_is_named(capsys: pytest.CaptureFixture
 
 @pytest.mark.parametrize("name", ["buffered", "median_bound", "merge_late"])
 def test_the_page_shows_the_code_of_the_examples(name: str) -> None:
-    page = (ROOT / "docs" / "your-own-model.md").read_text()
+    page = (ROOT / "docs" / "how-to" / "own-model.md").read_text()
     code = (ROOT / "examples" / f"{name}.py").read_text()
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     methods = [part.strip("\n") for block in blocks for part in re.split(r"\n\n(?=    def )", block)]
     assert sum(part in code for part in methods) >= 2 - (name == "merge_late")
-    assert f"(../examples/{name}.py)" in page
+    assert f"(../../examples/{name}.py)" in page
 
 
 @pytest.mark.parametrize("sync", ["median-bound:ahead=1", "merge-late:late=2,most=2,wait_s=3"])

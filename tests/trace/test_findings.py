@@ -15,7 +15,7 @@ from paceline.sim import Cluster, Outside, Presence, Recorded, SimResult, simula
 from paceline.trace.findings import Handout, find
 from paceline.trace.measures import Meter
 
-HOW = "paceline simulate CLUSTER --script SCRIPT --sync bsp,asp,elastic-bsp (see docs/rehearse.md)"
+HOW = "paceline simulate CLUSTER --script SCRIPT --sync bsp,asp,elastic-bsp (see docs/how-to/simulate.md)"
 RESERVED = (
     "But gradients are computed on outdated weights, which changes how training proceeds. "
     "Check the accuracy first: {}"

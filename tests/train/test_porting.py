@@ -1,4 +1,4 @@
-"""The scripts in docs/porting.md: complete, and equal to one process on the joint batch."""
+"""The scripts in docs/how-to/port-a-script.md: complete, and equal to one process on the joint batch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.train.test_tensorwise import Net, largest_difference
 
 pytestmark = pytest.mark.processes
 
-PAGE = Path(__file__).parents[2] / "docs" / "porting.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "port-a-script.md"
 PYTHON_BLOCK = re.compile(r"^```python\n# ([^\n:]+)(?::[^\n]*)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BLOCKS = dict(PYTHON_BLOCK.findall(PAGE.read_text()))
 

@@ -378,7 +378,7 @@ def _reason(row: Figures, bsp: Figures) -> str:
     if row.mean_staleness > 0 and faster < ENOUGH:
         reason += (
             f" It may still train more slowly: with fewer than about {ENOUGH:g} times as many {what} as under bsp, "
-            "staleness can cost more time than is saved (docs/when-it-pays.md)."
+            "staleness can cost more time than is saved (docs/models/when-it-pays.md)."
         )
     return reason
 

@@ -251,7 +251,7 @@ momentum.
 
 The search (`make tune`) tries momentum 0 and 0.9, each with a grid of learning rates that is extended until the best
 point lies inside the grid. All points are measured with one seed. The best few and their neighbors are measured with
-three seeds and compared by their median time to the target. `docs/demo.md` describes the conditions of the search.
+three seeds and compared by their median time to the target. `docs/start/demo.md` describes the conditions.
 """
 
 _bsp, _balanced, _ssp, _asp, _elastic = OWN_BEST

@@ -94,7 +94,7 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class StudyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The content of a study file, and the arguments of `paceline.study`. See `docs/studies.md`."""
+    """The content of a study file, and the arguments of `paceline.study`. See `docs/how-to/study.md`."""
 
     models: list[str | ModelEntry]
     clusters: dict[str, Any]

@@ -54,9 +54,9 @@ def study(
     the figures are left out, which is logged.
 
     Args:
-        description: the path of a study file (see `docs/studies.md`), or its entries as a mapping. Alternatively, the
-            entries are further arguments: `study(train=train, models=["bsp", "asp"], ...)`. In Python, `train` may be
-            a function, and a cluster a `Cluster`.
+        description: the path of a study file (see `docs/how-to/study.md`), or its entries as a mapping. Alternatively,
+            the entries are further arguments: `study(train=train, models=["bsp", "asp"], ...)`. In Python, `train`
+            may be a function, and a cluster a `Cluster`.
         out: folder for the results: new, or that of the same study.
         processes: number of processes. Default: one for each core.
         tell: progress callback, with what is done and the fraction of all runs that have ended.

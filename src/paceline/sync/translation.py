@@ -25,7 +25,7 @@ lags behind as well, and both lags together let directions of large curvature os
 gradient (`Family.means`) move by s / (1 + d / 2) only: they are spread over more samples, so that the immediate part
 of each push dominates where the delay matters. The distance that a gradient moves the weights in the long run stays
 the same, but momentum builds up more slowly. Half of the delay is a compromise: with all of it, runs of a hundred
-joint steps lag behind, and with none of it, large steps oscillate (`docs/same-accuracy.md`).
+joint steps lag behind, and with none of it, large steps oscillate (`docs/models/same-accuracy.md`).
 
 **Second moments.** Adam and its relatives divide by a running mean of squared gradients. A push of a share s contains
 more noise than a joint gradient: with the signal a and the noise b of the joint gradient, its square is a^2 + b^2 /

@@ -136,7 +136,7 @@ def how_to_check(
     if kind == "function":
         return "paceline.simulate(cluster, sync, train_fn=FUNCTION)"
     if kind != "script" or run_dir is None:
-        return f"paceline simulate CLUSTER --script SCRIPT --sync {','.join(syncs)} (see docs/rehearse.md)"
+        return f"paceline simulate CLUSTER --script SCRIPT --sync {','.join(syncs)} (see docs/how-to/simulate.md)"
     return shlex.join(
         ["paceline", "simulate", run_dir, *changes, "--script", shlex.join(words), "--sync", ",".join(syncs)]
     )

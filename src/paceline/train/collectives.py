@@ -436,7 +436,7 @@ def checkpoint() -> None:
 
     Every worker makes this call at the same place of its script; the n-th calls of all workers are one request. The
     call does not wait: the checkpoint is made beside training, with what the job has when its shards are cut (see
-    docs/resuming.md). A request that comes while a checkpoint is being written is carried out after it. In a
+    docs/how-to/resume.md). A request that comes while a checkpoint is being written is carried out after it. In a
     simulation, the job is cut, and the cut is in `SimResult.cuts`. Outside a run, the call does nothing.
 
     Raises:

@@ -6,7 +6,7 @@ time, the same objects are passed without encoding. Indices and counts that a wo
 `Number`, which limits their range.
 
 The messages are grouped by subject, one module each. Each class states who sends it to whom, and when: the table of
-all messages is in docs/messages.md. Other packages import them from here.
+all messages is in docs/internals/messages.md. Other packages import them from here.
 
 A message that becomes an event at its receiver has the same name as the event. The exception is `Commit`: it becomes
 a push event and, if it includes a pull, a pull event. What a message and its event have in common is declared once, in
