@@ -9,6 +9,7 @@ SCHEDULERS := .venv-schedulers
 LOOK := .venv-look
 SITE := .venv-site
 ACCELERATOR := .venv-accelerator
+RELEASE := .venv-release
 
 DEVICE ?= vulkan
 FUZZ   ?= 500000
@@ -21,7 +22,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Three files at a time keep two cores busy, because tests of live runs often wait.
 LANES := -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help install demo check quick test thorough check-models stress chaos fuzz siege clusters porting ray look accelerator examples site full bench bench-overlap paper tune docs clean
+.PHONY: help install demo check quick test thorough check-models stress chaos fuzz siege clusters porting ray look accelerator release examples site full bench bench-overlap paper tune docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -29,7 +30,7 @@ help:  ## list the targets
 $(READY): pyproject.toml constraints.txt
 	@echo "Installing PyTorch and Paceline into $(VENV): a few minutes without further output"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
@@ -79,14 +80,14 @@ clusters: $(READY)  ## train the demo in network namespaces, with torchrun and o
 
 $(PORTING)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(PORTING)
-	$(PORTING)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
+	$(PORTING)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(PORTING)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,porting]'
 	@touch $@
 
 # The versions of a year ago.
 $(PORTING_OLD)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(PORTING_OLD)
-	$(PORTING_OLD)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
+	$(PORTING_OLD)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(PORTING_OLD)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' \
 		'lightning<2.6' 'pytorch-lightning<2.6' 'transformers<4.58' 'trl<0.26' 'accelerate<1.9' 'peft<0.18'
 	@touch $@
@@ -97,7 +98,7 @@ porting: $(PORTING)/.ready $(PORTING_OLD)/.ready  ## create .venv-porting and .v
 
 $(SCHEDULERS)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(SCHEDULERS)
-	$(SCHEDULERS)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
+	$(SCHEDULERS)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(SCHEDULERS)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,schedulers]'
 	@touch $@
 
@@ -107,7 +108,7 @@ ray: $(SCHEDULERS)/.ready  ## create .venv-schedulers with Ray and Kubernetes' s
 # Debian's packages: chromium npm
 $(LOOK)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(LOOK)
-	$(LOOK)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
+	$(LOOK)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(LOOK)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,look]'
 	npm install --silent --no-fund --no-audit --prefix $(LOOK) axe-core@4
 	@touch $@
@@ -118,7 +119,7 @@ look: $(LOOK)/.ready  ## create .venv-look with playwright and axe-core, and loo
 # Debian's packages for the device "vulkan" without a graphics card: mesa-vulkan-drivers libvulkan1
 $(ACCELERATOR)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(ACCELERATOR)
-	$(ACCELERATOR)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0 torchvulkan==0.2.1
+	$(ACCELERATOR)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch torchvulkan==0.2.1
 	$(ACCELERATOR)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
@@ -126,12 +127,21 @@ accelerator: $(ACCELERATOR)/.ready  ## create .venv-accelerator with torchvulkan
 	XDG_RUNTIME_DIR=$${XDG_RUNTIME_DIR:-$$(mktemp -d)} $(if $(filter cuda%,$(DEVICE)),TORCH_CUDA_SANITIZER=1) PACELINE_ACCELERATOR=$(DEVICE) OMP_NUM_THREADS=1 \
 		$(ACCELERATOR)/bin/python -m pytest -s -p no:cacheprovider tests/accelerator
 
+# The tools need neither torch nor Paceline.
+$(RELEASE)/.ready:
+	$(PYTHON) -m venv $(RELEASE)
+	$(RELEASE)/bin/pip install --quiet --disable-pip-version-check build twine hatchling
+	@touch $@
+
+release: $(READY) $(RELEASE)/.ready  ## build what would be uploaded into dist, check it, and run it in an environment that has nothing else (5 minutes after the installation)
+	PACELINE_RELEASE=1 $(BIN)/python -m pytest -s -p no:cacheprovider tests/release
+
 examples: $(READY)  ## run the examples in the documentation
 	$(BIN)/python -m pytest docs README.md
 
 $(SITE)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(SITE)
-	$(SITE)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
+	$(SITE)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(SITE)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[site]'
 	@touch $@
 
@@ -168,4 +178,4 @@ docs: $(READY)  ## regenerate pages and pictures of the documentation, and run i
 	$(MAKE) examples
 
 clean:  ## remove the environment and caches
-	rm -rf $(VENV) $(PORTING) $(PORTING_OLD) $(SCHEDULERS) $(LOOK) $(SITE) $(ACCELERATOR) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(PORTING) $(PORTING_OLD) $(SCHEDULERS) $(LOOK) $(SITE) $(ACCELERATOR) $(RELEASE) dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

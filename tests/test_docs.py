@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import paceline
 from paceline.look.models import LABELS, describe
 from paceline.shard import foreign
 from paceline.sync import MODELS
@@ -71,6 +72,26 @@ def test_the_guide_lists_all_extras_with_their_packages() -> None:
         packages = {re.match(r"[\w-]+", each)[0] for each in requirements} - {"paceline"}  # type: ignore[index]
         words = set(re.findall(r"[\w-]+", rows[name]))
         assert packages | set(",".join(others).split(",")) - {""} <= words, name
+
+
+def test_messages_and_pages_name_extras_that_exist() -> None:
+    pages = [*(ROOT / "src").rglob("*.py"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
+    named = {
+        name.strip()
+        for page in pages
+        for names in re.findall(r"paceline\[([a-z, ]+)\]", page.read_text())
+        for name in names.split(",")
+    }
+    assert len(named) > 5
+    assert named <= EXTRAS.keys()
+
+
+def test_the_version_stands_in_one_place_and_the_others_follow() -> None:
+    assert "version" in PROJECT["dynamic"]
+    [cited] = re.findall(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    versions = re.findall(r"^## (\S+) - .+$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert cited == versions[0] == paceline.__version__
+    assert versions == sorted(versions, key=lambda version: [*map(int, version.split("."))], reverse=True)
 
 
 def test_the_readme_installs_what_the_examples_import() -> None:

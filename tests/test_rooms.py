@@ -13,13 +13,22 @@ from pathlib import Path
 import pytest
 
 import paceline
-from tests.support.structure import Structure, circles, structure_of
+from tests.support.structure import Structure, circles, structure_of, unreachable
 
 ROOT = Path(paceline.__file__).parent
 
 FOLDERS = sorted(file.parent.name for file in ROOT.glob("*/__init__.py"))
 
 PURE = ["errors", "state", "zipline", "sync", "core"]
+
+PROMISED = {
+    "paceline",
+    "paceline.__main__",
+    "paceline.join",
+    "paceline.testing",
+    "paceline.checkpoints.export",
+}
+"""The modules that users import or run. The integrations of frameworks belong to them, too."""
 
 PLUGINS = ROOT / "sync" / "plugins.py"  # imports and calls what users have defined
 
@@ -96,6 +105,11 @@ def test_a_folder_imports_from_what_its_docstring_says(folder: str) -> None:
             if name.startswith("paceline.") and name.split(".")[1] not in (folder, "VERSION"):
                 found.setdefault(name.split(".")[1], f"{file.relative_to(ROOT)}:{line}")
     assert {*found} == declared(folder), found
+
+
+def test_nothing_that_only_tests_need_is_in_the_package() -> None:
+    integrations = {f"paceline.integrations.{file.stem}" for file in (ROOT / "integrations").glob("[!_]*.py")}
+    assert unreachable(ROOT, PROMISED | integrations) == set()
 
 
 def in_order() -> list[str]:
@@ -181,8 +195,8 @@ def test_benchmarks_import_only_the_quoted_numbers_from_reproductions() -> None:
 
 MOST = Structure(
     modules=225,
-    nodes=339_264,
-    names_over_borders=4_196,
+    nodes=339_411,
+    names_over_borders=4_198,
     edges=1_641,
     with_one_importer=35,
     private_imports=0,

@@ -8,7 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-VERSION = __version__ = "0.1.0"
+VERSION = "0.2.0"
+__version__ = VERSION
 
 _HOMES = {
     "Cluster": "sim",

@@ -17,6 +17,8 @@ from paceline.errors import ConfigurationError
 from paceline.lab.demo import (
     EVERY_SETTING,
     OWN_BEST,
+    QUICK,
+    QUICK_SETTINGS,
     SETTINGS,
     TRANSLATED,
     DemoSetting,
@@ -25,6 +27,7 @@ from paceline.lab.demo import (
     Problem,
     Recipe,
     accuracy,
+    draw,
     load,
     run_demo,
     time_to_target,
@@ -68,6 +71,33 @@ def test_missing_scikit_learn_is_said_in_one_sentence(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(ConfigurationError, match=r"pip install 'paceline\[demo\]'"):
         load()
+
+
+def test_generated_images_take_the_place_of_the_digits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are the same each time, need no extra, and have as many images in each class."""
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    first, again = draw(), draw()
+    assert torch.equal(first.train_images, again.train_images)
+    assert (first.train_images.shape, first.test_images.shape) == ((1440, 1, 8, 8), (360, 1, 8, 8))
+    assert first.test_labels.bincount().tolist() == [36] * 10
+    assert 0.0 <= float(first.train_images.min()) < float(first.train_images.max()) <= 1.0
+
+
+def test_generated_images_are_learned_within_the_time_of_the_quick_demo() -> None:
+    """With equal batches, bsp makes about 65 updates in this time, each with a joint batch of 128 images."""
+    images = draw()
+    torch.manual_seed(0)
+    model, generator = DigitsNet(), torch.Generator().manual_seed(0)
+    bsp = QUICK_SETTINGS[0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=bsp.learning_rate, momentum=bsp.momentum)
+    for _ in range(int(QUICK.duration_s / max(QUICK.pace_s))):
+        batch = torch.randint(len(images.train_labels), (4 * QUICK.batch_size,), generator=generator)
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(
+            model(images.train_images[batch]), images.train_labels[batch]
+        ).backward()
+        optimizer.step()
+    assert accuracy(model.state_dict(), images) > QUICK.target_accuracy
 
 
 def test_training_alone_learns_and_stops_when_its_time_is_up(digits: Digits) -> None:

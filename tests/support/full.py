@@ -36,6 +36,7 @@ SUITES: dict[str, dict[str, str]] = {
     "ray": NAMESPACES,
     "look": {"chromium": "chromium", "npm": "npm"},
     "accelerator": {"libvulkan.so.1": "libvulkan1", VULKAN: "mesa-vulkan-drivers"},
+    "release": {},
     "examples": {},
     "site": {},
 }

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Structure", "circles", "structure_of"]
+__all__ = ["Structure", "circles", "structure_of", "unreachable"]
 
 NOT_COUNTED = (ast.Import, ast.ImportFrom, ast.alias, ast.Load, ast.Store, ast.Del)
 
@@ -137,3 +138,33 @@ def circles(root: Path) -> list[list[str]]:
         if name in reached[name]
     }
     return sorted(sorted(group) for group in groups)
+
+
+def unreachable(root: Path, promised: Iterable[str]) -> set[str]:
+    """Return the modules to which no path of imports and starts leads from those that users import or run.
+
+    A module also leads to those whose name is in one of its strings: "paceline.lab.probe", "lab.probe", "probe.py".
+
+    Args:
+        root: the folder of the package.
+        promised: full names of the modules that users import or run.
+    """
+    modules = _read(root)
+    found, new = set[str](), {*promised}
+    while new:
+        found |= new
+        led = set[str]()
+        for module in (modules[name] for name in new):
+            strings = {
+                node.value
+                for node in ast.walk(module.tree)
+                if isinstance(node, ast.Constant) and isinstance(node.value, str)
+            }
+            beside = module.name if module.is_package else module.name.rpartition(".")[0]
+            led |= module.edges
+            led |= {f"{root.name}.{text}" for text in strings}
+            led |= {f"{beside}.{text.removesuffix('.py')}" for text in strings if text.endswith(".py")}
+            led |= {name for text in strings for name in re.findall(rf"{root.name}(?:\.\w+)+", text)}
+        led |= {name.rpartition(".")[0] for name in led | found}  # importing a module imports its folder
+        new = (led & {*modules}) - found
+    return {*modules} - found

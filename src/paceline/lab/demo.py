@@ -4,7 +4,8 @@ The first part has the data, a small network, and the training function that eve
 that are compared, a run with one of them, and the comparison.
 
 The 1,797 images of 8 x 8 pixels are part of scikit-learn, so nothing is downloaded. The launcher loads the images and
-passes them to the workers as tensors, so workers do not import scikit-learn.
+passes them to the workers as tensors, so workers do not import scikit-learn. `paceline demo --quick` draws its images,
+so it needs no package besides those of Paceline itself.
 """
 
 from __future__ import annotations
@@ -45,6 +46,9 @@ TEST_SHARE = 0.2
 SPLIT_SEED = 0
 CLASSES = 10
 BRIGHTEST = 16.0  # scikit-learn's pixels range from 0 to 16
+DRAWN_IMAGES = 1800
+BRIGHT_SHARE = 0.4  # of the pixels of drawn patterns
+NOISE = 0.35  # standard deviation of the noise in drawn images
 
 
 class Digits(msgspec.Struct, frozen=True):
@@ -120,9 +124,16 @@ def load() -> Digits:
         ) from error
     raw = load_digits()
     images = torch.from_numpy(raw.images).to(torch.float32).unsqueeze(1) / BRIGHTEST
-    labels = torch.from_numpy(raw.target).to(torch.int64)
-    test = _test_part(labels)
-    return Digits(images[~test], labels[~test], images[test], labels[test])
+    return _divided(images, torch.from_numpy(raw.target).to(torch.int64))
+
+
+def draw() -> Digits:
+    """Draw images in place of the digits. Each class has a pattern of dark and bright pixels, and each image noise."""
+    generator = torch.Generator().manual_seed(SPLIT_SEED)
+    labels = torch.arange(DRAWN_IMAGES) % CLASSES
+    patterns = (torch.rand(CLASSES, 1, 8, 8, generator=generator) < BRIGHT_SHARE).float()
+    noise = NOISE * torch.randn(DRAWN_IMAGES, 1, 8, 8, generator=generator)
+    return _divided((patterns[labels] + noise).clamp(0.0, 1.0), labels)
 
 
 def train(digits: Digits, recipe: Recipe) -> None:
@@ -164,6 +175,12 @@ def accuracy(state_dict: dict[str, torch.Tensor], digits: Digits) -> float:
     return float((predicted == digits.test_labels).float().mean())
 
 
+def _divided(images: torch.Tensor, labels: torch.Tensor) -> Digits:
+    """Divide images into the training set and the test set."""
+    test = _test_part(labels)
+    return Digits(images[~test], labels[~test], images[test], labels[test])
+
+
 def _test_part(labels: torch.Tensor) -> torch.Tensor:
     """Return the mask that selects the test images: a fifth of each class, and always the same images."""
     generator = torch.Generator().manual_seed(SPLIT_SEED)
@@ -193,6 +210,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
         duration_s: training time in seconds.
         snapshot_every_s: time between two snapshots of the weights, in seconds.
         target_accuracy: target accuracy on the test images, from 0 to 1.
+        drawn: True if the images are drawn at random, False if they are handwritten digits.
     """
 
     pace_s: tuple[float, ...] = (0.03, 0.03, 0.03, 0.09)
@@ -201,6 +219,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     duration_s: float = 16.0
     snapshot_every_s: float = 0.25
     target_accuracy: float = 0.95
+    drawn: bool = False
 
 
 class DemoSetting(msgspec.Struct, frozen=True):
@@ -264,6 +283,12 @@ TRANSLATED = tuple(
 
 SETTINGS = (_bsp, _balanced, *TRANSLATED, _ssp, _asp, _elastic)
 """The settings of the demo: first those with the hyper-parameters of BSP, then each model with its own best ones."""
+
+QUICK_SETTINGS = (_bsp, _balanced, TRANSLATED[1])
+"""The settings of `paceline demo --quick`."""
+
+QUICK = Problem(duration_s=6.0, drawn=True)
+"""The training task of `paceline demo --quick`."""
 
 
 def _like(sync: str) -> DemoSetting:
@@ -447,15 +472,16 @@ def run_demo(
     problem = problem or Problem()
     if not seeds:
         raise ConfigurationError("seeds is empty; expected at least one whole number, for example 0.")
-    digits = load()
+    digits = draw() if problem.drawn else load()
     workers = len(problem.pace_s)
     home = Path(
         make_job(workers=workers, servers=problem.servers, pace=problem.pace_s, run_dir=run_dir).run_dir
     )
     print_sentence(
         console,
-        f"{workers} workers train on {len(digits.train_labels)} handwritten digits for {problem.duration_s:g} s "
-        f"under each of {len(settings)} settings. The speeds are emulated: one worker is "
+        f"{workers} workers train on {len(digits.train_labels)} "
+        f"{'generated images' if problem.drawn else 'handwritten digits'} for {problem.duration_s:g} s under "
+        f"each of {len(settings)} settings. The speeds are emulated: one worker is "
         f"{max(problem.pace_s) / min(problem.pace_s):g} times slower than the others.",
     )
     trials: list[Trial] = []
