@@ -257,16 +257,17 @@ def compare(
         }
     best = {label: _best_rate(found) for label, found in by_rate.items()}
     if not options.sweeps:  # nothing was chosen
-        only = [outcome for found in by_rate.values() for outcome in found[rate]]
-        return Comparison(rate, by_rate, best, only, [])
+        return Comparison(rate, by_rate, best, [each for found in by_rate.values() for each in found[rate]], [])
     at_best = run_all(
         [
             msgspec.structs.replace(run, learning_rate=best[run.label], seed=run.seed + EVALUATION)
             for run in runs
+            if run.label not in at_one_rate
         ],
         lambda what, part: tell(f"{what} at its best rate", 0.7 + 0.3 * part),
     )
     in_order = {label: dict(sorted(found.items())) for label, found in by_rate.items()}
+    at_best += [outcome for label in at_one_rate for outcome in by_rate[label][rate]]  # nothing was chosen
     at_an_end = [label for label, found in by_rate.items() if label not in at_one_rate and _beyond(found)]
     return Comparison(rate, in_order, best, at_best, at_an_end)
 

@@ -126,6 +126,19 @@ def test_a_sweep_says_if_the_best_learning_rate_is_at_an_end(monkeypatch: pytest
     assert (found.best, found.at_an_end) == ({"bsp": 2e-6}, ["bsp"])
 
 
+def test_a_label_for_which_no_rate_is_chosen_is_not_trained_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparing, "WIDENED", 0)
+    run = slow_pair(iterations=2, every_s=1.0, learning_rate=1e-6)
+    other = msgspec.structs.replace(run, label="asp", sync="asp")
+    found = compare([run, other], [2e-6], Options(), lambda what, share: None, at_one_rate=["asp"])
+    assert {label: list(tried) for label, tried in found.by_rate.items()} == {
+        "bsp": [1e-6, 2e-6],
+        "asp": [1e-6],
+    }
+    assert [outcome.run.seed for outcome in found.at_best] == [EVALUATION, 0]
+    assert found.at_best[1:] == found.by_rate["asp"][1e-6]
+
+
 def test_runs_that_are_trained_together_end_as_runs_of_their_own() -> None:
     """Rates and seeds share a schedule, and nothing else."""
     together = [
