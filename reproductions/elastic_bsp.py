@@ -157,7 +157,7 @@ FIGURES = (
         momentum=0.9,
         claims="In the paper, ASP and SSP complete the epochs faster than the other models, but fail to learn.",
         stand_in_epochs=5,
-        rates=(0.0025, 0.005, 0.01, 0.02, 0.05, 0.1),
+        rates=(0.005, 0.01, 0.02, 0.05),
     ),
     AccuracyFigure(
         number=15,
