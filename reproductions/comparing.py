@@ -232,10 +232,10 @@ def compare(
         at_one_rate: labels for which no other rate is tried.
     """
     rate = runs[0].learning_rate
-    first = sorted({rate, *rates}) if options.sweeps else [rate]
-    most = len(first) + WIDENED * options.sweeps
+    first = sorted({rate, *rates})
     by_rate: dict[str, dict[float, list[TrainingOutcome]]] = {run.label: {} for run in runs}
-    wanted = {label: (rate,) if label in at_one_rate else tuple(first) for label in by_rate}
+    swept = [label for label in by_rate if options.sweeps and label not in at_one_rate]
+    wanted = {label: tuple(first) if label in swept else (rate,) for label in by_rate}
     done = 0.0
     while wanted:
         tried = [
@@ -253,22 +253,20 @@ def compare(
         wanted = {
             label: beyond
             for label, found in by_rate.items()
-            if label not in at_one_rate and len(found) < most and (beyond := _beyond(found))
+            if label in swept and len(found) < len(first) + WIDENED and (beyond := _beyond(found))
         }
     best = {label: _best_rate(found) for label, found in by_rate.items()}
-    if not options.sweeps:  # nothing was chosen
-        return Comparison(rate, by_rate, best, [each for found in by_rate.values() for each in found[rate]], [])
     at_best = run_all(
         [
             msgspec.structs.replace(run, learning_rate=best[run.label], seed=run.seed + EVALUATION)
             for run in runs
-            if run.label not in at_one_rate
+            if run.label in swept
         ],
         lambda what, part: tell(f"{what} at its best rate", 0.7 + 0.3 * part),
     )
     in_order = {label: dict(sorted(found.items())) for label, found in by_rate.items()}
-    at_best += [outcome for label in at_one_rate for outcome in by_rate[label][rate]]  # nothing was chosen
-    at_an_end = [label for label, found in by_rate.items() if label not in at_one_rate and _beyond(found)]
+    at_best += [each for label in by_rate if label not in swept for each in by_rate[label][rate]]
+    at_an_end = [label for label, found in by_rate.items() if label in swept and _beyond(found)]
     return Comparison(rate, in_order, best, at_best, at_an_end)
 
 
