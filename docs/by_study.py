@@ -331,7 +331,7 @@ def of_digits(cells: Sequence[Cell], found: Mapping[Key, Comparison]) -> list[st
         seeds=seeds,
         agreement=_agreement({key: ratio.p for key, ratio in quotients.items()}, outside),
     )
-    return ["#### The same by `paceline study`", "", *_laid_out(text, {"TABLES": lines})]
+    return ["### The same by `paceline study`", "", *_laid_out(text, {"TABLES": lines})]
 
 
 def _seconds(runs: Sequence[Run]) -> list[float]:

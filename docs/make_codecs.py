@@ -41,7 +41,7 @@ SEEDS = {"digits-mlp": 6, "digits-cnn": 6, "text-gpt": 8}
 
 QUESTION = (
     "What do the codecs of "
-    "[`--wire`](../how-to/several-machines.md#slow-links-a-quarter-or-a-seventh-of-the-bytes) cost in the quality "
+    "[`--wire`](../how-to/slow-links.md) cost in the quality "
     "of the result? Each run is compared with a run with float32 that has the same seed, the same batches in the same "
     "order, and the same hyper-parameters. A *cell* is a problem with an optimizer, some workers and a codec. The goal "
     "is met if at most 0.5 points of accuracy, or 1 % of the loss, are lost."

@@ -34,7 +34,7 @@ PACKAGES = {"torch": "torch.optim", "schedulefree": "schedulefree", "pytorch-opt
 KINDS = ("element by element", "tensor by tensor", "refused")
 
 INTRODUCTION = """\
-Can the servers run your optimizer? Before training begins, a worker [tests](../guide.md) the class: on slices of small
+Can the servers run your optimizer? Before training begins, a worker [tests](../index.md) the class: on slices of small
 parameters, then on whole tensors. The table shows what the test has found for each class of some packages, built with
 its defaults for a small model: a convolution, a linear layer and their biases, or matrices only where a class accepts
 nothing else.

@@ -1,4 +1,4 @@
-"""Write `docs/models/same-accuracy.md` from the results of the table: `python docs/make_same_accuracy.py`.
+"""Write the pages `docs/models/same-accuracy*.md` from the results of the table: `python docs/make_same_accuracy.py`.
 
     python -m reproductions same-accuracy
     python docs/make_same_accuracy.py
@@ -41,6 +41,7 @@ from reproductions.same_accuracy.table import Result, Tuned, read  # noqa: E402
 
 RESULTS = ROOT / "reproductions" / "results" / "same-accuracy.jsonl"
 TARGET = ROOT / "docs" / "models" / "same-accuracy.md"
+TARGET_OF_RESULTS = TARGET.with_name("same-accuracy-results.md")
 
 QUESTION = (
     "Does a script learn the same under every sync model with the hyper-parameters that it has? Each relaxed model "
@@ -119,7 +120,7 @@ METHOD = (
     "*Time.* The quality is computed 40 times in a run. The time to `bsp`'s quality is the virtual time at which "
     "the mean over the seeds first reaches `bsp`'s final quality at the same rate, less the bound, for both "
     "models. It depends on when the only schedule slows down which worker, most of all in pauses "
-    "(see the last section).",
+    "(see the last section of the results).",
 )
 
 
@@ -129,7 +130,7 @@ def markdown(table: Table) -> list[str]:
     rows = zip(*([str(cell) for cell in column.cells] for column in table.columns), strict=True)
     title = str(table.title)
     return [
-        f"### {title[0].upper()}{title[1:]}",
+        f"## {title[0].upper()}{title[1:]}",
         "",
         f"| {' | '.join(heads)} |",
         "|---" * len(heads) + "|",
@@ -168,7 +169,7 @@ def completeness(results: Sequence[Result]) -> str:
 def rates(tuned: dict[str, Tuned]) -> list[str]:
     """Return the table of the best rates for bsp."""
     lines = [
-        "### The best rates for bsp",
+        "## The best rates for bsp",
         "",
         "| problem | rate: mean quality over three seeds | best |",
         "|---|---|---|",
@@ -183,8 +184,8 @@ def rates(tuned: dict[str, Tuned]) -> list[str]:
     return [*lines, ""]
 
 
-def text() -> str:
-    """Return the page."""
+def texts() -> dict[Path, str]:
+    """Return the pages."""
     tuned, every = read(RESULTS)
     results = {
         key: result
@@ -194,6 +195,7 @@ def text() -> str:
     cells = cells_of(results)
     lines = ["# The same hyper-parameters under every model", "", *textwrap.wrap(QUESTION, 118), ""]
     lines += [*bullets(findings(cells)), ""] if cells else []
+    lines += ["[The results](same-accuracy-results.md) have all tables.", ""]
     lines += [*textwrap.wrap(completeness(list(results.values())), 118), ""]
     lines += [
         "## Where it is not so, and why",
@@ -208,15 +210,18 @@ def text() -> str:
         lines += [*textwrap.wrap(paragraph, 118), ""]
     lines += [
         *textwrap.wrap(
-            "The following commands repeat the table and write this page. If the first one is stopped, it continues "
+            "The following commands repeat the table and write these pages. If the first one is stopped, it continues "
             "where it was stopped:",
             118,
         ),
         "",
         "    python -m reproductions same-accuracy --results DIR/same-accuracy.jsonl",
         "    python docs/make_same_accuracy.py",
+    ]
+    tabled = [
+        "# The same hyper-parameters: the results",
         "",
-        "## Results",
+        "[The same hyper-parameters under every model](same-accuracy.md) says what was measured.",
         "",
         *textwrap.wrap(
             f"The columns are the rate ({', '.join(f'{factor:g}' for factor in FACTORS)} of the best one for `bsp`): "
@@ -228,14 +233,16 @@ def text() -> str:
         *rates(tuned),
         *of_same_accuracy(results),
     ]
-    return "\n".join(lines).rstrip() + "\n"
+    made = {TARGET: lines, TARGET_OF_RESULTS: tabled}
+    return {path: "\n".join(each).rstrip() + "\n" for path, each in made.items()}
 
 
 def main() -> int:
-    """Write the page or, with --check, only check it. Return the exit code."""
+    """Write the pages or, with --check, only check them. Return the exit code."""
     if "--check" in sys.argv[1:]:
-        return TARGET.read_text() != text()
-    TARGET.write_text(text())
+        return any(path.read_text() != text for path, text in texts().items())
+    for path, text in texts().items():
+        path.write_text(text)
     return 0
 
 

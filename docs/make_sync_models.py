@@ -1,7 +1,7 @@
-"""Write `docs/models/index.md` and its pictures: `python docs/make_sync_models.py`.
+"""Write `docs/models/index.md`, a page for each model, and their pictures: `python docs/make_sync_models.py`.
 
 The text comes from the module docstring of each model, and the pictures show simulations in virtual time. With
---check, nothing is written, and the exit code is 0 if the page matches the docstrings, 1 otherwise.
+--check, nothing is written, and the exit code is 0 if the pages match the docstrings, 1 otherwise.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ sys.path.insert(0, str(HERE.parent))  # `docs` is not installed
 
 from docs import pseudo_code  # noqa: E402
 
-TARGET = HERE / "models" / "index.md"
+FOLDER = HERE / "models"
 PICTURES = HERE / "pictures"
 
 UNTIL_S = 20.0
@@ -37,9 +37,6 @@ SHOWN = {name: model.shown or (name,) for name, model in MODELS.items()}
 
 INTRODUCTION = """\
 # The synchronization models
-
-- [When it pays](when-it-pays.md): how much time each model saves
-- [The same hyper-parameters under every model](same-accuracy.md): what is learned
 
 A synchronization model, or *sync model*, decides when a worker may start its next iteration and when it has to wait,
 and whether a push is applied, held back or dropped. In Python, a sync model is an object (see `paceline.sync`); on
@@ -67,11 +64,11 @@ push could otherwise be applied at one shard and dropped at another.
 
 `--sync auto` lets the run choose: it begins with `bsp` and balanced batches, and changes to another model at the
 beginning of an epoch if that saves at least 10 % of the time per epoch. See
-[the guide](../guide.md#let-the-run-choose).
+[the guide](../how-to/choose-a-model.md#let-the-run-choose).
 
 A model decides which pushes are applied, and when. How far an update then moves the weights follows from the
 script's hyper-parameters, which by default refer to the joint batch: see
-[the guide](../guide.md#what-hyper-parameters-mean). The papers apply each push with the hyper-parameters as they are.
+[the guide](hyper-parameters.md). The papers apply each push with the hyper-parameters as they are.
 `--hyperparameters raw` does the same, and a model with a `push_scale` other than 1 always does.
 
 """
@@ -175,9 +172,9 @@ def wrapped(text: str, indent: str = "") -> str:
     return "\n\n".join(paragraphs)
 
 
-def section(page: Page) -> str:
-    """Return the section about one model."""
-    lines = [f"## {page.name}", "", f"**{page.title}**", ""]
+def text_of(page: Page) -> str:
+    """Return the page about one model."""
+    lines = [f"# {page.name}", "", f"**{page.title}**", ""]
     if page.theory:
         lines += [wrapped(page.theory), ""]
     lines += [wrapped(f"*Admission.* {page.parts['Admission']}"), ""]
@@ -191,23 +188,45 @@ def section(page: Page) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def text() -> str:
-    """Return the whole page."""
+LISTED = """\
+## Pages
+
+"""
+
+OTHERS = """\
+- [What hyper-parameters mean](hyper-parameters.md): how far an update moves the weights
+- [When it pays](when-it-pays.md): how much time each model saves
+- [When it pays: on accelerators and slow links](when-it-pays-on-links.md)
+- [When it pays: on real problems](when-it-pays-on-problems.md)
+- [When it pays: all times](when-it-pays-times.md)
+- [The same hyper-parameters under every model](same-accuracy.md): what is learned
+- [The same hyper-parameters: the results](same-accuracy-results.md)
+- [The papers' pseudo-code, line by line](pseudo-code.md)
+"""
+
+
+def texts() -> dict[Path, str]:
+    """Return the pages."""
     headings, *rows = (f"| {' | '.join(row)} |\n" for row in CHOICES)
     table = "".join([headings, "|---" * len(CHOICES[0]), "|\n", *rows])
-    return f"{INTRODUCTION}{WHICH}{table}\n{WHICH_IN_DETAIL}" + "\n".join(
-        [*(section(page) for page in pages()), pseudo_code.section()]
-    )
+    listed = "".join(f"- [{page.name}]({page.name}.md): {page.title.rstrip('.')}\n" for page in pages())
+    index = f"{INTRODUCTION}{WHICH}{table}\n{WHICH_IN_DETAIL}{LISTED}{listed}{OTHERS}"
+    return {
+        FOLDER / "index.md": index,
+        FOLDER / "pseudo-code.md": pseudo_code.text(),
+        **{FOLDER / f"{page.name}.md": text_of(page) for page in pages()},
+    }
 
 
 def main() -> int:
-    """Write the page and its pictures or, with --check, only check the page. Return the exit code."""
+    """Write the pages and their pictures or, with --check, only check the pages. Return the exit code."""
     if "--check" in sys.argv[1:]:
-        return TARGET.read_text() != text()
+        return any(path.read_text() != text for path, text in texts().items())
     PICTURES.mkdir(exist_ok=True)
     for sync in [sync for shown in SHOWN.values() for sync in shown]:
         draw(sync, PICTURES / picture_name(sync))
-    TARGET.write_text(text())
+    for path, text in texts().items():
+        path.write_text(text)
     return 0
 
 

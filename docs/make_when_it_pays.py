@@ -1,4 +1,4 @@
-"""Write `docs/models/when-it-pays.md` from the results of a study: `python docs/make_when_it_pays.py`.
+"""Write the pages `docs/models/when-it-pays*.md` from the results of a study: `python docs/make_when_it_pays.py`.
 
     python -m reproductions evidence --estimate
     python -m reproductions evidence
@@ -40,7 +40,11 @@ from reproductions.evidence.verdicts import (  # noqa: E402
 
 FOLDER = ROOT / "reproductions" / "results"
 RESULTS = FOLDER / "evidence-quadratics.jsonl"
-TARGET = ROOT / "docs" / "models" / "when-it-pays.md"
+FOLDER_OF_PAGES = ROOT / "docs" / "models"
+TARGET = FOLDER_OF_PAGES / "when-it-pays.md"
+TARGET_OF_LINKS = FOLDER_OF_PAGES / "when-it-pays-on-links.md"
+TARGET_OF_PROBLEMS = FOLDER_OF_PAGES / "when-it-pays-on-problems.md"
+TARGET_OF_TIMES = FOLDER_OF_PAGES / "when-it-pays-times.md"
 PICTURE = ROOT / "docs" / "pictures" / "when-it-pays.png"
 
 TIME, EQUAL_TIME, EQUAL_GRADIENTS = "time to 0.1", "loss at equal time", "loss at equal gradients"
@@ -73,13 +77,13 @@ the median over three seeds. A setting with which the loss rises above 2 with an
 contender's results to those of `bsp`, with a 95 % interval (Student's, on the logarithms). If a result is "never",
 because the target is not reached or the loss rises above 2, it is infinite, and the interval is that of the sign test
 for the median. *Tie* means that the interval contains 1, or that the difference does not remain significant after
-Holm's correction for all {count:,} comparisons on this page.
+Holm's correction for all {count:,} comparisons.
 
 *Measures.* The time until the loss is 0.1 with a constant learning rate; and the loss after a given time, and after a
 given number of gradients, with a learning rate that decays linearly to 0. The results also contain the times to 0.3
 and 0.03.
 
-The following commands repeat the study, in about {minutes} minutes on one core, and write this page:
+The following commands repeat the study, in about {minutes} minutes on one core, and write these pages:
 
     python -m reproductions evidence --results DIR/evidence-quadratics.jsonl
     python docs/make_when_it_pays.py
@@ -89,11 +93,11 @@ LET_THE_RUN_CHOOSE = """\
 ## Let the run choose
 
 `--sync auto` begins with `bsp` and balanced batches, and changes to another model at the beginning of an epoch if
-that saves at least 10 % of the time per epoch ([details](../guide.md#let-the-run-choose)). `python -m benchmarks auto`
-simulates it on 60 clusters of 4 to 16 workers, with 24 epochs of 30 iterations each, and compares the time until
-all data is used with the times under `bsp`, `bsp` with balanced batches, `drop-stragglers`, `ssp`, `elastic-bsp`
-and `asp`. An epoch is taken to be worth the same under each model, which is the aim of translated hyper-parameters.
-Dropped data does not count.
+that saves at least 10 % of the time per epoch ([details](../how-to/choose-a-model.md#let-the-run-choose)). `python -m
+benchmarks auto` simulates it on 60 clusters of 4 to 16 workers, with 24 epochs of 30 iterations each, and compares
+the time until all data is used with the times under `bsp`, `bsp` with balanced batches, `drop-stragglers`, `ssp`,
+`elastic-bsp` and `asp`. An epoch is taken to be worth the same under each model, which is the aim of translated
+hyper-parameters. Dropped data does not count.
 
 | ten clusters each | behind the best fixed choice | time / `bsp` | time / `bsp balanced` | changes |
 |---|---|---|---|---|
@@ -115,7 +119,7 @@ RESERVATION = (
 
 CANNOT = (
     "whether this holds for the networks that people train: the problems are quadratics and the small ones in [On "
-    "real problems](#on-real-problems), trained by SGD.",
+    "real problems](when-it-pays-on-problems.md), trained by SGD.",
     "whether late gradients may be dropped if workers hold different data. Here, all workers draw from the same "
     "data, the best case for `drop-stragglers`, `rennala` and `ringmaster`.",
     "anything about ratios between 0.9 and 1.1, even if they are significant: neighboring learning rates differ by "
@@ -289,7 +293,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 def times(page: Page, batches: str) -> list[str]:
     """Return the tables of the times to the target for one size of the batches."""
-    lines = [f"### Batches: {batches}", ""]
+    lines = [f"## Batches: {batches}", ""]
     for workers in ((4,), (16, 40)):
         places = [place for place in PLACES.values() if place.workers in workers]
         head = [" ", *(place.name.removesuffix(" workers") for place in places)]
@@ -341,11 +345,11 @@ def comparisons_on(name: str) -> dict[Key, Comparison]:
 
 def on_real_problems(page: Page) -> list[str]:
     """Return the tables of the studies on real problems."""
-    lines = ["## On real problems", "", *textwrap.wrap(REAL, 118), ""]
+    lines = ["# When it pays: on real problems", "", *textwrap.wrap(REAL, 118), ""]
     for name, found in page.real.items():
         study = STUDIES[name]
         measures = study.measures[1:]
-        lines += [f"### {name}", "", *textwrap.wrap(PROBLEMS[name], 118), ""]
+        lines += [f"## {name}", "", *textwrap.wrap(PROBLEMS[name], 118), ""]
         for place in TWO:
             head = [place.removesuffix(" workers"), *measures]
             rows = [
@@ -359,8 +363,8 @@ def on_real_problems(page: Page) -> list[str]:
     return lines
 
 
-def text() -> str:
-    """Return the page."""
+def texts() -> dict[Path, str]:
+    """Return the pages."""
     page = results()
     count = len(page.found) + len(page.with_asp)
     lines = [
@@ -391,10 +395,11 @@ def text() -> str:
             118,
         ),
         "",
+        "More pages: [on accelerators and slow links](when-it-pays-on-links.md), [on real",
+        "problems](when-it-pays-on-problems.md), and [all times](when-it-pays-times.md).",
+        "",
         *LET_THE_RUN_CHOOSE.splitlines(),
         "",
-        *on_accelerators(),
-        *on_slow_links(),
         METHOD.format(
             count=count,
             minutes=round(
@@ -411,14 +416,21 @@ def text() -> str:
         ),
         "",
         *overview(page),
-        *(on_real_problems(page) if page.real else ()),
-        "## Times to a loss of 0.1, compared with bsp",
+    ]
+    links = ["# When it pays: on accelerators and slow links", "", *on_accelerators(), *on_slow_links()]
+    all_times = [
+        "# When it pays: all times",
+        "",
+        "Times to a loss of 0.1, compared with `bsp`. [When it pays](when-it-pays.md) says how they were measured.",
         "",
         "![Ratios of all contenders, for three sizes of the batches](../pictures/when-it-pays.png)",
         "",
         *(line for batches in SHOWN for line in times(page, batches)),
     ]
-    return "\n".join(lines).rstrip() + "\n"
+    made = {TARGET: lines, TARGET_OF_LINKS: links, TARGET_OF_TIMES: all_times}
+    if page.real:
+        made[TARGET_OF_PROBLEMS] = on_real_problems(page)
+    return {path: "\n".join(each).rstrip() + "\n" for path, each in made.items()}
 
 
 def draw(page: Page) -> None:
@@ -460,10 +472,11 @@ def _bullets(items: Iterable[str]) -> list[str]:
 
 
 def main() -> int:
-    """Write the page or, with --check, only check it. Return the exit code."""
+    """Write the pages or, with --check, only check them. Return the exit code."""
     if "--check" in sys.argv[1:]:
-        return TARGET.read_text() != text()
-    TARGET.write_text(text())
+        return any(path.read_text() != text for path, text in texts().items())
+    for path, text in texts().items():
+        path.write_text(text)
     draw(results())
     return 0
 

@@ -1,4 +1,4 @@
-"""The section "On accelerators" of `docs/models/when-it-pays.md`, with a model of a step's time.
+"""The section "On accelerators" of `docs/models/when-it-pays-on-links.md`, with a model of a step's time.
 
 The model counts the copies and the update that a step needs besides the computation. Its constants are nominal rates
 of links, and measured times: of an update (see `UPDATE_NS`) and of encoding (see `ENCODING_NS`).

@@ -1,11 +1,11 @@
-"""The lines of the papers' pseudo-code, each with the function that does the same, for `docs/models/index.md`."""
+"""The lines of the papers' pseudo-code, each with the function that does the same, for `docs/models/pseudo-code.md`."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import NamedTuple
 
-__all__ = ["section"]
+__all__ = ["text"]
 
 
 class Line(NamedTuple):
@@ -162,15 +162,15 @@ What the pseudo-code does not show, or what is not its own:
   pull gets the newest weights, as in FluentPS. So weights are never older than SSP permits.
 - `pssp`, `dynamic-pssp`: the paper draws at each shard. Here, all shards draw the same number for an iteration, so
   the number of shards does not change the model.
-- `rennala`, `ringmaster`, `naive-waiting`: each is one rule, which its section states.
+- `rennala`, `ringmaster`, `naive-waiting`: each is one rule, which its page states.
 """
 
 
-def section() -> str:
-    """Return the section. Raise `AttributeError` or `ImportError` if a function does not exist."""
+def text() -> str:
+    """Return the page. Raise `AttributeError` or `ImportError` if a function does not exist."""
     parts = [
-        "## The papers' pseudo-code, line by line\n\nThe functions are named within `src/paceline`. The sections "
-        "above state the other deviations of each model.\n"
+        "# The papers' pseudo-code, line by line\n\nThe functions are named within `src/paceline`. The pages of the "
+        "[models](index.md) state their other deviations.\n"
     ]
     for title, lines in ALGORITHMS.items():
         rows = ["| lines | what they do | where | how it differs |\n|---|---|---|---|"]

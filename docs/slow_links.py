@@ -1,4 +1,4 @@
-"""The section "On slow links" of `docs/models/when-it-pays.md`: what the codecs of `--wire` save.
+"""The section "On slow links" of `docs/models/when-it-pays-on-links.md`: what the codecs of `--wire` save.
 
 The times of steps are those of the simulator. It counts no time for encoding, which `docs.on_accelerators.ENCODING_NS`
 contains. `make_when_it_pays.py` writes the section.
@@ -55,7 +55,7 @@ def section() -> list[str]:
         "(`docs/slow_links.py`):",
         "A simulation counts no time for encoding. In each step, encoding and decoding take about "
         f"{', and '.join(encoding)}, if each process has a core. So at 10 Gbit/s, they take back a part of what is "
-        "saved. [Slow links](../how-to/several-machines.md#slow-links-a-quarter-or-a-seventh-of-the-bytes) says which "
+        "saved. [Slow links](../how-to/slow-links.md) says which "
         "codec suits which optimizer.",
     )
     before, after = (textwrap.wrap(each, 118, break_on_hyphens=False) for each in text)

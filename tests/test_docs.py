@@ -63,9 +63,8 @@ def test_the_head_of_a_models_file_has_every_part(name: str) -> None:
 
 
 def test_the_guide_lists_all_extras_with_their_packages() -> None:
-    page = (ROOT / "docs" / "guide.md").read_text()
-    section = page.partition("## Installation")[2].partition("\n## ")[0]
-    rows = dict(re.findall(r"^\| `(\w+)` \| (.+?) \|", section, re.MULTILINE))
+    page = (ROOT / "docs" / "start" / "installation.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.+?) \|", page, re.MULTILINE))
     assert rows.keys() == EXTRAS.keys()
     for name, requirements in EXTRAS.items():
         others = {other for each in requirements for other in re.findall(r"^paceline\[(.+)\]", each)}
@@ -140,6 +139,11 @@ def test_links_between_files_lead_somewhere(page: str) -> None:
     file = ROOT / page if page == "README.md" else ROOT / "docs" / page
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", file.read_text()):
         assert (file.parent / target).exists(), f"{page} links to {target}"
+
+
+def test_no_page_is_too_long() -> None:
+    lines = {page: len((ROOT / "docs" / page).read_text().splitlines()) for page in PAGES}
+    assert {page: count for page, count in lines.items() if count > 250} == {}
 
 
 @pytest.mark.parametrize("folder", ["src", "tests", "benchmarks", "reproductions", "examples", "docs"])

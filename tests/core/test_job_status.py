@@ -213,7 +213,7 @@ def test_a_job_on_one_machine_has_only_the_table_of_workers() -> None:
 
 
 def test_the_fields_are_documented() -> None:
-    page = Path(__file__).parents[2].joinpath("docs", "how-to", "several-machines.md").read_text()
+    page = Path(__file__).parents[2].joinpath("docs", "reference", "status.md").read_text()
     for kind in (JobStatus, WorkerStatus, MachineStatus, LinkStatus):
         for name in kind.__struct_fields__:
             assert f"`{name}`" in page, name

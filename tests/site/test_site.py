@@ -45,7 +45,7 @@ def contents(page: Path) -> Contents:
 
 
 def test_there_are_pages() -> None:
-    assert len(PAGES) > 30, "run: make site"
+    assert len(PAGES) > 80, "run: make site"
     assert SITE / "index.html" in PAGES
 
 

@@ -1,7 +1,7 @@
 """Real runs in which a random process gets a random signal at a random moment.
 
-Each run ends or goes on as docs/guide.md says, leaves nothing behind, and names the cause. `make chaos` does fifty
-of them, with a line for each; the tests do one, and `make thorough` another one.
+Each run ends or goes on as docs/reference/problems.md says, leaves nothing behind, and names the cause. `make chaos`
+does fifty of them, with a line for each; the tests do one, and `make thorough` another one.
 
 Then four runs, which have one directory for their checkpoints, are killed and resumed again and again. `make chaos`
 kills each of them once, and PACELINE_KILLS=40 all of them 40 times together.

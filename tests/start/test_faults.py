@@ -2,7 +2,7 @@
 
 Each run trains a network on the digits, has one fault at a random moment, and goes on until some epochs after it or
 until it fails. Then all that users rely on is checked: everything ends, with the exit codes in
-docs/how-to/several-machines.md; no message contains a traceback; the cause is named, and no other; the ledger closes;
+docs/reference/exit-codes.md; no message contains a traceback; the cause is named, and no other; the ledger closes;
 and no checkpoint is worse than an earlier one. `make chaos` has sixty of these runs, with a line for each.
 """
 

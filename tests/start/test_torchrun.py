@@ -39,7 +39,7 @@ def output(program: subprocess.Popen[str]) -> tuple[int, str]:
 def test_the_commands_of_the_documentation_train_what_one_process_trains(
     mark: str, two_machines: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page = ROOT.joinpath("docs", "how-to", "several-machines.md").read_text()
+    page = ROOT.joinpath("docs", "how-to", "torchrun.md").read_text()
     [first] = re.findall(r"```sh\n# torchrun on 10.0.0.1\n(.*?)```", page, re.DOTALL)
     [second] = re.findall(r"```sh\n# torchrun on 10.0.0.2\n(.*?)```", page, re.DOTALL)
     [secret] = re.findall(r"```sh\n(\(umask.*?)```", page, re.DOTALL)

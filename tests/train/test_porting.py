@@ -1,4 +1,4 @@
-"""The scripts in docs/how-to/port-a-script.md: complete, and equal to one process on the joint batch."""
+"""The scripts in docs: complete, and equal to one process on the joint batch."""
 
 from __future__ import annotations
 
@@ -27,9 +27,14 @@ from tests.train.test_tensorwise import Net, largest_difference
 
 pytestmark = pytest.mark.processes
 
-PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "port-a-script.md"
+DOCS = Path(__file__).parents[2] / "docs"
 PYTHON_BLOCK = re.compile(r"^```python\n# ([^\n:]+)(?::[^\n]*)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-BLOCKS = dict(PYTHON_BLOCK.findall(PAGE.read_text()))
+BLOCKS = {
+    name: block
+    for folder in ("start", "how-to")
+    for page in sorted((DOCS / folder).glob("*.md"))
+    for name, block in PYTHON_BLOCK.findall(page.read_text())
+}
 
 VOCABULARY = 250_000
 """Number of words of a model whose embedding has 64 MB."""
@@ -106,7 +111,7 @@ def test_the_page_counts_the_lines_that_change() -> None:
     changes = difflib.ndiff(BLOCKS["train_ddp.py"].splitlines(), BLOCKS["train.py"].splitlines())
     signs = [line[0] for line in changes if line[2:].strip()]
     assert (signs.count("+"), signs.count("-")) == (6, 12)
-    assert "six lines are new, and twelve are gone:" in PAGE.read_text()
+    assert "six lines are new, and twelve are gone:" in (DOCS / "start" / "coming-from-ddp.md").read_text()
 
 
 STEP = "        optimizer.step()\n"
@@ -184,7 +189,7 @@ def test_adapters_equal_one_process_and_nothing_else_travels_or_is_at_the_server
     for before, after in itertools.pairwise(measured.traffic):
         for now, earlier in zip(after, before, strict=True):
             assert trained <= now - earlier <= trained + 1024
-    page = PAGE.read_text()
+    page = (DOCS / "how-to" / "adapters.md").read_text()
     assert f"adapters and classifier have {trained:,} bytes" in page
     # The larger vocabulary makes only frozen parameters larger.
     small = train_adapters(tmp_path / "small", script)
@@ -296,7 +301,7 @@ def test_a_bar_of_tqdm_is_full_at_the_end_of_each_epoch(
 def test_the_page_of_optimizers_is_what_the_test_of_their_classes_finds() -> None:
     require("pytorch_optimizer")
     require("schedulefree")
-    script = PAGE.parent / "make_optimizers.py"
+    script = DOCS / "make_optimizers.py"
     ended = subprocess.run([sys.executable, script, "--check"], env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert ended.returncode == 0, f"run: python {script}"
 

@@ -165,7 +165,7 @@ def averages_words(optimizers: Sequence[str]) -> str:
 
     >>> averages_words(["Muon", "AdamW"])
     'Muon receives a running mean of gradients, because normalized updates suffer from the noise of a single one; it \
-may learn slightly less than under bsp (see "What hyper-parameters mean" in docs/guide.md)'
+may learn slightly less than under bsp (see docs/models/hyper-parameters.md)'
     >>> averages_words(["AdamW"])
     ''
     """
@@ -176,7 +176,7 @@ may learn slightly less than under bsp (see "What hyper-parameters mean" in docs
     given, it = (f"{', '.join(others)} and {last} receive", "they") if others else (f"{last} receives", "it")
     return (
         f"{given} a running mean of gradients, because normalized updates suffer from the noise of a single one; {it} "
-        'may learn slightly less than under bsp (see "What hyper-parameters mean" in docs/guide.md)'
+        "may learn slightly less than under bsp (see docs/models/hyper-parameters.md)"
     )
 
 
