@@ -105,7 +105,7 @@ FIGURES = (
         number=11,
         workload="C3F2-Net on CIFAR-10",
         batch=128,
-        minutes=4,
+        minutes=30,
         momentum=0.9,
         claims=(
             "In the paper, ElasticBSP converges faster and to a higher accuracy than the other models, and BSP to a "
@@ -121,7 +121,7 @@ FIGURES = (
         batch=128,
         milestones=(200,),
         decay=0.1,
-        minutes=3,
+        minutes=4,
         claims=(
             "In the paper, ElasticBSP converges faster and to a slightly higher accuracy than BSP. ASP and SSP "
             "converge faster than both, but take longer for all epochs, because their updates queue at the server; "
@@ -136,7 +136,7 @@ FIGURES = (
         batch=128,
         milestones=(200,),
         decay=0.1,
-        minutes=4,
+        minutes=6,
         claims=(
             "In the paper, ElasticBSP converges as fast as BSP, because long computations leave little time to save, "
             "and reaches a slightly higher accuracy. From R = 120, planning makes it slightly slower than BSP; here, "
@@ -153,7 +153,7 @@ FIGURES = (
         milestones=(10, 15, 18),
         decay=0.2,
         lookaheads=LARGE_LOOKAHEADS,
-        minutes=5,
+        minutes=90,
         momentum=0.9,
         claims="In the paper, ASP and SSP complete the epochs faster than the other models, but fail to learn.",
         stand_in_epochs=5,
@@ -166,7 +166,7 @@ FIGURES = (
         milestones=(80, 90),
         decay=0.1,
         lookaheads=LARGE_LOOKAHEADS,
-        minutes=4,
+        minutes=60,
         claims=(
             "In the paper, ElasticBSP performs as BSP does, and both reach a higher accuracy than the others, "
             "although DSSP, ASP and SSP converge faster. In 24 hours, the models complete these numbers of epochs: "

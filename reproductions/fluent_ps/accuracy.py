@@ -286,9 +286,9 @@ EXHIBITS = tuple(
         trains_on=(network,),
     )
     for number, title, network, minutes, make in (
-        (7, "accuracy over the number of workers", ALEX_NET, 2, figure_7),
-        (8, "accuracy over time with the soft barrier and with lazy execution", RES_NET, 2, figure_8),
+        (7, "accuracy over the number of workers", ALEX_NET, 12, figure_7),
+        (8, "accuracy over time with the soft barrier and with lazy execution", RES_NET, 25, figure_8),
         (10, f"accuracy over time with 64 workers: {MODELS}", ALEX_NET, 15, figure_10),
-        (11, f"accuracy over time with 128 workers: {MODELS}", ALEX_NET, 15, figure_11),
+        (11, f"accuracy over time with 128 workers: {MODELS}", ALEX_NET, 30, figure_11),
     )
 )

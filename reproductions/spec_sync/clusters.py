@@ -94,7 +94,7 @@ def figure_11(options: Options, tell: TellShare) -> Made:
 
 EXHIBITS = (
     exhibit_on(
-        "fig10", "loss over time under BSP, SSP, ASP and SpecSync, on both clusters", CIFAR_10, figure_10, 3
+        "fig10", "loss over time under BSP, SSP, ASP and SpecSync, on both clusters", CIFAR_10, figure_10, 20
     ),
-    exhibit_on("fig11", "speed-up and loss on 20, 30 and 40 machines", CIFAR_10, figure_11, 2),
+    exhibit_on("fig11", "speed-up and loss on 20, 30 and 40 machines", CIFAR_10, figure_11, 25),
 )

@@ -228,19 +228,19 @@ LOSS = "loss over time: Original, Cherrypick, Adaptive"
 WAITING = "naive waiting with different delays"
 
 EXHIBITS = (
-    exhibit_on("fig5", WAITING, CIFAR_10, partial(figure_5, "a", CIFAR_10, (1, 3, 5)), 6, ("Fig. 5a",)),
-    exhibit_on("fig5b", f"{WAITING}: matrix factorization", MF, partial(figure_5, "b", MF, (1, 2, 3)), 4),
-    exhibit_on("fig8a", f"{LOSS}: matrix factorization", MF, partial(figure_8, "a", MF), 4),
+    exhibit_on("fig5", WAITING, CIFAR_10, partial(figure_5, "a", CIFAR_10, (1, 3, 5)), 12, ("Fig. 5a",)),
+    exhibit_on("fig5b", f"{WAITING}: matrix factorization", MF, partial(figure_5, "b", MF, (1, 2, 3)), 20),
+    exhibit_on("fig8a", f"{LOSS}: matrix factorization", MF, partial(figure_8, "a", MF), 20),
     exhibit_on(
         "fig8",
         f"{LOSS}, and over iterations",
         CIFAR_10,
         partial(figure_8, "b", CIFAR_10),
-        8,
+        20,
         ("Fig. 8b", "Fig. 9"),
     ),
-    exhibit_on("fig8c", f"{LOSS}: ImageNet", IMAGENET, partial(figure_8, "c", IMAGENET), 4),
+    exhibit_on("fig8c", f"{LOSS}: ImageNet", IMAGENET, partial(figure_8, "c", IMAGENET), 15),
     exhibit_on(
-        "table2", "the cost of searching for fixed hyper-parameters", CIFAR_10, table_2, 4, ("Table II",)
+        "table2", "the cost of searching for fixed hyper-parameters", CIFAR_10, table_2, 8, ("Table II",)
     ),
 )
