@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import inspect
 import pydoc
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -45,6 +48,28 @@ def test_the_package_exports_these_names_and_no_others() -> None:
         "worker_index",
         "zipline",
     ]
+
+
+@pytest.mark.parametrize(
+    ("version", "refused"),
+    [("2.6.0+cu124", True), ("1.13.1", True), ("2.7.1+cpu", False), ("3.0.0a0", False)],
+)
+def test_a_torch_that_is_too_old_is_refused_in_one_sentence(
+    version: str, refused: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise AssertionError('torch is imported')")
+    (tmp_path / "torch" / "version.py").write_text(f"__version__ = {version!r}\n")
+    places = f"sys.path[:0] = [{str(tmp_path)!r}, {str(Path(paceline.__file__).parents[1])!r}]"
+    ended = subprocess.run(
+        [sys.executable, "-c", f"import sys; {places}; import paceline"], capture_output=True, text=True
+    )
+    sentence = (
+        f"ImportError: Paceline {paceline.__version__} needs torch 2.7 or newer, but torch {version} is installed; "
+        "run: pip install 'torch>=2.7'"
+    )
+    assert ended.returncode == int(refused), ended.stderr
+    assert ended.stderr.splitlines()[-1:] == [sentence] * refused
 
 
 def test_sync_models_are_these_under_these_names() -> None:

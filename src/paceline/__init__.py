@@ -5,11 +5,37 @@ The public names are imported when they are first used. Importing the package ha
 
 from __future__ import annotations
 
+import re
+from contextlib import suppress
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 VERSION = "0.2.0"
 __version__ = VERSION
+
+LEAST_TORCH = (2, 7)
+
+
+def _require_torch() -> None:
+    """Raise `ImportError` if the installed torch is too old.
+
+    The version is read from torch's files, because importing torch takes more than a second. If there is no torch, or
+    the files have another form, the first import of torch says so.
+    """
+    spec = find_spec("torch")
+    for folder in () if spec is None else spec.submodule_search_locations or ():
+        with suppress(OSError), open(f"{folder}/version.py", encoding="utf-8") as file:
+            found = re.search(r"^__version__ = '((\d+)\.(\d+)[^']*)'", file.read(), re.MULTILINE)
+            if found is not None and (int(found[2]), int(found[3])) < LEAST_TORCH:
+                least = ".".join(map(str, LEAST_TORCH))
+                raise ImportError(
+                    f"Paceline {VERSION} needs torch {least} or newer, but torch {found[1]} is installed; run: "
+                    f"pip install 'torch>={least}'"
+                )
+
+
+_require_torch()
 
 _HOMES = {
     "Cluster": "sim",

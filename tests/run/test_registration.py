@@ -26,11 +26,11 @@ from paceline.core.layout import (
     Parameter,
 )
 from paceline.core.messages import Phase, Register
-from paceline.errors import ProtocolError
+from paceline.errors import ConfigurationError, ProtocolError
 from paceline.run import registration
 from paceline.run.registration import PLAIN, require_groups, require_sound
 from paceline.run.worker import WorkerSession
-from paceline.shard.optimizers import ELEMENTWISE, read_groups
+from paceline.shard.optimizers import ELEMENTWISE, OF_TORCH, TENSORWISE, read_groups
 from paceline.train.session import current
 from paceline.wire.stream import decoder
 from tests.support.hosts import Expelled, until_closed
@@ -110,11 +110,34 @@ UNSOUND: dict[str, ModelSpec] = {
     "a digest that is too short": model_with(frozen=(FrozenSpec("x", (3,), "float32", "0" * 63),)),
 }
 
+OF_OTHER_VERSIONS = {  # what another version of torch may have
+    "hyper-parameters of another optimizer",
+    "hyper-parameters without a learning rate",
+    "hyper-parameters that say how to compute",
+}
+
 
 @pytest.mark.parametrize("what", UNSOUND)
 def test_a_model_that_does_not_fit_together_is_refused(what: str) -> None:
-    with pytest.raises(ProtocolError):
+    with pytest.raises(ConfigurationError if what in OF_OTHER_VERSIONS else ProtocolError):
         require_sound(UNSOUND[what])
+
+
+def test_an_optimizer_that_only_other_versions_of_torch_have_is_named_with_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delitem(OF_TORCH, "Muon", raising=False)
+    monkeypatch.delitem(TENSORWISE, "Muon", raising=False)
+    with pytest.raises(
+        ConfigurationError, match=r"^torch .* has no torch\.optim\.Muon, .*: install a version"
+    ):
+        require_sound(optimizer_with(name="Muon", whole=True))
+
+
+def test_hyper_parameters_that_only_another_version_of_torch_has_are_named() -> None:
+    changed = optimizer_with(groups=group_with(added=1.0))
+    with pytest.raises(ConfigurationError, match=r"torch\.optim\.SGD .*\(added\): install the same version"):
+        require_sound(changed)
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
@@ -241,7 +264,7 @@ def test_whatever_is_registered_is_refused_or_sound() -> None:
             try:
                 require_sound(message.model)
                 sound += 1
-            except ProtocolError:
+            except (ProtocolError, ConfigurationError):
                 pass
     assert sound > 0
 

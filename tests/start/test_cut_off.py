@@ -21,7 +21,6 @@ from benchmarks.overlap.namespaces import NetworkLink, network, why_not
 from paceline.core.messages import (
     CheckpointPiece,
     FetchCheckpoint,
-    Hello,
     MachineAdmitted,
     MachineJoined,
     Message,
@@ -43,6 +42,7 @@ from paceline.wire.preface import COORDINATOR, PREFACE_BYTES, Preface
 from paceline.wire.secure import SecureSocket, contexts, new_secret
 from paceline.wire.stream import Stream
 from paceline.wire.transports import TCP, connect
+from tests.support.hosts import agent_of
 from tests.support.live import await_that, mark
 from tests.support.marks import chaos
 from tests.support.served import ENDLESS_SCRIPT, Served, await_training, enough, output
@@ -253,12 +253,6 @@ def test_a_machine_whose_offers_are_not_answered_gives_up(monkeypatch: pytest.Mo
 def test_an_observer_that_is_cut_off_has_lost_its_peer(cut: Callable[[socket.socket], None]) -> None:
     with answering(cut) as address, pytest.raises(PeerLostError):
         Observer(address, SECRET)
-
-
-def agent_of(coordinator: CoordinatorHost) -> Stream[Message]:
-    stream: Stream[Message] = Stream(connect(coordinator.address), first_phase("coordinator", "agent"))
-    stream.send(Hello(coordinator.job.token, "agent", 0))
-    return stream
 
 
 def test_a_machine_that_is_lost_while_it_joins_does_not_end_the_run(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from rich.console import Console
 import paceline
 from paceline.core.layout import Layout, ModelSpec, OptimizerSpec, Parameter
 from paceline.core.status import JobStatus, WorkerStatus
-from paceline.errors import ConfigurationError
+from paceline.errors import ConfigurationError, first_line
 from paceline.look.dashboard import with_devices
 from paceline.look.run_reading import read_report
 from paceline.look.status import StatusView
@@ -597,6 +597,18 @@ def test_advice_follows_an_error_about_memory(error: Exception) -> None:
     assert with_advice("it failed.", [ValueError("it failed."), error]).startswith(advised)
     for other in (RuntimeError("the socket is closed"), ValueError("out of memory")):
         assert with_advice("it failed.", [other]) == "it failed."
+
+
+@pytest.mark.parametrize(
+    "statement",
+    ["torch.optim.NoSuchOptimizer", "from torch.optim import NoSuchOptimizer", "import torch.none"],
+)
+def test_a_script_that_asks_torch_for_what_its_version_lacks_is_told_the_version(statement: str) -> None:
+    with pytest.raises((AttributeError, ImportError)) as caught:
+        exec(statement, {"torch": torch})
+    reason = with_advice(first_line(caught.value), [caught.value])
+    assert f": this machine has torch {torch.__version__}. Install a version that has what" in reason
+    assert with_advice("no", [AttributeError("no")]) == with_advice("no", [ImportError("no")]) == "no"
 
 
 @pytest.mark.thorough

@@ -60,6 +60,7 @@ from ..wire.preface import Traffic, traffic_of
 from ..wire.stream import Stream
 from .compute_devices import CPU
 from .hub import Caller, Hub
+from .installed import installed, what_differs
 from .job import Job, Role, encode_job
 from .traces import BestEffortFile
 
@@ -195,11 +196,7 @@ class Agents:
         """Admit the machine of an agent, or refuse it."""
         address = agent.host  # first, because it is an error if the connection has ended
         try:
-            if message.version != self._job.version:
-                raise ConfigurationError(
-                    f"this machine has Paceline {message.version}, but the run uses Paceline "
-                    f"{self._job.version}. Install the same version on all machines."
-                )
+            self._require_equal(message)
             servers, workers = self._invite(message)
         except ConfigurationError as error:
             self._hub.send(agent, Refused(str(error)))
@@ -212,6 +209,22 @@ class Agents:
             self._watch.expect("worker", worker)
         machine = machine_of(agent)
         self._hub.send(agent, MachineAdmitted(workers, encode_job(self._job), now_ticks, machine, servers))
+
+    def _require_equal(self, offer: MachineJoined) -> None:
+        """Raise `ConfigurationError` if what a machine has installed does not suit the run."""
+        if offer.version != self._job.version:
+            raise ConfigurationError(
+                f"this machine has Paceline {offer.version}, but the run uses Paceline {self._job.version}. Install "
+                "the same version on all machines."
+            )
+        own, model, sent = installed(), self._core.model, self._job.optimizers.sent
+        found = own if offer.installed is None else offer.installed
+        pickled = (
+            "the function of the run" if offer.unpickles else f"the optimizer {min(sent)}" if sent else ""
+        )
+        names = () if model is None else [each.name for each in model.optimizers]
+        if reason := what_differs(found, own, pickled=pickled, optimizers=names):
+            raise ConfigurationError(reason)
 
     def _send_piece(self, agent: Caller, message: FetchCheckpoint) -> None:
         """Send a machine a piece of the checkpoint with which the run begins."""

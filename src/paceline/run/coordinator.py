@@ -41,6 +41,7 @@ from ..core.messages import (
     KeepWorkerState,
     Message,
     ModelExtended,
+    Refused,
     Register,
     Shutdown,
     Snapshot,
@@ -69,7 +70,14 @@ from ..core.requests import (
     worker_peer,
 )
 from ..core.status import JobStatus
-from ..errors import InternalError, ProtocolError, RunFailedError, UserCodeError, refused_by_system
+from ..errors import (
+    ConfigurationError,
+    InternalError,
+    ProtocolError,
+    RunFailedError,
+    UserCodeError,
+    refused_by_system,
+)
 from ..sync.model import Samples
 from ..sync.notation import notation
 from ..sync.ticks import TICKS_PER_S
@@ -725,7 +733,13 @@ class CoordinatorHost(Host):
             message = msgspec.structs.replace(message, traffic=(), moved_ticks=())
         model = message.model if isinstance(message, Register | Contributed) else None
         if model is not None and (isinstance(message, Contributed) or self.core.expects_model(party)):
-            require_sound(model, self.job.optimizers)
+            try:
+                require_sound(model, self.job.optimizers)
+            except ConfigurationError as error:  # torch is another one there and here
+                if not isinstance(message, Register):
+                    raise ProtocolError(str(error)) from error
+                self._hub.send(peer, Refused(str(error)))  # its script fails with this error, and says so
+                return
         self._perform(self.core.handle(party, message, self.job.now_ticks()))
         match message:
             case Register():

@@ -16,7 +16,15 @@ import torch
 from ..core.layout import HyperParameters, Layout, ModelSpec, OptimizerSpec, Parameter, dtype_of, of_set
 from ..errors import ConfigurationError, ProtocolError
 from ..shard.optimizer_sources import OptimizerSources
-from ..shard.optimizers import OF_TORCH, TENSORWISE, read_groups, rehearse, specimen
+from ..shard.optimizers import (
+    ELEMENTWISE,
+    TENSORWISE,
+    TENSORWISE_NAMES,
+    class_of_torch,
+    read_groups,
+    rehearse,
+    specimen,
+)
 from ..shard.slice_optimizers import optimizer_of_slice
 from ..shard.vectors import DIGITS, packed_bytes
 
@@ -51,6 +59,7 @@ def require_sound(model: ModelSpec, sources: OptimizerSources = NO_SOURCES) -> N
 
     Raises:
         ProtocolError: the model is not valid; the message says why.
+        ConfigurationError: this machine's torch lacks what the model needs.
     """
     require_sound_parameters(model)
     for set_index, (optimizer, size) in enumerate(zip(model.optimizers, _set_sizes(model), strict=True)):
@@ -76,7 +85,7 @@ def require_sound_parameters(model: ModelSpec) -> None:
         raise ProtocolError("the model's layout does not match its parameters")
     for tensor in untrained:
         if not isinstance(getattr(torch, tensor.dtype, None), torch.dtype):
-            raise ProtocolError(f"the buffer {tensor} has an unknown dtype")
+            raise ProtocolError(f"torch {torch.__version__} does not know the dtype of the buffer {tensor}")
     if not all(DIGEST.fullmatch(digest) for digest in model.digests):  # a digest is the name of a file
         raise ProtocolError("the digest of a frozen parameter is not valid")
     if (largest := max(layout.size_bytes, *(packed_bytes(spec) for spec in untrained), 0)) > MOST_BYTES:
@@ -96,12 +105,14 @@ def _set_sizes(model: ModelSpec) -> list[int]:
 def _require_sound_optimizer(
     model: ModelSpec, set_index: int, optimizer: OptimizerSpec, size: int, sources: OptimizerSources
 ) -> None:
-    """Check the optimizer of a parameter set that has `size` parameters. Raise `ProtocolError` if it is not valid."""
+    """Check the optimizer of a parameter set that has `size` parameters. See `require_sound` for the exceptions."""
     foreign = ":" in optimizer.name
-    if not (foreign or optimizer.name in OF_TORCH) or not optimizer.groups:
+    if not (foreign or optimizer.name in (*ELEMENTWISE, *TENSORWISE_NAMES)) or not optimizer.groups:
         raise ProtocolError(
             f"the optimizer {optimizer.name} is not supported by servers, or has no parameter groups"
         )
+    if not foreign:
+        class_of_torch(optimizer.name)
     if not foreign and optimizer.whole != (optimizer.name in TENSORWISE):
         raise ProtocolError(f"{optimizer.name} is described as what it is not")
     if foreign:
@@ -116,9 +127,13 @@ def _require_sound_optimizer(
     # This process does not load classes of users. A worker has tested the class, and servers load it.
     if foreign or all(_is_plain(optimizer.name, group) for group in optimizer.groups):
         return
-    [known] = read_groups(OF_TORCH[optimizer.name]([specimen(whole=optimizer.whole)]))  # type: ignore[call-arg]
-    if any(group.keys() != known.keys() for group in optimizer.groups):
-        raise ProtocolError(f"the hyper-parameters do not have the names that torch's {optimizer.name} uses")
+    [known] = read_groups(class_of_torch(optimizer.name)([specimen(whole=optimizer.whole)]))  # type: ignore[call-arg]
+    if names := {name for group in optimizer.groups for name in group.keys() ^ known.keys()}:
+        raise ConfigurationError(
+            f"torch.optim.{optimizer.name} has other hyper-parameters where the script runs than in torch "
+            f"{torch.__version__}, with which this run is served ({', '.join(sorted(names))}): install the same "
+            "version of torch on all machines."
+        )
     _try(model, optimizer.groups, set_index)
 
 

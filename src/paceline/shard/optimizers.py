@@ -48,8 +48,10 @@ ELEMENTWISE: dict[str, type[torch.optim.Optimizer]] = {
 }
 """The optimizer classes of torch that the servers can run on slices, by name."""
 
+TENSORWISE_NAMES = ("Adafactor", "Muon")
+
 TENSORWISE: dict[str, type[torch.optim.Optimizer]] = {
-    name: getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)
+    name: getattr(torch.optim, name) for name in TENSORWISE_NAMES if hasattr(torch.optim, name)
 }
 """The optimizer classes of torch that the servers can run on whole tensors, by name. Old versions have no Muon."""
 
@@ -203,14 +205,29 @@ def _further_keys(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
     )
 
 
+def class_of_torch(name: str) -> type[torch.optim.Optimizer]:
+    """Return one of torch's classes.
+
+    Raises:
+        ConfigurationError: the installed version of torch does not have it. A worker may have another version.
+    """
+    if name not in OF_TORCH:
+        raise ConfigurationError(
+            f"torch {torch.__version__}, which is installed where a server runs, has no torch.optim.{name}, with "
+            "which a worker trains: install a version of torch there that has it, or use another optimizer in the "
+            "script."
+        )
+    return OF_TORCH[name]
+
+
 def make_optimizer(
     name: str, groups: Sequence[HyperParameters], parameters: Sequence[list[torch.Tensor]]
 ) -> torch.optim.Optimizer:
     """Return a new optimizer of the class `name`. `parameters` has a list of tensors for each group."""
     settings: Any = [{**group, "params": tensors} for group, tensors in zip(groups, parameters, strict=True)]
-    kind = OF_TORCH.get(name)
-    if kind is None:
+    if ":" in name:
         return build(class_of(name), settings)
+    kind = class_of_torch(name)
     defer_dynamo()  # the process that serves a run creates an optimizer while it writes a checkpoint
     # torch reads these hyper-parameters only from the constructor's defaults, not from the groups.
     defaults: Any = {key: groups[0][key] for key in ("lr", "initial_accumulator_value") if key in groups[0]}

@@ -63,6 +63,7 @@ from ..errors import (
 )
 from ..files import read_regular
 from ..run.compute_devices import Device
+from ..run.installed import installed
 from ..run.job import Job, ResumedFrom, claim_run_dir, decode_job
 from ..run.listener import Listener
 from ..run.observer import call
@@ -187,7 +188,8 @@ def join(
                     sock, listens_at = _listen(servers, stream.sock.getsockname()[0], console)
                     opened.callback(sock.close)
                 count = 0 if servers is None else servers.count
-                offer = MachineJoined(version, wanted, tuple(indices), count)
+                unpickles = bool(worker_payload)
+                offer = MachineJoined(version, wanted, tuple(indices), count, installed(), unpickles)
                 checkpoint, admitted = _ask_to_join(stream, address, token, offer, opened)
                 if taken := ", ".join(str(index) for index in indices if index not in admitted.workers):
                     print_sentence(console, f"the worker index {taken} is not free")

@@ -13,6 +13,11 @@ from .table import Message, sent
 MOST_PROCESSES = 4096
 """Maximum number of processes on a machine."""
 
+MOST_NAMES = 100
+"""Maximum number of optimizers, and of formats, that a machine names."""
+
+Name = Annotated[str, msgspec.Meta(max_length=64)]
+
 
 @sent("agent", to="coordinator", during="offering", forwarded=False)
 class FetchCheckpoint(Message):
@@ -40,21 +45,41 @@ class CheckpointPiece(Message):
     begun: bool = False
 
 
+class Installed(msgspec.Struct, frozen=True):
+    """What a machine has installed, as far as the machines of a run must agree about it. See `run.installed`.
+
+    Attributes:
+        python: version of Python, without the last number.
+        torch: version of torch.
+        formats: name of a format in which processes exchange data -> its number or digest.
+        optimizers: the names that `torch.optim` has; () if they are unknown.
+    """
+
+    python: Name
+    torch: Name
+    formats: Annotated[dict[Name, Name], msgspec.Meta(max_length=MOST_NAMES)]
+    optimizers: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MOST_NAMES)]
+
+
 @sent("agent", to="coordinator", during="offering joined", then="joined", forwarded=False)
 class MachineJoined(Message):
     """A machine offers to run workers and servers. Its *agent* is the process that sends this and starts them.
 
     Attributes:
-        version: version of Paceline on the machine.
+        version: version of Paceline on the machine. It is read even if all else differs between the versions.
         workers: number of workers that the machine can run.
         wanted: the indices that these workers should have if they are free.
         servers: number of servers that the machine brings.
+        installed: what the machine has installed; None for a worker that returns, whose machine was checked before.
+        unpickles: True if the workers run a function that was pickled on another machine.
     """
 
-    version: Annotated[str, msgspec.Meta(max_length=64)]
+    version: Name
     workers: Number
     wanted: Annotated[tuple[Number, ...], msgspec.Meta(max_length=MOST_PROCESSES)] = ()
     servers: Number = 0
+    installed: Installed | None = None
+    unpickles: bool = False
 
 
 @sent("coordinator", to="agent", during="offering joined", then="joined", forwarded=False)

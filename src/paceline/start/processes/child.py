@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import time
+import types
 from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
@@ -37,6 +38,8 @@ MEMORY_ADVICE = (
     "Reduce the batch size, or balance the batches (--batch balanced) and limit those of this worker with "
     "distribute(max_batch=...)."
 )
+
+VERSION_ADVICE = "Install a version that has what the script uses, or change the script."
 
 # Maximum time between the arrivals of a signal that a scheduler sends to all processes at once.
 SAME_SIGNAL_S = 0.5
@@ -215,7 +218,7 @@ def _train(kind: str, arguments: list[str], objects: BinaryIO) -> None:
 
 
 def with_advice(reason: str, causes: Iterable[BaseException]) -> str:
-    """Return the reason for the failure of a script, and what to do if the memory of a device was too small.
+    """Return the reason for the failure of a script, and what to do if it is the device's memory or torch's version.
 
     Args:
         reason: the reason.
@@ -225,10 +228,21 @@ def with_advice(reason: str, causes: Iterable[BaseException]) -> str:
     'it is closed'
     """
     for error in causes:
+        if _is_lacking_in_torch(error):
+            return f"{reason.rstrip('.')}: this machine has torch {torch.__version__}. {VERSION_ADVICE}"
         words = isinstance(error, RuntimeError) and "out of memory" in str(error).lower()
         if words or isinstance(error, torch.OutOfMemoryError):
             return f"{reason.rstrip('.')}. {MEMORY_ADVICE}"
     return reason
+
+
+def _is_lacking_in_torch(error: BaseException) -> bool:
+    """Return True if a script has asked a module of torch for a name that the installed version does not have."""
+    match error:
+        case AttributeError(obj=types.ModuleType(__name__=name)) | ImportError(name=str(name)):
+            return name.partition(".")[0] == "torch"
+        case _:
+            return False
 
 
 def _describe_exit(code: object) -> str:
