@@ -290,6 +290,32 @@ def test_a_worker_that_leaves_before_the_run_begins_receives_no_data() -> None:
     assert core.connected(worker_peer(1), 0) == []
 
 
+@pytest.mark.parametrize("then", ["trains", "is lost", "is refused"])
+def test_a_run_does_not_end_before_a_worker_that_has_drawn_data_but_not_begun(then: str) -> None:
+    """Otherwise, its data would be lost, and its process would end with an error."""
+    run = Run()
+    core = run.core
+    ask = messages.DataRequested(0, "loader", 0, DataOrder(24, 4, False, "dynamic", ""), 0, 0)
+    core.invite(1)
+    core.connected(worker_peer(2), 0)
+    assert kinds(core.handle(worker_peer(2), ask, 0)) == [messages.DataGranted]
+    for worker in range(2):
+        assert not core.everybody_left
+        core.handle(worker_peer(worker), messages.WorkerFinished(), 0)
+    assert core.awaited == {2}
+    assert not core.everybody_left
+    if then == "trains":
+        core.handle(worker_peer(2), Register(MODEL), 0)
+        assert kinds(run.serve(2))[0] == Started
+        assert not core.everybody_left
+        core.handle(worker_peer(2), messages.WorkerFinished(), 0)
+    elif then == "is lost":
+        core.disconnected(worker_peer(2), 0)
+    else:
+        core.handle(worker_peer(2), Register(OTHER_MODEL), 0)
+    assert core.everybody_left
+
+
 def test_a_worker_gets_the_index_that_it_asks_for_if_this_is_free() -> None:
     run = Run(1, 5)
     run.core.disconnected(worker_peer(0), 0)

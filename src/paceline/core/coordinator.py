@@ -787,8 +787,7 @@ class Coordinator:
     def _register_late(self, worker: int, message: Register, now_ticks: int) -> list[Request]:
         """Handle an invited worker that is about to compute its first gradient."""
         if reason := self._difference(message.model):
-            self.members.withdraw(worker)
-            return [Send(worker_peer(worker), Refused(reason))]
+            return [Send(worker_peer(worker), Refused(reason)), *self._leave(worker, WorkerLost, now_ticks)]
         self._registered[worker] = message
         return self.admit(worker, now_ticks)
 
@@ -1005,6 +1004,16 @@ class Coordinator:
         if self.reconfigurations.left(worker):
             return requests + self._end_join(now_ticks)
         return requests + self._join_next()
+
+    @property
+    def awaited(self) -> set[int]:
+        """The workers before whose end the run does not end: the live ones, and invited ones that hold data."""
+        return self.members.live | set(filter(self.data.has_leases, self.members.invited))
+
+    @property
+    def everybody_left(self) -> bool:
+        """True if the run is to end. See `Quorum.everybody_left`."""
+        return self.quorum.everybody_left and not self.awaited
 
     @property
     def _others(self) -> set[int]:

@@ -748,7 +748,7 @@ class StallWatch:
 
     def _look(self) -> list[AwaitedProcess]:
         core, clocks = self._core, self._watch.clocks
-        members, now_s = core.members.live, time.monotonic()
+        members, now_s = core.members.live or core.awaited, time.monotonic()
         waits = core.quorum.paused or core.shortage != ""  # for workers or servers that are yet to join
         clocks.look(now_s, counts=not waits)
         self._idle.look(now_s, counts=not waits)

@@ -162,7 +162,7 @@ class StateReport(msgspec.Struct, frozen=True):
         live: the live workers.
         departed: the workers that have left the run.
         cut_off: True if a lost worker has said that another process had ended.
-        everybody_left: see `Quorum`.
+        everybody_left: True if all workers have left, so the run is to end.
         shortage: see `Coordinator.shortage`.
         vacant: the servers that machines have yet to bring.
         faults: problems that did not end the run.
@@ -218,7 +218,7 @@ class StateReport(msgspec.Struct, frozen=True):
                 for each in members.departures
             ),
             bool(host.core.cut_off),
-            host.core.quorum.everybody_left,
+            host.core.everybody_left,
             host.core.shortage,
             tuple(host.core.servers.vacant),
             tuple(host.core.faults),
@@ -761,7 +761,7 @@ class CoordinatorHost(Host):
     def _perform(self, requests: Sequence[Request]) -> None:
         self.carry_out(requests)
         self._shared.settle()
-        if self.core.quorum.everybody_left:
+        if self.core.everybody_left:
             self._end()
         self.agents.name_main()
 
