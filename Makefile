@@ -113,8 +113,8 @@ $(LOOK)/.ready: pyproject.toml constraints.txt
 	npm install --silent --no-fund --no-audit --prefix $(LOOK) axe-core@4
 	@touch $@
 
-look: $(LOOK)/.ready  ## create .venv-look with playwright and axe-core, and look at the report page in Chromium: themes, widths, keyboard, accessibility (needs chromium and npm; 4 minutes after the installation)
-	PACELINE_LOOK=1 OMP_NUM_THREADS=1 $(LOOK)/bin/python -m pytest -s -p no:cacheprovider tests/look/test_page_in_browser.py tests/look/test_live_page_in_browser.py
+look: $(LOOK)/.ready site  ## create .venv-look with playwright and axe-core, and look at the report page and the site in Chromium: themes, widths, keyboard, accessibility (needs chromium and npm; 4 minutes after the installation)
+	PACELINE_LOOK=1 OMP_NUM_THREADS=1 $(LOOK)/bin/python -m pytest -s -p no:cacheprovider tests/look/test_page_in_browser.py tests/look/test_live_page_in_browser.py tests/look/test_site_in_browser.py
 
 # Debian's packages for the device "vulkan" without a graphics card: mesa-vulkan-drivers libvulkan1
 $(ACCELERATOR)/.ready: pyproject.toml constraints.txt
@@ -174,6 +174,7 @@ docs: $(READY)  ## regenerate pages and pictures of the documentation, and run i
 	$(BIN)/python docs/make_same_accuracy.py
 	$(BIN)/python docs/make_codecs.py
 	$(BIN)/python docs/make_overview.py
+	$(BIN)/python docs/make_reference.py
 	$(BIN)/python docs/make_rehearse.py
 	$(MAKE) examples
 

@@ -23,7 +23,7 @@ def device() -> torch.device:
     the worker sees is its own, and it usually has index 0.
 
     Returns:
-        A device with an index, such as `torch.device("cuda:0")`, or `torch.device("cpu")`.
+        A device with an index, such as the first one of kind "cuda", or the CPU.
 
     Example:
         >>> import paceline, torch

@@ -39,6 +39,7 @@ METHODS: dict[str, Callable[[Floats], Solution]] = {
     "zipline-opt": zipline_opt,
     "zipline-opt-bs": zipline_opt_bs,
 }
+"""The methods of `solve`: name -> function of the matrix of end times."""
 
 
 def solve(times: ArrayLike, method: str = "auto") -> Solution:
