@@ -15,6 +15,7 @@ DEVICE ?= vulkan
 FUZZ   ?= 500000
 SUITES ?=
 NAMES  ?= all
+VERSIONS ?=
 
 # The tests' programs import the same modules over and over, so compiled ones are kept, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
@@ -22,7 +23,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Three files at a time keep two cores busy, because tests of live runs often wait.
 LANES := -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help install demo check quick test thorough check-models stress chaos fuzz siege clusters porting ray look accelerator release examples site full bench bench-overlap paper tune docs clean
+.PHONY: help install demo check quick test thorough check-models stress chaos fuzz siege clusters porting ray look accelerator release versions examples site full bench bench-overlap paper tune docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -136,6 +137,9 @@ $(RELEASE)/.ready:
 release: $(READY) $(RELEASE)/.ready  ## build what would be uploaded into dist, check it, and run it in an environment that has nothing else (5 minutes after the installation)
 	PACELINE_RELEASE=1 $(BIN)/python -m pytest -s -p no:cacheprovider tests/release
 
+versions:  ## run the package's tests with torch 2.7.1, that of constraints.txt and the newest one, on Python 3.11 to 3.13, and train with two versions in one run (an hour; VERSIONS='3.11:2.7.1' for some)
+	@$(PYTHON) -m tests.support.versions $(VERSIONS)
+
 examples: $(READY)  ## run the examples in the documentation
 	$(BIN)/python -m pytest docs README.md
 
@@ -151,7 +155,7 @@ site: $(SITE)/.ready  ## create .venv-site with Sphinx, build the site in build/
 	PACELINE_SITE=1 $(SITE)/bin/python -m pytest --noconftest -p no:cacheprovider tests/site
 	@echo "Open build/site/index.html."
 
-full:  ## run every suite but check-models, stress, chaos, fuzz and paper, each in its environment, and end with a table (root; SUITES='look ray' for some; it says which Debian packages are missing)
+full:  ## run every suite but check-models, stress, chaos, fuzz, versions and paper, each in its environment, and end with a table (root; SUITES='look ray' for some; it says which Debian packages are missing)
 	@$(PYTHON) tests/support/full.py $(SUITES)
 
 bench: $(READY)  ## measure a training step against plain copies, plain sockets and gloo all-reduce (about 11 minutes, idle machine)

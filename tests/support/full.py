@@ -42,7 +42,7 @@ SUITES: dict[str, dict[str, str]] = {
 }
 """Each suite, which is a target of the Makefile -> what it needs, and Debian's package that contains this."""
 
-LEFT_OUT = ("check-models", "stress", "chaos", "fuzz", "paper")
+LEFT_OUT = ("check-models", "stress", "chaos", "fuzz", "versions", "paper")
 """The suites that take an hour."""
 
 CLOSING = re.compile(r"^=*\s*((?:\d+ [a-z]+,? )+)in [\d.]+s\b", re.MULTILINE)  # the last line of pytest
