@@ -28,12 +28,16 @@ napoleon_use_rtype = False
 napoleon_use_ivar = True  # attributes are fields of a class, and members are documented once
 autodoc_typehints = "none"  # docstrings say in words what an argument is
 autodoc_member_order = "bysource"
-python_maximum_signature_line_length = 80
 
 html_theme = "furo"
 html_title = f"Paceline {version}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sphinx = False
+html_show_copyright = False
+html_show_search_summary = False  # which is fetched, and a page that is read from a file cannot fetch
+smartquotes = False  # "--option" stays what users type
 
 NAME = re.compile(r"^\| `((paceline[\w.]*)\.(\w+))` \|", re.MULTILINE)
 ITEM = re.compile(r"^- \[[^\]]+\]\(([^)#:]+)\.md\)", re.MULTILINE)
@@ -90,7 +94,20 @@ def escape_norms(app: object, what: str, name: str, value: object, options: obje
     lines[:] = [re.sub(r"\|(\w+)\|", r"\\|\1\\|", line) for line in lines]
 
 
+def make_boxes_focusable(
+    app: object, page: str, template: str, context: dict[str, Any], doctree: object
+) -> None:
+    """Let the keyboard scroll boxes that are wider than the page."""
+    if body := context.get("body"):
+        for box in ("<pre>", '<div class="table-wrapper'):
+            body = body.replace(
+                box, box.replace("<pre", '<pre tabindex="0"').replace("<div", '<div tabindex="0"')
+            )
+        context["body"] = body
+
+
 def setup(app: Any) -> None:
     """Register with Sphinx."""
     app.connect("source-read", prepare_page)
     app.connect("autodoc-process-docstring", escape_norms)
+    app.connect("html-page-context", make_boxes_focusable)

@@ -180,16 +180,14 @@ def settings() -> str:
         lines += [f"## {panel}", ""]
         rows = [
             [
-                code(name),
-                code(row.option),
+                f"{code(name)}, {code(row.option)}",
                 code(repr(row.default)),
-                ", ".join("join" if command == "scheduled" else command for command in row.commands),
-                cell(row.help),
+                cell(row.help) + only(row.commands),
             ]
             for name, row in SETTINGS.items()
             if row.panel == panel
         ]
-        lines += table(["argument", "option", "default", "commands", "meaning"], rows)
+        lines += table(["argument, option", "default", "meaning"], rows)
     lines += ["## Environment variables", ""]
     lines += table(["variable", "meaning"], ([code(name), cell(what)] for name, what in VARIABLES.items()))
     lines += [
@@ -197,6 +195,13 @@ def settings() -> str:
         "[accelerator](../how-to/gpus.md#each-worker-sees-its-own-accelerator-only).",
     ]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def only(commands: tuple[str, ...]) -> str:
+    """Return which commands have an option, unless all of them have it."""
+    if len(commands) == 3:
+        return ""
+    return f" Only `{'` and `'.join(commands)}`."
 
 
 def names_of(group: Group) -> list[str]:

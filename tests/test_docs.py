@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 import runpy
 import sys
@@ -133,6 +134,18 @@ def test_the_overview_names_files_that_exist() -> None:
 
 
 PAGES = sorted(str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md"))
+
+
+def test_the_reference_has_every_public_name_and_variable() -> None:
+    reference = ROOT / "docs" / "reference"
+    named = set(re.findall(r"^\| `paceline\.(\w+)` \|", (reference / "api.md").read_text(), re.MULTILINE))
+    assert named == {name for name in paceline.__all__ if not inspect.ismodule(getattr(paceline, name))}
+    sources = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    variables = set(re.findall(r"PACELINE_[A-Z]+", sources)) - {
+        "PACELINE_PARENT"
+    }  # of a process, not of users
+    page = (reference / "settings.md").read_text()
+    assert {name for name in variables if f"`{name}`" not in page} == set()
 
 
 def test_no_page_is_too_long() -> None:

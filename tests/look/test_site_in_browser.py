@@ -78,14 +78,16 @@ def visit(browser: Browser) -> Iterator[Callable[..., Page]]:
     yield visit
     for context in contexts:
         context.close()
-    assert told == []
+    assert [
+        each for each in told if not each.startswith("log: Changed to ")
+    ] == []  # what the theme itself says
 
 
 def findings(page: Page) -> list[str]:
     """Return what axe finds that is serious or critical."""
     assert AXE.exists(), f"{AXE} is missing; run: npm install --prefix {sys.prefix} axe-core"
     page.evaluate(AXE.read_text(encoding="utf-8"))
-    found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")["violations"]
+    found = page.evaluate("axe.run(document, {resultTypes: ['violations'], preload: false})")["violations"]
     return [
         f"{each['id']}: {node['html'][:200]} {node['failureSummary']}"
         for each in found

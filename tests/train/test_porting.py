@@ -114,6 +114,23 @@ def test_the_page_counts_the_lines_that_change() -> None:
     assert "six lines are new, and twelve are gone:" in (DOCS / "start" / "coming-from-ddp.md").read_text()
 
 
+def test_two_lines_of_a_script_for_accelerate_change() -> None:
+    before, after = BLOCKS["train_accelerate.py"], BLOCKS["train_with_accelerator.py"]
+    changes = [line for line in difflib.ndiff(before.splitlines(), after.splitlines()) if line[2:].strip()]
+    assert [line[:2] for line in changes].count("+ ") == [line[:2] for line in changes].count("- ") == 2
+    page = (DOCS / "start" / "coming-from-accelerate.md").read_text()
+    assert "two lines change: the import, and the name of the loader" in page
+
+
+def test_a_script_for_accelerate_trains(mark: str, tmp_path: Path) -> None:
+    require("accelerate")
+    weights = run(tmp_path / "run", BLOCKS["train_with_accelerator.py"])
+    saved = load_file(tmp_path / "run" / "out" / "model.safetensors")
+    assert weights.keys() == saved.keys()
+    for name, tensor in saved.items():
+        assert torch.equal(weights[name], tensor), name
+
+
 STEP = "        optimizer.step()\n"
 MEASURED_STEP = f"""{STEP}
         print("traffic", *(sum(s.traffic[i] for s in current().links.servers) for i in (0, 1)))
