@@ -270,6 +270,29 @@ def test_all_workers_stop_when_early_stopping_says_so(sync: str, mark: str, tmp_
     assert sorted(used(tmp_path)) == [0, 1]
 
 
+LATE = """
+class Late(lightning.{inner}Callback):
+    def on_validation_end(self, trainer, module):
+        while paceline.worker_index() and not trainer.sanity_checking:
+            if any(path.stem.startswith(f"epoch={{trainer.current_epoch}}") for path in Path("logs").glob("**/*.ckpt")):
+                break
+"""
+
+
+@pytest.mark.parametrize("sync", ["asp", "bsp"])
+def test_checkpoints_have_the_same_names_in_a_worker_that_looks_after_they_are_written(
+    sync: str, mark: str, tmp_path: Path
+) -> None:
+    """Lightning adds a number to the name of a file that exists."""
+    require("lightning")
+    program = script(callbacks='Late(), ModelCheckpoint(monitor="val_loss", mode="max", save_top_k=-1)')
+    program = program.replace("\n\nclass Module", LATE.format(inner="pytorch.") + "\n\nclass Module")
+    run(tmp_path, program, "--sync", sync)
+    best = ended(tmp_path, 0)["best"]
+    assert ended(tmp_path, 1)["best"] == best
+    assert (tmp_path / best).exists()
+
+
 AGAIN = """
 [found] = trainer.validate(module, validation, ckpt_path="best", verbose=False)
 Path(f"again-{paceline.worker_index()}").write_text(json.dumps(found["val_loss"]))

@@ -158,6 +158,7 @@ class _TrainerStrategy(_Strategy):
     Attributes:
         fit: the call of `Trainer.fit` that is in progress; None if there is none, and outside a run.
         state: what is tracked of the `Trainer`.
+        files: paths of the files that the folders of the checkpoints contain, as all workers know them.
     """
 
     hooks_class: type
@@ -166,6 +167,7 @@ class _TrainerStrategy(_Strategy):
         super().__init__(**options)
         self.fit: _Fit | None = None
         self.state = _State(self)
+        self.files: set[str] = set()
         self._prepares = False  # True between the setup of the environment and that of the module
         self._turn = ExitStack()  # holds the lock on preparing data
         self._evaluation = ExitStack()
@@ -348,9 +350,29 @@ class _TrainerStrategy(_Strategy):
         state: dict[str, Any] = super().optimizer_state(optimizer) if self.is_global_zero else {}
         return state
 
-    def save_checkpoint(self, *arguments: Any, **options: Any) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, *arguments: Any, **options: Any
+    ) -> None:
+        self.files.add(os.path.abspath(filepath))
         if _is_main_now():
-            super().save_checkpoint(*arguments, **options)
+            super().save_checkpoint(checkpoint, filepath, *arguments, **options)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        self.files.discard(os.path.abspath(filepath))
+        super().remove_checkpoint(filepath)
+
+    def name_files_alike(self) -> None:
+        """Let the names of checkpoints not depend on when a worker looks whether a file exists.
+
+        Lightning appends a number to the name of a file that exists. The main worker may have written the file before
+        another worker looks, and the workers do not ask each other. So each worker knows the files that there were
+        when training began, and what has been saved and removed since then.
+        """
+        for callback in self.trainer.checkpoint_callbacks:
+            folder = getattr(callback, "dirpath", None)
+            if folder is not None and hasattr(callback, "file_exists") and "://" not in str(folder):
+                self.files.update(os.path.abspath(path) for path in Path(folder).glob("**/*"))
+                callback.file_exists = lambda filepath, trainer: os.path.abspath(filepath) in self.files
 
 
 def clip_gradients(optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
@@ -485,6 +507,7 @@ class _Fit:
     def begin(self) -> None:
         """Begin with the epoch that the job has reached."""
         self._follow_job()
+        self._strategy.name_files_alike()
         state = self._strategy.state
         track(**{state.name_in(self._session): state})
         self._next = next(self._epochs, None)
