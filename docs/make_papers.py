@@ -1,4 +1,4 @@
-"""Write `docs/internals/papers.md`, what the papers report and what our results say: `python docs/make_papers.py`.
+"""Write `docs/internals/papers*.md`, what the papers report and what our results say: `python docs/make_papers.py`.
 
 The numbers come from `reproductions/papers.toml`, the results from `reproductions/results`, and the verdicts follow
 from both. With --check, nothing is written, and the exit code is 0 if the page is up to date, 1 otherwise.
@@ -26,7 +26,7 @@ TARGET = ROOT / "docs" / "internals" / "papers.md"
 HEAD = """\
 # What the papers claim
 
-Paceline implements the systems of three papers. For each number that the papers print as a result, this page says
+Paceline implements the systems of three papers. For each number that the papers print as a result, these pages say
 whether ours agrees, by the rules of `reproductions/verdicts.py`:
 
 - *agrees*: the interval of ours holds the paper's number, as precisely as the paper prints it ("about": within 10 %).
@@ -202,9 +202,14 @@ HEADLINES = (
 """The numbers of the abstracts and conclusions, and others, with a reason for each verdict that may come out."""
 
 
-def text() -> str:
-    """Return the page."""
-    return "\n".join([HEAD, *headlines(), *(line for prefix in PAPERS for line in section(prefix))])
+def texts() -> dict[Path, str]:
+    """Return the pages: the headlines, and a page for each paper."""
+    pages = {prefix: TARGET.with_name(f"papers-{prefix}.md") for prefix in PAPERS}
+    others = [f"- [{PAPERS[prefix]}]({page.name}): all numbers" for prefix, page in pages.items()]
+    made = {TARGET: [HEAD, *headlines(), *others]} | {
+        page: [*section(prefix)] for prefix, page in pages.items()
+    }
+    return {path: "\n".join(lines).rstrip() + "\n" for path, lines in made.items()}
 
 
 def headlines() -> Iterator[str]:
@@ -240,11 +245,11 @@ def _headline(each: Headline, row: Judged) -> Sequence[str]:
 
 
 def section(prefix: str) -> Iterator[str]:
-    """Yield the lines of the section on a paper."""
+    """Yield the lines of the page on a paper."""
     paper = PAPERS[prefix]
     rows = judged(prefix)
     numbers = [row for row in rows if row.key in paper.numbers]
-    yield f"## {paper}"
+    yield f"# {paper}"
     yield ""
     yield textwrap.fill(f"{', '.join(paper.authors)}: *{paper.title}*. {paper.published}.", 118)
     yield ""
@@ -339,10 +344,11 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[st
 
 
 def main() -> int:
-    """Write the page or, with --check, only check it. Return the exit code."""
+    """Write the pages or, with --check, only check them. Return the exit code."""
     if "--check" in sys.argv[1:]:
-        return TARGET.read_text() != text()
-    TARGET.write_text(text())
+        return any(not path.exists() or path.read_text() != text for path, text in texts().items())
+    for path, text in texts().items():
+        path.write_text(text)
     return 0
 
 

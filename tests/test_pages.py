@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import typer
 
-from benchmarks.commands import BENCHMARKS
+from benchmarks.commands import BENCHMARKS, app_of
 from paceline.cli import app
+from reproductions.commands import app as reproductions
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
@@ -22,6 +23,10 @@ PAGES = sorted(
 )
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 FENCE = re.compile(r"^[ \t]*```(\w*)\n(.*?)^[ \t]*```$", re.MULTILINE | re.DOTALL)
+BEGUN = re.compile(  # what stands before a command: a prompt, variables, a program that starts it
+    r"\s*(?:\$ |# )?(?:[A-Z_]+=\S+ )*(?:srun [-=\w ]* )?"
+    r"(paceline|make|python -m (?:benchmarks|reproductions)) (.*)"
+)
 SCRIPT_AFTER = {"run": 1, "check": 1, "join": 2, "join --slurm": 1}
 """A command that passes on what follows a script -> how many arguments the script is the last of."""
 
@@ -67,11 +72,7 @@ def commands(text: str) -> Iterator[str]:
     inline = [" ".join(code.split()) for code in re.findall(r"(?<!`)`([^`]+)`(?!`)", rest)]
     lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     for line in [*lines, *inline]:
-        # what stands before a command: a prompt, variables, a program that starts it
-        begun = re.match(
-            r"\s*(?:\$ |# )?(?:[A-Z_]+=\S+ )*(?:srun [-=\w ]* )?(paceline|make|python -m benchmarks) (.*)",
-            line,
-        )
+        begun = BEGUN.match(line)
         if begun:
             yield f"{begun[1]} {begun[2]}"
 
@@ -79,6 +80,14 @@ def commands(text: str) -> Iterator[str]:
 @cache
 def known() -> dict[str, Any]:
     return dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+
+
+@cache
+def options_of(program: str, name: str = "") -> set[str]:
+    """Return the options of a benchmark, or of all commands of the reproductions."""
+    commands = app_of([name]) if program == "benchmarks" and name else reproductions
+    every = typer.main.get_command(commands).commands.values()  # type: ignore[attr-defined]
+    return {option for command in every for parameter in command.params for option in parameter.opts}
 
 
 def fault(command: str) -> str:
@@ -92,7 +101,11 @@ def fault(command: str) -> str:
         return "" if set(named) <= TARGETS else f"no target {named}"
     if words[0] == "python":
         named = [word for word in words[3:4] if re.fullmatch(r"[a-z][a-z-]+", word)]
-        return "" if set(named) <= BENCHMARKS.keys() else f"no benchmark {named}"
+        if words[2] == "benchmarks" and not set(named) <= BENCHMARKS.keys():
+            return f"no benchmark {named}"
+        given = {word.partition("=")[0] for word in words if re.match(r"--[a-z]", word)}
+        unknown = given - {"--help"} - options_of(words[2], *named)
+        return f"no options {sorted(unknown)}" if unknown else ""
     if words[1:] and words[1] in ("fork", "server", "worker"):
         return ""  # the name of a process
     if len(words) == 1 or not re.fullmatch(r"[a-z-]+", words[1]) or words[1] == "--version":
@@ -142,6 +155,9 @@ def test_no_command_of_a_page_is_stale(page: Path) -> None:
         ("make nothing-such", "no target ['nothing-such']"),
         ("make look", ""),
         ("python -m benchmarks nothing", "no benchmark ['nothing']"),
+        ("python -m benchmarks links --wires int8", "no options ['--wires']"),
+        ("python -m reproductions zipline-table3 --again", ""),
+        ("python -m reproductions --nothing", "no options ['--nothing']"),
     ],
 )
 def test_stale_commands_are_noticed(command: str, why: str) -> None:
