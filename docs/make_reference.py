@@ -1,6 +1,6 @@
 """Write the pages of the reference that the code knows: `python docs/make_reference.py`.
 
-They are `command-line.md`, from the commands, `settings.md`, from the table of settings, and the pages `api*.md`, from
+They are `command-line*.md`, from the commands, `settings.md`, from the table of settings, and the pages `api*.md`, from
 the public names. The site adds the docstrings to the latter (`docs/conf.py`). With --check, nothing is written, and the
 exit code is 0 if the pages match the code, 1 otherwise.
 """
@@ -27,12 +27,23 @@ from paceline.settings.table import SETTINGS
 FOLDER = Path(__file__).parent / "reference"
 PACKAGE = Path(__file__).parents[1] / "src" / "paceline"
 
+OFFLINE = ("simulate", "advise", "study", "replay", "sync")
+"""The commands that start no live run. They have a page of their own."""
+
+SIMULATING = """\
+# Command line: simulate and compare
+
+[Command line](command-line.md) has the commands that start and show a run.
+
+"""
+
 COMMANDS = """\
 # Command line
 
 Each command has a help text: `paceline run --help`. An option that begins with two hyphens may be written
 `--option VALUE` or `--option=VALUE`. Options of Paceline go before the name of the script; what follows the script is
 passed to it. [Exit codes](exit-codes.md) say how a command has ended. `paceline --version` prints the version.
+[Simulate and compare](command-line-simulate.md) has the commands that start no run.
 
 """
 
@@ -142,11 +153,12 @@ def option(parameter: Any) -> str:
     return ", ".join(code(f"{name}{value}") for name in parameter.opts)
 
 
-def command_line() -> str:
-    """Return the page of the commands."""
+def command_line(head: str, *, offline: bool) -> str:
+    """Return a page of commands: those that start no live run, or the others."""
     settings = {row.option for row in SETTINGS.values()}
-    lines = [COMMANDS.rstrip(), ""]
-    for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
+    lines = [head.rstrip(), ""]
+    every = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    for name, command in ((name, command) for name, command in every.items() if (name in OFFLINE) == offline):
         lines += [f"## `paceline {name}`", "", *first_paragraphs(command.help), ""]
         own = [
             parameter
@@ -259,7 +271,9 @@ def interface(title: str, groups: Iterable[Group]) -> str:
 def texts() -> dict[Path, str]:
     """Return the pages."""
     made = {name: interface(title, groups) for name, (title, groups) in API.items()}
-    made |= {"command-line.md": command_line(), "settings.md": settings()}
+    made["command-line.md"] = command_line(COMMANDS, offline=False)
+    made["command-line-simulate.md"] = command_line(SIMULATING, offline=True)
+    made["settings.md"] = settings()
     return {FOLDER / name: text for name, text in made.items()}
 
 
