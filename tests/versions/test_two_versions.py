@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.live import mark
-from tests.support.served import SCRIPT, Served, await_training, enough, output
+from tests.support.served import ENDLESS_SCRIPT, SCRIPT, Served, await_training, enough, output
 
 __all__ = ["mark"]
 
@@ -25,15 +25,12 @@ if not os.environ.get("PACELINE_OTHER_PYTHON"):
 OWN, OTHER = sys.executable, os.environ["PACELINE_OTHER_PYTHON"]
 EPOCHS = "5"
 DEADLINE_S = 600.0  # several programs import torch, each from another place
-MUON = (
-    SCRIPT.replace("torch.nn.Linear(6, 8)", "torch.nn.Linear(6, 8, bias=False)")
+SGD = "torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)"
+ADAM = SCRIPT.replace(SGD, "torch.optim.Adam(model.parameters())")
+MUON = (  # trains matrices only, until the file "enough" exists
+    ENDLESS_SCRIPT.replace("torch.nn.Linear(6, 8)", "torch.nn.Linear(6, 8, bias=False)")
     .replace("torch.nn.Linear(8, 1)", "torch.nn.Linear(8, 1, bias=False)")
-    .replace(
-        "torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)", "torch.optim.Muon(model.parameters())"
-    )
-)
-ADAM = SCRIPT.replace(
-    "torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)", "torch.optim.Adam(model.parameters())"
+    .replace(SGD, "torch.optim.Muon(model.parameters())")
 )
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("mark", "plain_starts")]
@@ -94,10 +91,10 @@ def test_a_machine_without_the_optimizer_of_the_run_is_refused_in_a_sentence(
 ) -> None:
     served = Served("--workers", "1:2")
     Path("train.py").write_text(MUON)
-    first = served.join("2", ".01", options=["--run-dir", "first"])
+    first = served.join("1000000", options=["--run-dir", "first"])
     await_training(1)
     monkeypatch.setattr(sys, "executable", OTHER)
-    code, _, errors = output(served.join("2", ".01", options=["--run-dir", "second"]), DEADLINE_S)
+    code, _, errors = output(served.join("1000000", options=["--run-dir", "second"]), DEADLINE_S)
     print("\n" + errors)
     assert code == 2
     sentence = f"this machine has torch {version(OTHER)}, which has no torch.optim.Muon, but the run trains with this"
@@ -114,9 +111,9 @@ def test_a_run_whose_servers_lack_the_optimizer_of_a_worker_says_so(monkeypatch:
     served = Served("--workers", "1")
     Path("train.py").write_text(MUON)
     monkeypatch.setattr(sys, "executable", OWN)
-    joined = served.join("2")
-    said = " ".join(served.failure().split())
+    joined = served.join("1000000")
     code, _, _ = output(joined, DEADLINE_S)
+    said = " ".join(served.failure().split())
     print("\n" + said)
     assert code == 1
     assert f"torch {version(OTHER)}" in said
@@ -130,7 +127,7 @@ def test_a_script_that_needs_another_version_is_told_which_one_the_machine_has(
     served = Served("--workers", "1")
     Path("train.py").write_text(MUON)
     monkeypatch.setattr(sys, "executable", OTHER)
-    code, _, errors = output(served.join("2"), DEADLINE_S)
+    code, _, errors = output(served.join("1000000"), DEADLINE_S)
     said = " ".join(errors.split())
     print("\n" + said)
     assert code == 1

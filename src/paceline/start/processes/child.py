@@ -117,9 +117,11 @@ def main(order: ProcessOrder, descriptors: Descriptors) -> int:
         told = script_traceback(error)
         # The launcher reports the exception once. The log on this machine contains it, too, if the launcher is on
         # another one, whose output the user may not see.
+        words = with_advice(first_line(reason), causes)
         if job.joined:
-            print(f"paceline: {first_line(reason)}" if consequence else told, file=sys.stderr, flush=True)
-        session.fail(with_advice(first_line(reason), causes), told, consequence=consequence)
+            shown = told if words == first_line(reason) else f"{told.rstrip()}\npaceline: {words}"
+            print(f"paceline: {words}" if consequence else shown, file=sys.stderr, flush=True)
+        session.fail(words, told, consequence=consequence)
         return EXIT_PEER_LOST if consequence else 1
     session.finish()
     session.close()
