@@ -10,6 +10,7 @@ LOOK := .venv-look
 SITE := .venv-site
 ACCELERATOR := .venv-accelerator
 RELEASE := .venv-release
+PEERS := .venv-peers
 
 DEVICE ?= vulkan
 FUZZ   ?= 500000
@@ -23,7 +24,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Three files at a time keep two cores busy, because tests of live runs often wait.
 LANES := -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help install demo check quick test thorough check-models stress chaos fuzz siege clusters porting ray look accelerator release versions examples site full bench bench-overlap paper tune docs clean
+.PHONY: help install demo check quick test thorough check-models stress chaos fuzz siege clusters porting ray look accelerator release versions peers examples site full bench bench-overlap paper tune docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -140,6 +141,16 @@ release: $(READY) $(RELEASE)/.ready  ## build what would be uploaded into dist, 
 versions:  ## run the package's tests with torch 2.7.1, that of constraints.txt and the newest one, on Python 3.11 to 3.13, and train with two versions in one run (an hour; VERSIONS='3.11:2.7.1' for some)
 	@$(PYTHON) -m tests.support.versions $(VERSIONS)
 
+# Other systems, without Paceline.
+$(PEERS)/.ready: constraints.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(PEERS)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt accelerate torchft hivemind
+	@touch $@
+
+peers: $(READY) $(PEERS)/.ready  ## create .venv-peers with Accelerate, torchft and hivemind, and try the benchmark that compares them with Paceline (root; 5 minutes after the installation)
+	PACELINE_PEERS=1 $(BIN)/python -m pytest -s -p no:cacheprovider tests/benchmarks/test_peers.py
+
 examples: $(READY)  ## run the examples in the documentation
 	$(BIN)/python -m pytest docs README.md
 
@@ -177,10 +188,11 @@ docs: $(READY)  ## regenerate pages and pictures of the documentation, and run i
 	$(BIN)/python docs/make_when_it_pays.py
 	$(BIN)/python docs/make_same_accuracy.py
 	$(BIN)/python docs/make_codecs.py
+	$(BIN)/python docs/make_comparison.py
 	$(BIN)/python docs/make_overview.py
 	$(BIN)/python docs/make_reference.py
 	$(BIN)/python docs/make_rehearse.py
 	$(MAKE) examples
 
 clean:  ## remove the environment and caches
-	rm -rf $(VENV) $(PORTING) $(PORTING_OLD) $(SCHEDULERS) $(LOOK) $(SITE) $(ACCELERATOR) $(RELEASE) dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(PORTING) $(PORTING_OLD) $(SCHEDULERS) $(LOOK) $(SITE) $(ACCELERATOR) $(RELEASE) $(PEERS) dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

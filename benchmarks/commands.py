@@ -16,9 +16,12 @@ from .harness import command_of
 
 NAMES = (
     "transport overlap links codecs step slicing sync zipline simulator guard look unequal what-if advice auto data "
-    "coordinator startup late-join checkpoints ray-startup accelerator"
+    "coordinator startup late-join checkpoints ray-startup accelerator peers"
 )
-BENCHMARKS = {name: name.replace("-", "_") for name in NAMES.split()} | {"overlap": "overlap.measurement"}
+BENCHMARKS = {name: name.replace("-", "_") for name in NAMES.split()} | {
+    "overlap": "overlap.measurement",
+    "peers": "peers.measurement",
+}
 """Name of a benchmark -> the module whose function `measure` is declared as a benchmark."""
 
 

@@ -31,6 +31,7 @@ EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
         "make_when_it_pays.py",
         "make_same_accuracy.py",
         "make_codecs.py",
+        "make_comparison.py",
         "make_overview.py",
         "make_reference.py",
     ],

@@ -42,6 +42,7 @@ OPTIONS = {
     "checkpoints": {"--sizes", "--rounds"},
     "ray-startup": set[str](),
     "accelerator": {"--device", "--rounds"},
+    "peers": {"--python", "--results"},
 }
 
 
@@ -72,7 +73,7 @@ NEEDS = {
     "accelerator": "" if torch.cuda.is_available() else "an accelerator",
     "ray-startup": "" if importlib.util.find_spec("ray") else "ray",
 }
-WITH_TESTS = {"transport", "sync", "zipline", "simulator", "coordinator"}
+WITH_TESTS = {"transport", "sync", "zipline", "simulator", "coordinator", "peers"}
 """Benchmarks that other tests of these files try in the same way."""
 
 

@@ -25,6 +25,12 @@ VULKAN = "/usr/share/vulkan/icd.d"  # where drivers of devices are listed
 
 ROOT = {"root": ""}  # no package gives this
 NAMESPACES = {**ROOT, "ip": "iproute2", "tc": "iproute2", "unshare": "util-linux"}
+MACHINES = {
+    **NAMESPACES,
+    "nsenter": "util-linux",
+    "hostname": "hostname",
+    "mount": "mount",
+}
 SLURM = dict.fromkeys(("slurmctld", "slurmd", "srun", "sbatch", "scancel", "scontrol", "squeue"), "slurm-wlm")
 
 SUITES: dict[str, dict[str, str]] = {
@@ -37,6 +43,7 @@ SUITES: dict[str, dict[str, str]] = {
     "look": {"chromium": "chromium", "npm": "npm"},
     "accelerator": {"libvulkan.so.1": "libvulkan1", VULKAN: "mesa-vulkan-drivers"},
     "release": {},
+    "peers": MACHINES,
     "examples": {},
     "site": {},
 }

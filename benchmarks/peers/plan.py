@@ -1,0 +1,283 @@
+"""What is compared under which conditions, which runs are left, and what the results say. Nothing here runs anything.
+
+Each system first makes a run at the first condition with each of four learning rates. With the best one, it then makes
+a run with each of three other seeds under each condition. Results are kept in a file, and what it has is not repeated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import msgspec
+
+__all__ = [
+    "CONDITIONS",
+    "LIMIT_S",
+    "RATES",
+    "RESULTS",
+    "SEEDS",
+    "SYSTEMS",
+    "TARGET",
+    "Case",
+    "Condition",
+    "Outcome",
+    "Row",
+    "Session",
+    "System",
+    "best_rate",
+    "left",
+    "quick_cases",
+    "rows",
+]
+
+RESULTS = Path(__file__).with_name("results.jsonl")
+TARGET = 2.8  # nats per byte of the validation
+LIMIT_S = 90.0  # a run that has not reached the target by then is ended
+RATES = (0.002, 0.004, 0.008, 0.016)
+TUNING_SEED = 0
+SEEDS = (1, 2, 3)
+KILLED_S, RETURNED_S = (
+    3.0,
+    4.0,
+)  # when machine 2 is switched off and on again, from the beginning of the training
+
+
+class Condition(NamedTuple):
+    """Speeds, links and losses of three machines."""
+
+    title: str
+    slowness: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    rate: str = "1gbit"
+    killed: bool = False
+
+    @property
+    def slow_link(self) -> bool:
+        """True if systems send fewer bytes, with the means that their documentation has for this."""
+        return self.rate != "1gbit"
+
+
+CONDITIONS = {
+    "equal": Condition("equal, 1 Gbit/s"),
+    "unequal": Condition("one 3 x slower, 1 Gbit/s", (1.0, 1.0, 3.0)),
+    "slow-link": Condition("one 3 x slower, 20 Mbit/s", (1.0, 1.0, 3.0), "20mbit"),
+    "killed": Condition("equal, 1 Gbit/s, one killed that returns", killed=True),
+}
+"""All conditions by name. The first one is that of the learning rates."""
+
+
+class System(NamedTuple):
+    """A system as it is used here.
+
+    Attributes:
+        title: what the table calls it.
+        program: module of `benchmarks.peers` that its workers run.
+        survives: True if the others go on when a worker is lost.
+        without: name of a condition -> why the system has no result there.
+        rate_of: system whose learning rate it has; "" if it has runs for its own.
+        options: options of `paceline serve`.
+        slow_link_options: further ones for slow links.
+    """
+
+    title: str
+    program: str
+    survives: bool = True
+    without: Mapping[str, str] = {}
+    rate_of: str = ""
+    options: tuple[str, ...] = ()
+    slow_link_options: tuple[str, ...] = ("--wire", "int8", "--servers", "3", "--remote-servers", "2")
+
+
+ENDS = {"killed": "cannot: all workers end"}
+SYSTEMS = {
+    "ddp": System("DDP, equal shares", "collectives", False, ENDS),
+    "ddp-by-hand": System("DDP, shares by hand", "collectives", False, {"equal": "as DDP", **ENDS}, "ddp"),
+    "post-local-sgd": System("PostLocalSGD, H 4", "collectives", False, ENDS),
+    "accelerate-local-sgd": System("Accelerate LocalSGD, H 8", "collectives", False, ENDS),
+    "torchft-ddp": System("torchft DDP", "with_torchft", False),
+    "torchft-local-sgd": System("torchft LocalSGD, H 8", "with_torchft"),
+    "torchft-diloco": System("torchft DiLoCo, H 8", "with_torchft"),
+    "hivemind": System("hivemind, gradients", "with_hivemind"),
+    "hivemind-local": System("hivemind, local updates", "with_hivemind"),
+    "paceline-bsp": System("Paceline bsp", "with_paceline", options=("--sync", "bsp")),
+    "paceline-balanced": System(
+        "Paceline bsp, balanced", "with_paceline", options=("--sync", "bsp", "--batch", "balanced")
+    ),
+    "paceline-asp": System("Paceline asp", "with_paceline", options=("--sync", "asp")),
+    "paceline-auto": System("Paceline auto", "with_paceline", options=("--sync", "auto")),
+}
+"""All systems by name."""
+
+
+class Case(NamedTuple):
+    """A run: a system under a condition."""
+
+    system: str
+    condition: str
+    lr: float
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.system}, {self.condition}, rate {self.lr:g}, seed {self.seed}"
+
+
+class Session(msgspec.Struct, frozen=True, tag="session"):
+    """The circumstances of the runs that follow in the file."""
+
+    date: str
+    machine: str
+    busy_share: float  # part of all cores that other programs used at the beginning
+    versions: dict[str, str]
+
+
+class Outcome(msgspec.Struct, frozen=True, tag="outcome"):
+    """What a run has shown.
+
+    Attributes:
+        time_s: seconds from the first step to the first weights whose validation loss is at most the target; None if
+            they were not reached.
+        sent_mb: bytes that the interfaces of the three machines have sent by then, or in the whole run, in 10**6.
+        lost_samples: samples that workers had computed, or had received, and that are in no agreed weights.
+        loss: validation loss of the last weights.
+        returned_s: seconds from the return of the machine to the first gradient of its new worker; None without one.
+        failure: how the run has failed; "" if it has not.
+    """
+
+    system: str
+    condition: str
+    lr: float
+    seed: int
+    time_s: float | None
+    sent_mb: float
+    lost_samples: int
+    loss: float | None
+    returned_s: float | None = None
+    failure: str = ""
+
+    @property
+    def case(self) -> Case:
+        """The run."""
+        return Case(self.system, self.condition, self.lr, self.seed)
+
+
+def best_rate(outcomes: Iterable[Outcome], system: str) -> float | None:
+    """Return the learning rate with which a system was fastest; None if runs for it are left, or none has succeeded.
+
+    If no rate has reached the target, it is the one with the least loss.
+    """
+    system = SYSTEMS[system].rate_of or system
+    first = next(iter(CONDITIONS))
+    own = [
+        each
+        for each in outcomes
+        if (each.system, each.condition, each.seed) == (system, first, TUNING_SEED) and each.lr in RATES
+    ]
+    if {each.lr for each in own} != {*RATES}:
+        return None
+    best = min(own, key=lambda each: (_or_inf(each.time_s), _or_inf(each.loss)))
+    return None if best.loss is None else best.lr
+
+
+def left(outcomes: Sequence[Outcome]) -> Iterator[Case]:
+    """Generate the runs that can be made now and are left: the learning rates of all systems before anything else."""
+    done = {each.case for each in outcomes}
+    first = next(iter(CONDITIONS))
+    tuned = [name for name, system in SYSTEMS.items() if not system.rate_of]
+    tuning = [Case(name, first, lr, TUNING_SEED) for lr, name in product(RATES, tuned)]
+    if missing := [case for case in tuning if case not in done]:
+        yield from missing
+        return
+    for seed, condition, (name, system) in product(SEEDS, CONDITIONS, SYSTEMS.items()):
+        lr = best_rate(outcomes, name)
+        if condition not in system.without and lr is not None:
+            case = Case(name, condition, lr, seed)
+            if case not in done:
+                yield case
+
+
+def quick_cases() -> list[Case]:
+    """Return a run of each system. If a system survives the loss of a machine, the run loses one."""
+    return [
+        Case(
+            name,
+            "killed" if system.survives else next(each for each in CONDITIONS if each not in system.without),
+            RATES[1],
+            1,
+        )
+        for name, system in SYSTEMS.items()
+    ]
+
+
+class Row(msgspec.Struct, frozen=True):
+    """The results of a system under a condition: medians over the seeds.
+
+    Attributes:
+        system: title of the system.
+        condition: title of the condition.
+        lr: its learning rate.
+        runs: number of runs.
+        reached: number of runs that have reached the target.
+        time_s: median time; None if not more than half of the runs have reached the target.
+        low_s, high_s: the extremes of the times that there are.
+        remark: what there is in the place of a time; "" if there is a time.
+    """
+
+    system: str
+    condition: str
+    lr: float | None = None
+    runs: int = 0
+    reached: int = 0
+    time_s: float | None = None
+    low_s: float | None = None
+    high_s: float | None = None
+    sent_mb: float | None = None
+    lost_samples: float | None = None
+    returned_s: float | None = None
+    remark: str = ""
+
+
+def rows(outcomes: Sequence[Outcome], seeds: Sequence[int] = SEEDS) -> list[Row]:
+    """Return a row for each system and condition."""
+    found = []
+    for condition, name in product(CONDITIONS, SYSTEMS):
+        own = [each for each in outcomes if (each.system, each.condition) == (name, condition)]
+        if condition in SYSTEMS[name].without:
+            remark = SYSTEMS[name].without[condition]
+        else:
+            tuning = [each.failure for each in outcomes if (each.system, each.seed) == (name, TUNING_SEED)]
+            remark = f"failed: {tuning[0]}" if len(tuning) == len(RATES) and all(tuning) else "not measured"
+        found.append(_row(name, condition, [each for each in own if each.seed in seeds], remark))
+    return found
+
+
+def _row(name: str, condition: str, own: Sequence[Outcome], otherwise: str) -> Row:
+    titles = SYSTEMS[name].title, CONDITIONS[condition].title
+    if not own:
+        return Row(*titles, remark=otherwise)
+    times_s = sorted(_or_inf(each.time_s) for each in own)
+    reached = [time_s for time_s in times_s if time_s < math.inf]
+    middle_s = median(times_s)
+    failures = [each.failure for each in own if each.failure]
+    remark = "" if middle_s < math.inf else f"failed: {failures[0]}" if failures else f"not in {LIMIT_S:g} s"
+    backs = [each.returned_s for each in own if each.returned_s is not None]
+    return Row(
+        *titles,
+        lr=own[0].lr,
+        runs=len(own),
+        reached=len(reached),
+        time_s=None if remark else middle_s,
+        low_s=min(reached, default=None),
+        high_s=max(reached, default=None),
+        sent_mb=median(each.sent_mb for each in own),
+        lost_samples=median(each.lost_samples for each in own),
+        returned_s=median(backs) if backs else None,
+        remark=remark,
+    )
+
+
+def _or_inf(value: float | None) -> float:
+    return math.inf if value is None else value

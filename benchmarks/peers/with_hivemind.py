@@ -1,0 +1,106 @@
+"""hivemind: peers that average gradients once they have the joint batch together, or weights between local updates.
+
+Peers find each other in a distributed hash table, to which the peer on machine 0 opens the door. The guide recommends
+3 to 15 s of matchmaking and joint batches of thousands of samples. The joint batch is that of the other systems here,
+so the times are as short as they can be: 0.5 s of matchmaking, and 0.05 to 0.1 s between two looks at the others'
+progress. Gradients are accumulated in batches of 7, so a fast peer contributes more of them. Local updates are averaged
+after 8 joint batches. On slow links, numbers have 8 bits, and 16 bits in small tensors, as in the ALBERT example.
+
+The samples since the last average are given up when a peer is so late that it takes the state of another one.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from .work import JOINT_BATCH, Task, Text, Worker, loss_of, new_model, new_optimizer
+
+PART = 7  # samples of a gradient
+LOCAL_BATCHES = 8  # joint batches between two averages of local weights
+SMALL = 2**12  # elements of a tensor with 16 bits
+
+
+def main() -> None:
+    """Train until the launcher ends the run."""
+    import hivemind
+
+    task = Task.given()
+    worker = Worker(task)
+    local = task.system == "hivemind-local"
+    size = worker.share if local else PART
+    model = new_model(task.seed)
+    optimizer = hivemind.Optimizer(
+        dht=joined_table(task, worker),
+        run_id="peers",
+        batch_size_per_step=size,
+        target_batch_size=JOINT_BATCH * (LOCAL_BATCHES if local else 1),
+        optimizer=new_optimizer(model, task.lr),
+        use_local_updates=local,
+        matchmaking_time=0.5,
+        averaging_timeout=10.0,
+        tracker_opts={"min_refresh_period": 0.05, "default_refresh_period": 0.1},
+        **(compression() if task.slow_link else {}),
+    )
+    loads = _counted_loads(optimizer)
+    if task.again:
+        optimizer.load_state_from_peers()
+    batches = Text().batches(task.seed + 500 * task.again, worker.machine, size)
+    worker.begin()
+    while not worker.ended:
+        worker.pace(size)
+        optimizer.zero_grad()
+        loss_of(model, next(batches)).backward()
+        worker.computed(size)
+        epoch, loaded = optimizer.local_epoch, len(loads)
+        optimizer.step()
+        if len(loads) > loaded:
+            worker.discarded()
+        elif optimizer.local_epoch > epoch:
+            worker.kept()
+        # Weights are averaged in the background, so peers with local updates have no moment at which they agree.
+        if local or optimizer.local_epoch > epoch:
+            worker.save(model)
+
+
+def joined_table(task: Task, worker: Worker) -> Any:
+    """Return the distributed hash table of the run, of which this process is a peer."""
+    import hivemind
+
+    settings: dict[str, Any] = {
+        "host_maddrs": [f"/ip4/{task.addresses[worker.machine]}/tcp/0"],
+        "startup_timeout": 60.0,
+        "start": True,
+    }
+    if worker.machine:
+        return hivemind.DHT(initial_peers=json.loads(worker.awaited("peers")), **settings)
+    table = hivemind.DHT(**settings)
+    worker.publish("peers", json.dumps([str(each) for each in table.get_visible_maddrs()]))
+    return table
+
+
+def compression() -> dict[str, Any]:
+    """Return the settings for slow links."""
+    from hivemind.compression import Float16Compression, SizeAdaptiveCompression, Uniform8BitQuantization
+
+    sizes = SizeAdaptiveCompression(
+        threshold=SMALL, less=Float16Compression(), greater_equal=Uniform8BitQuantization()
+    )
+    return {"grad_compression": sizes, "state_averaging_compression": sizes}
+
+
+def _counted_loads(optimizer: Any) -> list[None]:
+    """Return a list to which each download of another peer's state adds an element."""
+    loads: list[None] = []
+    load = optimizer.load_state_from_peers
+
+    def counted(**kwargs: Any) -> Any:
+        loads.append(None)
+        return load(**kwargs)
+
+    optimizer.load_state_from_peers = counted
+    return loads
+
+
+if __name__ == "__main__":
+    main()

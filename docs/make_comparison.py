@@ -1,0 +1,167 @@
+"""Write `docs/internals/comparison.md` from the results of the benchmark `peers`: `python docs/make_comparison.py`.
+
+    python -m benchmarks peers
+    python docs/make_comparison.py
+
+The results are in `benchmarks/peers/results.jsonl`. With --check, nothing is written, and the exit code is 0 if the
+page matches the results, 1 otherwise. Without results there is no page.
+"""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))  # `benchmarks` is not installed
+
+from benchmarks.peers import work  # noqa: E402
+from benchmarks.peers.measurement import COLUMNS, TOTAL  # noqa: E402
+from benchmarks.peers.plan import (  # noqa: E402
+    KILLED_S,
+    LIMIT_S,
+    RATES,
+    RESULTS,
+    RETURNED_S,
+    SEEDS,
+    TARGET,
+    Outcome,
+    Row,
+    Session,
+    rows,
+)
+from docs.make_same_accuracy import bullets  # noqa: E402
+from reproductions.result_file import read_results  # noqa: E402
+
+TARGET_FILE = ROOT / "docs" / "internals" / "comparison.md"
+OWN = "Paceline "
+
+QUESTION = (
+    "How long do Paceline and the systems that people would use instead take for the same work: to train a small "
+    f"language model to a validation loss of {TARGET:g} nats per byte, on three machines?"
+)
+METHOD = (
+    "*Work.* A transformer with about 120,000 parameters learns the bytes of Python's standard library with AdamW. "
+    f"The joint batch is {work.JOINT_BATCH} samples of {work.CONTEXT} bytes in every system. A step sleeps "
+    f"{1000 * work.PACE_S:g} ms for each sample, as if the model were large, and then computes for real, which takes "
+    "a small part of that. A slow machine sleeps three times as long.",
+    "*Machines.* Three emulated machines, each with its own network, processes, mounts and shared memory, and a link "
+    "with the given rate in each direction and no added delay. What a system needs once (Paceline's coordinator and "
+    "server, torchft's lighthouse, rank 0, the first peer of hivemind) is on the first machine. The third one is slow, "
+    f"or loses all processes after {KILLED_S:g} s and starts again at {RETURNED_S:g} s.",
+    "*Time.* The clock starts when all workers are ready for their first step, and stops at the first weights with the "
+    "loss. The worker on the first machine saves the weights that its system has agreed on, at most every "
+    f"{work.SNAPSHOT_S:g} s. Another process evaluates them at the lowest priority, so all systems pay the same: the "
+    f"time to save 0.5 MB. Methods with local steps are evaluated after each synchronization. A run ends after "
+    f"{LIMIT_S:g} s.",
+    f"*Rates.* Each system makes a run with each of the learning rates {', '.join(f'{lr:g}' for lr in RATES)} "
+    f"under the first condition, and keeps the best one. The results are medians over {len(SEEDS)} other seeds.",
+    "*Settings.* As the documentation of each system recommends, where it fits a run of about 100 steps: see the heads "
+    "of the files in `benchmarks/peers`. H is the number of local steps: 8 for Accelerate as in its guide, 4 after 10 "
+    "steps of warm-up for PostLocalSGD as in PyTorch's examples, and 8 instead of 100 for torchft. On slow links, "
+    "systems send fewer bytes if they can: Paceline `--wire int8` and a server on each machine, as its guide says; DDP "
+    "float16; hivemind 8 bits. PostLocalSGD, Accelerate and torchft have nothing for this on CPUs.",
+    "*MB sent* is what the interfaces of all three machines have sent until the loss was reached. *Samples lost* are "
+    "those that a worker has computed or received and that are in no weights that the system has agreed on, without "
+    "those that were under way at the end.",
+)
+LIMITS = (
+    "Nothing about GPUs, NCCL, or more than three workers.",
+    "Nothing about large models: the sleep stands for their computation, but their gradients are larger, too.",
+    "Nothing hides behind a computation: each step first sleeps and then exchanges. DDP and Paceline send parts of a "
+    "gradient while a real model still computes the others.",
+    "Nothing about the final quality of a model, which matters most where steps are local or gradients are stale.",
+    "Little about hivemind and DiLoCo as they are meant to be used: with joint batches of thousands of samples, or "
+    "hundreds of local steps, between two exchanges over the internet.",
+    "The connections of Paceline are encrypted, and those of hivemind. The others are not.",
+)
+
+
+def findings(found: Sequence[Row]) -> list[str]:
+    """Return who was fastest under each condition, and how far behind the others are."""
+    said = []
+    for condition, group in groupby(found, key=lambda row: row.condition):
+        timed = sorted(
+            ((row.time_s, row.system) for row in group if row.time_s is not None), key=lambda pair: pair[0]
+        )
+        own = next((pair for pair in timed if pair[1].startswith(OWN)), None)
+        peer = next((pair for pair in timed if not pair[1].startswith(OWN)), None)
+        if own is None or peer is None:
+            continue
+        title = condition[0].upper() + condition[1:]
+        if own[0] <= peer[0]:
+            line = (
+                f"{title}: the fastest is {own[1]} ({own[0]:.1f} s), {peer[0] / own[0]:.2f} times faster than the best "
+                f"other system, {peer[1]} ({peer[0]:.1f} s)."
+            )
+        else:
+            line = (
+                f"{title}: the fastest is {peer[1]} ({peer[0]:.1f} s). Paceline is not: its best is "
+                f"{own[1].removeprefix(OWN)} ({own[0]:.1f} s), {own[0] / peer[0]:.2f} times slower."
+            )
+        said.append(line)
+    return said
+
+
+def edges(found: Sequence[Row]) -> list[str]:
+    """Return the systems whose best rate is the least or the largest one."""
+    rates = {row.system: row.lr for row in found if row.lr in (min(RATES), max(RATES))}
+    return [f"{system} ({lr:g})" for system, lr in rates.items()]
+
+
+def tables(found: Sequence[Row]) -> list[str]:
+    """Return a table for each condition."""
+    columns = {heading: cell for heading, cell in COLUMNS.items() if heading != "condition"}
+    lines = []
+    for condition, group in groupby(found, key=lambda row: row.condition):
+        lines += [f"### {condition[0].upper()}{condition[1:]}", "", f"| {' | '.join(columns)} |"]
+        lines += ["|---" * len(columns) + "|"]
+        lines += [f"| {' | '.join(str(cell(row)) for cell in columns.values())} |" for row in group]
+        lines += [""]
+    return lines
+
+
+def text(outcomes: Sequence[Outcome], sessions: Sequence[Session]) -> str:
+    """Return the page; "" if there are no results."""
+    if not outcomes:
+        return ""
+    found = rows(outcomes)
+    where = [
+        f"{each.date} on {each.machine}, of which other programs used {each.busy_share:.0%} at the beginning, with "
+        f"{', '.join(f'{name} {version}' for name, version in each.versions.items())}"
+        for each in sessions
+    ]
+    counted = f"{len(outcomes)} of {TOTAL} runs; {'; '.join(dict.fromkeys(where))}."
+    if at_edge := edges(found):
+        counted += f" The best rate is the least or the largest one for {', '.join(at_edge)}."
+    lines = ["# Beside other systems", "", *textwrap.wrap(QUESTION, 118, break_on_hyphens=False), ""]
+    lines += [*bullets(findings(found)), "", *textwrap.wrap(counted, 118, break_on_hyphens=False), ""]
+    lines += ["## Results", "", *tables(found), "## How it was measured", ""]
+    for paragraph in METHOD:
+        lines += [*textwrap.wrap(paragraph, 118, break_on_hyphens=False), ""]
+    again = "The following commands repeat the runs, and write this page. Runs that a file contains are not repeated:"
+    lines += [*textwrap.wrap(again, 118), "", "    make .venv-peers/.ready"]
+    lines += ["    python -m benchmarks peers --results FILE", "    python docs/make_comparison.py", ""]
+    lines += ["## What this does not say", "", *bullets(LIMITS)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def main() -> int:
+    """Write the page or, with --check, only check it. Return the exit code."""
+    kept = read_results(RESULTS, Session, Outcome)
+    page = text(
+        [each for each in kept if isinstance(each, Outcome)],
+        [each for each in kept if isinstance(each, Session)],
+    )
+    if "--check" in sys.argv[1:]:
+        return page != (TARGET_FILE.read_text() if TARGET_FILE.exists() else "")
+    if page:
+        TARGET_FILE.write_text(page)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
