@@ -195,7 +195,7 @@ def test_all_processes_begin_with_the_same_weights_and_the_gradient_is_finite() 
     one, other = work.new_model(3), work.new_model(3)
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
     loss = work.loss_of(one, next(work.Text().batches(0, 0, 2)))
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     assert 5 < loss.item() < 7
     assert all(p.grad is not None and p.grad.isfinite().all() for p in one.parameters())
 
