@@ -1,4 +1,4 @@
-"""Write `docs/internals/comparison.md` from the results of the benchmark `peers`: `python docs/make_comparison.py`.
+"""Write `comparison.md` in the internals from the results of `peers`: `python docs/make_comparison.py`.
 
     python -m benchmarks peers
     python docs/make_comparison.py
@@ -31,10 +31,10 @@ from benchmarks.peers.plan import (  # noqa: E402
     Outcome,
     Row,
     Session,
+    read_results,
     rows,
 )
 from docs.make_same_accuracy import bullets  # noqa: E402
-from reproductions.result_file import read_results  # noqa: E402
 
 TARGET_FILE = ROOT / "docs" / "internals" / "comparison.md"
 OWN = "Paceline "
@@ -151,11 +151,8 @@ def text(outcomes: Sequence[Outcome], sessions: Sequence[Session]) -> str:
 
 def main() -> int:
     """Write the page or, with --check, only check it. Return the exit code."""
-    kept = read_results(RESULTS, Session, Outcome)
-    page = text(
-        [each for each in kept if isinstance(each, Outcome)],
-        [each for each in kept if isinstance(each, Session)],
-    )
+    sessions, outcomes = read_results(RESULTS)
+    page = text(outcomes, sessions)
     if "--check" in sys.argv[1:]:
         return page != (TARGET_FILE.read_text() if TARGET_FILE.exists() else "")
     if page:

@@ -35,7 +35,6 @@ import paceline
 from paceline.cli.console import TellShare
 from paceline.errors import ConfigurationError
 from paceline.wire.secure import new_secret
-from reproductions.result_file import append_results, machine, read_results, rounded
 
 from ..harness import ROOT, Benchmark, Columns, Figures, busy_share
 from ..overlap.namespaces import NetworkLink
@@ -53,14 +52,16 @@ from .plan import (
     Outcome,
     Row,
     Session,
+    append_results,
     left,
     quick_cases,
+    read_results,
     rows,
 )
 
 PORT = 29600
 LOOK_S = 0.05
-END_S = 30.0  # for how long a run of Paceline may take to end
+END_S = 120.0  # for how long a run of Paceline may take to end
 QUICK_TARGET = 5.2  # nats per byte; that of the initial weights is above 5.5
 PACKAGES = ("torch", "accelerate", "torchft", "hivemind")
 INSTALL = "make .venv-peers/.ready"
@@ -114,7 +115,9 @@ def _require_sound(python: str, **rest: object) -> None:
     minutes=150,
     quick={"quick": True},
     require=_require_sound,
-    notes=["The page docs/internals/comparison.md says how this was measured, and what it does not show."],
+    notes=[
+        "docs/make_comparison.py writes a page with the results, how they were measured, and what they do not show."
+    ],
 )
 def measure(
     tell: TellShare,
@@ -137,9 +140,14 @@ def measure(
             found.append(run_case(case, python, SHORT))
         return [Figures("Does each system work?", found, QUICK_COLUMNS)]
     path = Path(results)
-    session = Session(str(date.today()), machine(), round(busy_share(), 3), versions_of(python))
+    session = Session(
+        str(date.today()),
+        f"{os.cpu_count()} cores ({platform.machine()})",
+        round(busy_share(), 3),
+        versions_of(python),
+    )
     append_results(path, session)
-    outcomes = read_outcomes(path)
+    _, outcomes = read_results(path)
     while (following := next(left(outcomes), None)) is not None:
         tell(str(following), len(outcomes) / TOTAL, slow=True)
         outcomes.append(run_case(following, python, FULL))
@@ -159,11 +167,6 @@ QUICK_COLUMNS: Columns[Outcome] = {
     "samples lost": lambda each: f"{each.lost_samples}",
     "back after": lambda each: "" if each.returned_s is None else f"{each.returned_s:.1f} s",
 }
-
-
-def read_outcomes(path: Path) -> list[Outcome]:
-    """Return the outcomes in a file of results."""
-    return [each for each in read_results(path, Session, Outcome) if isinstance(each, Outcome)]
 
 
 def versions_of(python: str) -> dict[str, str]:
@@ -293,11 +296,11 @@ LIGHTHOUSE = (
 def run_case(case: Case, python: str, limits: Limits) -> Outcome:
     """Make a run on emulated machines, and return what it has shown. No process of it is left."""
     link = NetworkLink(CONDITIONS[case.condition].rate, 0.0)
-    with machines(work.WORKERS, link) as on, TemporaryDirectory(prefix="peers-") as folder:
+    with TemporaryDirectory(prefix="peers-") as folder, machines(work.WORKERS, link) as on:
         run = _Run(case, python, on, Path(folder))
         try:
             return _followed(run, limits)
-        except (RuntimeError, TimeoutError, subprocess.TimeoutExpired) as error:
+        except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
             for file in sorted(run.folder.glob("*.log")):
                 lines = file.read_text(errors="replace").splitlines()
                 print(f"-- {file.name} of {case}", *lines[-KEPT_LINES:], sep="\n", file=sys.stderr)
@@ -361,10 +364,10 @@ def _followed(run: _Run, limits: Limits) -> Outcome:
         lost = sum(work.lost_samples(run.events(index)) for index in range(len(run.on)))
     return Outcome(
         *run.case,
-        time_s=None if reached_s is None else rounded(reached_s - begun_s, 4),
-        sent_mb=rounded((sent - before) / 1e6, 4) or 0.0,
+        time_s=None if reached_s is None else round(reached_s - begun_s, 3),
+        sent_mb=round((sent - before) / 1e6, 3),
         lost_samples=lost,
-        loss=None if loss is None else rounded(loss, 4),
+        loss=None if loss is None else round(loss, 4),
         returned_s=_returned_s(run, back_s),
     )
 
@@ -385,7 +388,7 @@ def _returned_s(run: _Run, back_s: float) -> float | None:
     """Return the seconds from the return of the last machine to its first gradient; None if there is none yet."""
     computed = (each["at_s"] for each in run.events(len(run.on) - 1) if each["event"] == "computed")
     first_s = next((at_s for at_s in computed if at_s > back_s), None)
-    return None if first_s is None else rounded(first_s - back_s, 3)
+    return None if first_s is None else round(first_s - back_s, 1)
 
 
 def evaluation() -> Any:

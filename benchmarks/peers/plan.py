@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from paceline.errors import ConfigurationError
+
 __all__ = [
     "CONDITIONS",
     "LIMIT_S",
@@ -29,14 +31,16 @@ __all__ = [
     "Row",
     "Session",
     "System",
+    "append_results",
     "best_rate",
     "left",
     "quick_cases",
+    "read_results",
     "rows",
 ]
 
 RESULTS = Path(__file__).with_name("results.jsonl")
-TARGET = 2.8  # nats per byte of the validation
+TARGET = 2.6  # nats per byte of the validation
 LIMIT_S = 90.0  # a run that has not reached the target by then is ended
 RATES = (0.002, 0.004, 0.008, 0.016)
 TUNING_SEED = 0
@@ -162,6 +166,34 @@ class Outcome(msgspec.Struct, frozen=True, tag="outcome"):
     def case(self) -> Case:
         """The run."""
         return Case(self.system, self.condition, self.lr, self.seed)
+
+
+def read_results(path: Path) -> tuple[list[Session], list[Outcome]]:
+    """Return what a file of results has; nothing if there is none. A last line without an end is ignored.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or it is not a file of results.
+    """
+    decoder = msgspec.json.Decoder(Session | Outcome)
+    try:
+        found = decoder.decode_lines(_whole_lines(path.read_bytes()) if path.exists() else b"")
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigurationError(f"{path} is not a file of results: {error}. Choose another file.") from error
+    sessions = [each for each in found if isinstance(each, Session)]
+    return sessions, [each for each in found if isinstance(each, Outcome)]
+
+
+def append_results(path: Path, *results: Session | Outcome) -> None:
+    """Append results to a file, in the place of a last line without an end."""
+    path.touch()
+    with path.open("r+b") as file:
+        file.truncate(len(_whole_lines(file.read())))
+        file.seek(0, 2)
+        file.write(b"".join(msgspec.json.encode(each) + b"\n" for each in results))
+
+
+def _whole_lines(content: bytes) -> bytes:
+    return content[: content.rfind(b"\n") + 1]
 
 
 def best_rate(outcomes: Iterable[Outcome], system: str) -> float | None:

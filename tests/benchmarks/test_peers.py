@@ -29,14 +29,15 @@ from benchmarks.peers.plan import (
     TUNING_SEED,
     Case,
     Outcome,
+    append_results,
     best_rate,
     left,
     quick_cases,
+    read_results,
     rows,
 )
 from docs.make_comparison import findings, text
 from paceline.errors import ConfigurationError
-from reproductions.result_file import append_results
 
 ROOT = Path(__file__).parents[2]
 MACHINES = "benchmarks.peers.measurement.require_machines"
@@ -120,12 +121,20 @@ def test_what_a_file_has_is_not_repeated(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(KeyboardInterrupt):
         measurement.measure(lambda what, share, slow=False: None, results=str(path))
     assert made == [*islice(left([]), 3)]
-    kept = measurement.read_outcomes(path)
+    path.write_bytes(path.read_bytes() + b'{"type":"outcome","system":"ddp"')  # killed while it wrote a line
+    _, kept = read_results(path)
     assert [each.case for each in kept] == made[:2]
     append_results(path, *found[2:])
     [figures] = measurement.measure(lambda what, share, slow=False: None, results=str(path))
     assert len(made) == 3
     assert len(figures.rows) == len(SYSTEMS) * len(CONDITIONS)
+
+
+def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "other"
+    path.write_text("{}\n")
+    with pytest.raises(ConfigurationError, match="is not a file of results"):
+        read_results(path)
 
 
 # -- what is shown --------------------------------------------------------------------------------------------------
