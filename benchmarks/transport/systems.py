@@ -106,6 +106,8 @@ def _run_processes(turn: Turn, out: Path) -> None:
 
 def _run(turn: Turn, server: bool, index: int, out: Path) -> None:
     """Run as a process of a turn. Its errors are written to a log."""
+    if not out.is_dir():
+        return  # Ctrl-C has ended the measurement while this process was being started
     with (out / "log").open("ab") as log:
         os.dup2(log.fileno(), 2)
     system = turn.cases[0].system
