@@ -474,6 +474,17 @@ class _Writer(pickle.Pickler):
         return len(self._shared) - 1
 
 
+class _Reader(pickle.Unpickler):
+    """Reads what a `_Writer` has written. Since Python 3.13, `persistent_load` can only be a method."""
+
+    def __init__(self, file: io.BytesIO, shared: list[object]) -> None:
+        super().__init__(file)
+        self._shared = shared
+
+    def persistent_load(self, number: int) -> object:
+        return self._shared[number]
+
+
 @cache
 def _is_shared(kind: type) -> bool:
     """Return True if a core and its copy have the objects of a class in common."""
@@ -495,9 +506,7 @@ class Written:
 
     def copy(self) -> Any:
         """Return a copy of the core."""
-        reader = pickle.Unpickler(io.BytesIO(self._bytes))
-        reader.persistent_load = self._shared.__getitem__  # type: ignore[method-assign]
-        copied = reader.load()
+        copied = _Reader(io.BytesIO(self._bytes), self._shared).load()
         if isinstance(copied, Server):
             for shard in copied.shards.values():
                 shard.sync.bind_again()
