@@ -1,7 +1,8 @@
 """Emulated machines that can be switched off: each has its own network, processes, mounts, shared memory and name.
 
-`benchmarks.overlap.namespaces` emulates the network. The first process of a machine does nothing; programs enter the
-machine beside it. When it is killed, the kernel ends all processes of the machine at once.
+`benchmarks.overlap.namespaces` emulates the network. The first process of a machine only waits for the end of a pipe
+that the launcher holds; programs enter the machine beside it. When it is killed, or ends because the launcher has
+ended, the kernel ends all processes of the machine at once.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ..overlap.namespaces import NetworkLink, network, why_not
 __all__ = ["Machine", "machines", "require_machines"]
 
 # The machine finds its own name, and that of the others, in its file /etc/hosts, as the programs of a cluster expect.
-BOOT = 'hostname "$1" && mount --bind "$2" /etc/hosts && touch "$3" && exec sleep infinity'
+BOOT = 'hostname "$1" && mount --bind "$2" /etc/hosts && touch "$3" && exec cat'
 UNSHARE = ["unshare", "--mount", "--ipc", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
 NAMESPACES = ["--mount", "--ipc", "--uts", "--pid", "--net"]
 BOOT_S = 20.0
@@ -51,7 +52,12 @@ class Machine:
         booted = self._folder / f"booted-{self.name}"
         booted.unlink(missing_ok=True)
         boot = ["sh", "-c", BOOT, "sh", self.name, str(self._folder / "hosts"), str(booted)]
-        self._holder = subprocess.Popen([*self._prefix, *UNSHARE, *boot], process_group=0)
+        self._holder = subprocess.Popen(
+            [*self._prefix, *UNSHARE, *boot],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            process_group=0,
+        )
         deadline_s = time.monotonic() + BOOT_S
         while not booted.exists():
             if self._holder.poll() is not None or time.monotonic() > deadline_s:
@@ -76,7 +82,7 @@ class Machine:
         """End all processes of the machine at once."""
         self.sent_bytes()
         self._holder.kill()
-        self._holder.wait()
+        self._holder.communicate()
 
     def sent_bytes(self) -> int:
         """Return the bytes that the machine's network interface has sent since it was made."""

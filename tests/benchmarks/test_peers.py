@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 from typer.testing import CliRunner
 
 from benchmarks.commands import app_of
+from benchmarks.overlap.namespaces import NetworkLink, network, why_not
 from benchmarks.peers import measurement, work
 from benchmarks.peers.measurement import FULL, error_in
 from benchmarks.peers.plan import (
@@ -235,6 +237,47 @@ def test_the_last_exception_of_a_log_is_found() -> None:
     log = "Traceback (most recent call last):\n  File x\nValueError: no\nwarning\n[rank1]: a.b.DistError: gone\nbye"
     assert error_in(log) == "a.b.DistError: gone"
     assert error_in("fine") == ""
+
+
+# -- the machines ---------------------------------------------------------------------------------------------------
+
+
+LAUNCHER = """
+import subprocess, sys, time
+from benchmarks.overlap.namespaces import NetworkLink
+from benchmarks.peers.machines import machines
+with machines(2, NetworkLink("1gbit", 0.0)) as on, open(sys.argv[1], "wb") as log:
+    on[0].start("sh", "-c", "hostname; ls /proc | grep -c '^[0-9]'", env={}, log=log).wait()
+    on[1].start("sleep", "1000", env={}, log=log)
+    on[1].switch_off()
+    on[1].switch_on()
+    program = on[1].start("sleep", "1000", env={}, log=log)
+    print(program.pid, flush=True)
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("machines_alone")
+@pytest.mark.skipif(bool(why_not()), reason=f"network namespaces need {why_not()}")
+def test_a_machine_has_its_own_processes_and_ends_with_the_launcher_even_if_that_is_killed(
+    tmp_path: Path,
+) -> None:
+    log = tmp_path / "log"
+    with subprocess.Popen([sys.executable, "-c", LAUNCHER, str(log)], stdout=subprocess.PIPE) as launcher:
+        assert launcher.stdout is not None
+        program = int(launcher.stdout.readline())
+        name, count = log.read_text().split()
+        assert name == "machine0"
+        assert int(count) < 8  # the first process and those that count
+        os.kill(program, 0)
+        launcher.kill()
+    deadline_s = time.monotonic() + 60
+    while Path(f"/proc/{program}").exists():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    with network(1, NetworkLink()):  # removes what the launcher has left
+        pass
 
 
 # -- what is refused -----------------------------------------------------------------------------------------------
