@@ -202,9 +202,7 @@ def advise(
             candidates_of(rows),
             wire_variants(cluster, rows, seed=0, shards=None, data=data, wire=wire, tell=tell),
             servers=cluster.servers,
-            check=lambda sync: how_to_check(
-                str(run_dir), summary.get("program", ()), ("bsp", sync), changes.options
-            ),
+            check=lambda sync: _how_to_check(str(run_dir), summary, sync, changes),
             distributes="program" not in summary or summary.get("split") is not None,
             steps=_steps(summary),
         ),
@@ -317,6 +315,11 @@ def _runnable(syncs: Sequence[str], cluster: Cluster) -> list[str]:
     return found
 
 
+def _how_to_check(run_dir: str, summary: Mapping[str, Any], sync: str, changes: Changes) -> str:
+    joint = bool(summary.get("joint_batch"))
+    return how_to_check(run_dir, summary.get("program", ()), ("bsp", sync), changes.options, joint=joint)
+
+
 def _advice(
     rows: Sequence[Figures], summary: Mapping[str, Any], run_dir: str, changes: Changes
 ) -> list[Advice]:
@@ -345,7 +348,7 @@ def _advice(
             advice[key] = msgspec.structs.replace(advice[key], wish=f"{advice[key].wish}; {wish}")
             continue
         effect = effects[row.sync]
-        check = how_to_check(run_dir, summary.get("program", ()), ("bsp", row.sync), changes.options)
+        check = _how_to_check(run_dir, summary, row.sync, changes)
         advice[key] = Advice(
             wish,
             row.sync,

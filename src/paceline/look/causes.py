@@ -182,6 +182,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
         handout: how the data was handed out.
         overlap: False if the run had the option `--overlap off`.
         program: what each worker ran, as in `ProcessOrder.arguments`.
+        joint_batch: True if the batch size of the script's loader is that of the joint batch.
         run_dir: the run directory, to be named in commands; "" if workers have kept their records.
         noticed: what was noticed while the run was in progress, in sentences; see `findings.find`.
         unapplied: a sentence about pushes that were never applied; "" if there is none.
@@ -213,6 +214,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     handout: Handout = Handout()
     overlap: bool = True
     program: tuple[str, ...] = ()
+    joint_batch: bool = False
     run_dir: str = ""
     noticed: tuple[str, ...] = ()
     unapplied: str = ""
@@ -297,7 +299,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
                 hints.append(BACKUP.format(quorum=quorum))
             omitted = [OMIT] * (handout.split == "static") + ["--overlap off"] * (not self.overlap)
             unless = f", if you omit {' and '.join(omitted)}" if omitted else ""
-            how = how_to_check(self.run_dir or None, self.program)
+            how = how_to_check(self.run_dir or None, self.program, joint=self.joint_batch)
             hints.append(RELAXED.format(models=MODELS, unless=unless, how=how))
         elif equal_shares and handout.split == "static":
             hints.append(f"{DYNAMIC}{SHARES if handout.may_balance else ''}.")
@@ -762,6 +764,7 @@ def evidence_of(summary: Mapping[str, Any], run_dir: str, **known: Any) -> Evide
     lockstep, auto = read_model(sync)
     names = ("failure", "duration_s", "samples", "updates", "restarts", "servers", "cores", "wire", "vectors")
     found = {name: summary[name] for name in names if name in summary}
+    found["joint_batch"] = bool(summary.get("joint_batch"))
     found |= {name: tuple(summary[name]) for name in ("program", "noticed", "optimizers") if name in summary}
     found |= {
         "state": str(summary.get("ended", "finished")),

@@ -120,6 +120,8 @@ def how_to_check(
     program: Sequence[str],
     syncs: Sequence[str] = ("bsp", "asp", "elastic-bsp"),
     changes: Sequence[str] = (),
+    *,
+    joint: bool = False,
 ) -> str:
     """Return the command, or the call in Python, that shows the accuracy of some models on the machines of a run.
 
@@ -128,17 +130,21 @@ def how_to_check(
         program: what each worker ran, as in `ProcessOrder.arguments`; () if it is unknown.
         syncs: the models.
         changes: options that change the machines.
+        joint: True if the batch size of the script's loader is that of the joint batch.
 
     >>> how_to_check("runs/1", ["script", "train.py", "--epochs", "3"], ["bsp", "asp"])
     "paceline simulate runs/1 --script 'train.py --epochs 3' --sync bsp,asp"
+    >>> how_to_check("runs/1", ["script", "train.py"], ["bsp", "asp"], joint=True)
+    'paceline simulate runs/1 --joint-batch --script train.py --sync bsp,asp'
     """
     kind, *words = program or [""]
     if kind == "function":
         return "paceline.simulate(cluster, sync, train_fn=FUNCTION)"
     if kind != "script" or run_dir is None:
         return f"paceline simulate CLUSTER --script SCRIPT --sync {','.join(syncs)} (see docs/how-to/simulate.md)"
+    options = [*changes, *["--joint-batch"] * joint]
     return shlex.join(
-        ["paceline", "simulate", run_dir, *changes, "--script", shlex.join(words), "--sync", ",".join(syncs)]
+        ["paceline", "simulate", run_dir, *options, "--script", shlex.join(words), "--sync", ",".join(syncs)]
     )
 
 
