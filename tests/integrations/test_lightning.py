@@ -315,6 +315,33 @@ def test_the_best_weights_of_all_are_validated_again_after_training(
     assert all(torch.equal(weights[name], best[name]) for name in weights)
 
 
+SLOW_WRITER = """
+from lightning.{inner}plugins.io import TorchCheckpointIO
+
+class SlowWriter(TorchCheckpointIO):
+    def save_checkpoint(self, *arguments, **options):
+        while not Path("reached").exists():
+            pass
+        super().save_checkpoint(*arguments, **options)
+"""
+REACHED = """
+if not paceline.is_main():
+    Path("reached").touch()
+"""
+
+
+def test_a_worker_that_loads_a_checkpoint_waits_for_its_writer(mark: str, tmp_path: Path) -> None:
+    require("lightning")
+    program = script(
+        epochs=1, callbacks='ModelCheckpoint(monitor="val_loss")', options="plugins=[SlowWriter()]"
+    )
+    program = program.replace("\n\nclass Module", SLOW_WRITER.format(inner="pytorch.") + "\n\nclass Module")
+    run(tmp_path, program + REACHED + AGAIN)
+    for worker in range(2):
+        again = json.loads((tmp_path / f"again-{worker}").read_text())
+        assert again == pytest.approx(validated(tmp_path, worker)[0], rel=1e-5)
+
+
 @pytest.mark.parametrize("sync", ["asp", "bsp"])
 def test_a_worker_that_is_stopped_in_mid_epoch_stops_the_others(sync: str, mark: str, tmp_path: Path) -> None:
     require("lightning")

@@ -260,6 +260,51 @@ def test_a_trainer_goes_on_from_its_own_checkpoint_in_mid_epoch(mark: str, tmp_p
     assert read_metrics(tmp_path / "run" / "run")["loss"].values[-1] < 1.0
 
 
+LEAVES_FIRST = """
+import os
+from contextlib import contextmanager
+
+import paceline
+
+editing = paceline.DistributedOptimizer.editing
+
+
+def until(name):
+    while not os.path.exists(name):
+        pass
+
+
+@contextmanager
+def slow_in_worker_1(self, **options):
+    if paceline.is_main():
+        until("entered")
+    with editing(self, **options):
+        if not paceline.is_main():
+            open("entered", "w").close()
+            until("left")
+        yield
+    if paceline.is_main():
+        open("left", "w").close()
+
+
+paceline.DistributedOptimizer.editing = slow_in_worker_1
+trainer.train()
+"""
+
+
+def test_the_best_model_is_that_of_all_workers_although_one_loads_it_later(mark: str, tmp_path: Path) -> None:
+    """Under asp, the edit of the worker that begins first counts, and the others do not wait for it."""
+    script = example(
+        "trainer",
+        num_train_epochs="2",
+        metric_for_best_model='"eval_loss",\n    greater_is_better=True',
+    ).replace("trainer.train()\n", LEAVES_FIRST)
+    run(tmp_path, script, "--sync", "asp")
+    best = newest_state(tmp_path)["best_model_checkpoint"]
+    expected = load_file(tmp_path / best / "model.safetensors")
+    require_equal(saved(tmp_path), expected)
+
+
 def await_checkpoint(folder: Path, least: int) -> None:
     def there() -> bool:
         place = folder / "run" / "checkpoints"

@@ -339,11 +339,19 @@ class _TrainerStrategy(_Strategy):
     def load_model_state_dict(self, *arguments: Any, **options: Any) -> None:
         """Load weights, such as the best ones before a test. All workers do so, and the servers get them, too."""
         session = current()
+        training = None if session is None else training_of(session)
         with ExitStack() as edits:
-            if session is not None and training_of(session) is not None:
+            if training is not None:
                 for optimizer in self.optimizers:
                     edits.enter_context(optimizer.editing())
             super().load_model_state_dict(*arguments, **options)
+        if training is not None:
+            barrier()  # the edit is that of one worker, and the others may have gone on before the servers had it
+            training.refresh()
+
+    def load_checkpoint(self, *arguments: Any, **options: Any) -> Any:
+        barrier()  # the main worker may still be writing the file
+        return super().load_checkpoint(*arguments, **options)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         # The servers hold it, so only the worker that writes it fetches it.

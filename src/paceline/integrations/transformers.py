@@ -49,6 +49,7 @@ from ..train.prepare import follow
 from ..train.schedules import JobScheduler
 from ..train.session import Session, came_late, current, resumption_of, worker_count
 from ..train.tracking import track
+from ..train.training import training_of
 from . import require
 
 require("transformers", "4.57", "transformers")
@@ -538,6 +539,10 @@ class TrainerJob:
                 state.best_model_checkpoint = path
             else:
                 log.warning("The best checkpoint %s is not visible to this worker.", path)
+        barrier()  # the edit is that of one worker, and the others may have gone on before the servers had it
+        training = training_of(self.session)
+        assert training is not None
+        training.refresh()
 
 
 def _load(model: Any, path: str) -> None:
