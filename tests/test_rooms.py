@@ -195,7 +195,7 @@ def test_benchmarks_import_only_the_quoted_numbers_from_reproductions() -> None:
 
 MOST = Structure(
     modules=226,
-    nodes=340_558,
+    nodes=340_581,
     names_over_borders=4_211,
     edges=1_647,
     with_one_importer=35,

@@ -362,6 +362,19 @@ def test_max_steps_counts_joint_batches_under_each_model(mark: str, tmp_path: Pa
     assert 12 * 8 <= summary(tmp_path / "asp")["ledger"]["samples"]["used"] <= 14 * 8
 
 
+@pytest.mark.parametrize(("limit", "batches"), [("1", 1), ("3", 3), (".5", 2)])
+def test_a_limit_of_the_batches_of_an_epoch_is_kept_in_each_of_them(
+    limit: str, batches: int, mark: str, tmp_path: Path
+) -> None:
+    require("lightning")
+    # Of 40 samples, each of two workers has five batches of 4.
+    run(tmp_path, script(options=f"limit_train_batches={limit}", size=40, epochs=2))
+    for worker in range(2):
+        assert ended(tmp_path, worker)["epoch"] == 2
+        assert ended(tmp_path, worker)["step"] == 2 * batches
+    assert summary(tmp_path)["ledger"]["samples"]["used"] == 2 * 2 * batches * 4
+
+
 REFUSED = {
     "asp val_check_interval=.5": "validates in the middle of an epoch",
     "asp limit_train_batches=3": "counts the batches of one worker",

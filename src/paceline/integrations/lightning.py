@@ -542,7 +542,7 @@ class _Fit:
         """
         fit_loop, loader = self.trainer.fit_loop, self.data.loader
         fit_loop.epoch_loop.batch_progress.is_last_batch = loader.is_last
-        if number == 0 and self.trainer.limit_train_batches == 1.0:
+        if number == 0 and uses_all(self.trainer):
             # The shares are larger when there are fewer workers.
             if (left := loader.left) is not None:
                 fit_loop.max_batches = left + 1
@@ -552,7 +552,8 @@ class _Fit:
     def end_epoch(self) -> None:
         """Let the `Trainer` make one more pass after its last one, over what lost workers have not used."""
         fit_loop = self.trainer.fit_loop
-        if not self.trainer.should_stop and fit_loop.max_epochs == self.trainer.current_epoch + 1:
+        last = fit_loop.max_epochs == self.trainer.current_epoch + 1
+        if last and uses_all(self.trainer) and not self.trainer.should_stop:
             self._next = next(self._epochs, None)
             fit_loop.max_epochs += self._next is not None
 
@@ -629,7 +630,7 @@ class _Fit:
                 "workers are not equally far under this sync model. Use val_check_interval=1.0 and "
                 "check_val_every_n_epoch, or a model that keeps workers in lockstep, such as bsp."
             )
-        if trainer.limit_train_batches != 1.0 and not trainer.fast_dev_run:
+        if not uses_all(trainer) and not trainer.fast_dev_run:
             raise ConfigurationError(
                 f"Trainer(limit_train_batches={trainer.limit_train_batches!r}) counts the batches of one worker, but "
                 "under this sync model a fast worker uses more of them than a slow one. Give the Trainer a loader over "
@@ -674,6 +675,12 @@ def _trained_by(scheduler: LRScheduler, optimizers: Iterable[Any]) -> Distribute
     found: DistributedOptimizer
     [found] = (each for each in optimizers if each.param_groups is scheduler.optimizer.param_groups)
     return found
+
+
+def uses_all(trainer: Any) -> bool:
+    """Return True if a `Trainer` uses all batches of an epoch. A limit of 1 is one batch, and 1.0 is all of them."""
+    limit = trainer.limit_train_batches
+    return isinstance(limit, float) and limit == 1.0
 
 
 def _set_steps(trainer: Any, steps: int) -> None:
@@ -737,7 +744,7 @@ class _Hooks(Base):
 
     def on_train_epoch_start(self, trainer: Any, *arguments: Any) -> None:
         # Progress bars, which follow in the list of callbacks, ask for the length of the pass now.
-        if (fit := trainer.strategy.fit) is not None and trainer.limit_train_batches == 1.0:
+        if (fit := trainer.strategy.fit) is not None and uses_all(trainer):
             trainer.fit_loop.max_batches = fit.data.expected
 
     def on_train_batch_end(self, trainer: Any, *arguments: Any) -> None:
