@@ -9,7 +9,7 @@ import typer
 
 from ..errors import ConfigurationError
 from ..settings import SETTINGS
-from ..start.terminal import plain_console
+from ..start.terminal import plain_console, print_sentence
 from .console import (
     counting,
     interruptible,
@@ -101,7 +101,7 @@ def simulate(
             "--script",
             metavar="'train.py ARGS'",
             help="Training script, with its arguments. The script is run in virtual time under each sync model, and "
-            "the losses are compared.",
+            "the losses are compared. It writes its files as in a live run, so they replace those with the same names.",
             show_default=False,
         ),
     ] = None,
@@ -198,6 +198,11 @@ def simulate(
     with interruptible("no results were saved, and all processes have ended"), counting() as tell:
         result: object
         if script is not None:
+            print_sentence(
+                console,
+                f"{path} writes its files as in a live run: give it names that no earlier run has used, for example "
+                "with its arguments, or start this command in another directory.",
+            )
             result = comparison.train_and_compare(
                 machines,
                 syncs,
