@@ -14,7 +14,7 @@ from paceline.trace.run_dir import read_metrics
 from tests.integrations.test_transformers import EXAMPLES, alone, require_equal, summary, used
 from tests.support import served
 from tests.support.live import await_that
-from tests.train.test_porting import require, run
+from tests.train.test_porting import output, require, run, start
 
 pytestmark = pytest.mark.processes
 
@@ -127,6 +127,17 @@ def test_calls_of_all_workers_and_a_loader_without_a_name(mark: str, tmp_path: P
         assert "reduced 3.0 1.5" in log
         assert f"main {main}" in log
     assert used(tmp_path / "run") == 12
+
+
+def test_arguments_that_divide_the_model_are_refused(mark: str, tmp_path: Path) -> None:
+    plugin = "Accelerator(fsdp_plugin=accelerate.FullyShardedDataParallelPlugin())"
+    script = f"import accelerate\nfrom paceline.integrations.accelerate import Accelerator\n{plugin}\n"
+    command = "-m", "paceline", "run", "--workers", "1", "--servers", "1", "--run-dir", "run"
+    process = start(tmp_path, script, *command)
+    printed = output(process)
+    assert process.returncode != 0
+    assert "Accelerator() got fsdp_plugin, which divides the model" in printed
+    assert "Omit fsdp_plugin" in printed
 
 
 def test_a_state_that_was_saved_is_loaded_by_all_workers(mark: str, tmp_path: Path) -> None:

@@ -538,7 +538,10 @@ def test_a_run_that_was_killed_in_its_second_epoch_goes_on_from_there(
     require("lightning")
     os.chdir(tmp_path)
     size, epochs = 96, 4
-    Path("train.py").write_text(script(size=size, epochs=epochs, pause_s=0.05, callbacks=ALL_CALLBACKS))
+    logger = 'logger=CSVLogger("logs", version="mine", flush_logs_every_n_steps=1), log_every_n_steps=1'
+    Path("train.py").write_text(
+        script(size=size, epochs=epochs, pause_s=0.05, callbacks=ALL_CALLBACKS, options=logger)
+    )
     command = ["-m", "paceline", "run", "-n", "2", "--servers", "1", "--sync", sync, "--run-dir", "run"]
     with start_program(
         *command, "--checkpoint-every", "0.3", "train.py", stderr=subprocess.STDOUT
@@ -565,6 +568,46 @@ def test_a_run_that_was_killed_in_its_second_epoch_goes_on_from_there(
     assert rate < 0.002
     samples = summary(Path())["ledger"]["samples"]
     assert samples["used"] == size * epochs, samples
+    # Lightning deletes the metrics of a version that is logged again, so those from before have another name.
+    assert [len(list(Path().glob(f"logs/**/{name}.csv"))) for name in ("metrics", "metrics-1")] == [1, 1]
+
+
+@pytest.mark.parametrize("sync", ["bsp", "asp"])
+def test_a_checkpoint_of_one_process_is_resumed_by_three_workers_or_refused(
+    sync: str, mark: str, tmp_path: Path
+) -> None:
+    """After one of two epochs, a linear schedule goes on at its half. A schedule with a length is refused."""
+    require("lightning")
+    callbacks = 'ModelCheckpoint(dirpath="saved", filename="{epoch}", save_top_k=-1)'
+    linear = "LambdaLR(optimizer, lambda step: max(1 - step / steps, 0.0))"
+    cycle = "OneCycleLR(optimizer, max_lr=0.3, total_steps=steps)"
+    first = script(epochs=2, callbacks=callbacks).replace(cycle, linear)
+    alone(tmp_path, first)
+    resumed = first.replace("validation)\nrates", 'validation, ckpt_path="saved/epoch=0.ckpt")\nrates')
+    resumed = resumed.replace("        loss = self.loss(batch)\n", PRINTED, 1)
+    for path in tmp_path.glob("used-*"):
+        path.unlink()
+    run(tmp_path, resumed, "--sync", sync, workers=3)
+    rates = [float(line.split()[-1]) for line in (tmp_path / "rates-0").read_text().splitlines()]
+    assert rates[0] == pytest.approx(0.05, rel=0.1)
+    assert rates == sorted(rates, reverse=True)
+    assert used(tmp_path).keys() == {1}
+    (tmp_path / "run").rename(tmp_path / "before")
+    if sync == "bsp":
+        alone(tmp_path, first.replace(linear, cycle))
+        command = "-m", "paceline", "run", "--workers", "3", "--servers", "1", "--run-dir", "run"
+        process = start(tmp_path, resumed.replace(linear, cycle).replace("epoch=0.", "epoch=0-v1."), *command)
+        printed = output(process)
+        assert process.returncode != 0
+        assert (
+            "written by another number of workers, so its OneCycleLR has another number of steps" in printed
+        )
+
+
+PRINTED = """        loss = self.loss(batch)
+        with open(f"rates-{paceline.worker_index()}", "a") as file:
+            file.write(f"{self.trainer.optimizers[0].param_groups[0]['lr']}\\n")
+"""
 
 
 # -- manual optimization --------------------------------------------------------------------------------------

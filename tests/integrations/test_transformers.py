@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from paceline.checkpoints.manifest import numbers_in
+from paceline.lab.check import check_script
 from paceline.trace.run_dir import read_metrics
 from tests.support import live, served
 from tests.support.live import await_that, of_the_run
@@ -230,10 +231,14 @@ def test_all_workers_evaluate_together_although_the_model_changes(mark: str, tmp
         save_strategy='"steps",\n    save_steps=7',
     ).replace("early_stopping_patience=2", "early_stopping_patience=20")
     script += 'print("ended", len([each for each in trainer.state.log_history if "eval_loss" in each]))\n'
+    printed = alone(tmp_path / "one", with_arguments(script, per_device_train_batch_size="16"))
+    # transformers 5 evaluates after the last of 96 steps as well
+    evaluations = 14 if "ended 14" in printed else 13
+    assert f"ended {evaluations}" in printed
     run(tmp_path / "run", script, "--sync", "bsp@0,asp@20", "--pace", ".02,.08")
     for worker in (0, 1):
         log = (tmp_path / "run" / "run" / f"worker-{worker}.log").read_text()
-        assert "ended 13" in log  # 192 batches of any worker, 14 of them between two evaluations
+        assert f"ended {evaluations}" in log
     best = newest_state(tmp_path / "run")["best_model_checkpoint"]
     require_equal(saved(tmp_path / "run"), load_file(tmp_path / "run" / best / "model.safetensors"))
 
@@ -258,6 +263,119 @@ def test_a_trainer_goes_on_from_its_own_checkpoint_in_mid_epoch(mark: str, tmp_p
     samples = summary(tmp_path / "run")["ledger"]["samples"]
     assert samples["used"] == 2 * 512 - 13 * 16
     assert read_metrics(tmp_path / "run" / "run")["loss"].values[-1] < 1.0
+
+
+RATES = """
+from transformers import TrainerCallback
+
+class Said(TrainerCallback):
+    def on_step_begin(self, args, state, control, **options):
+        print("rate", trainer.lr_scheduler.get_last_lr()[0])
+
+trainer.add_callback(Said())
+trainer.train()
+print("rate", trainer.lr_scheduler.get_last_lr()[0])
+"""
+
+RESUMES = "trainer.train()", 'trainer.train(resume_from_checkpoint="checkpoints/checkpoint-52")'
+
+
+def resumable(**replaced: str) -> str:
+    """Return a script whose checkpoints are written every 26 steps, and which prints the rate of each step."""
+    script = example(
+        "trainer",
+        num_train_epochs="2",
+        warmup_steps="0",
+        save_strategy='"steps",\n    save_steps=26',
+        load_best_model_at_end="False",
+        save_total_limit="None",
+        **replaced,
+    )
+    return script.replace("trainer.train()\n", RATES)
+
+
+@pytest.mark.parametrize("sync", ["bsp", "asp"])
+def test_a_checkpoint_of_one_process_is_resumed_by_three_workers(
+    sync: str, mark: str, tmp_path: Path
+) -> None:
+    script = resumable()
+    alone(tmp_path, script)
+    run(tmp_path, script.replace(*RESUMES), "--sync", sync, workers=3)
+    rates = [
+        float(line.split()[-1])
+        for line in (tmp_path / "run" / "worker-0.log").read_text().splitlines()
+        if line.startswith("rate ")
+    ]
+    # 76 of 128 batches are left, and the rate falls to 0
+    assert rates[0] == pytest.approx(3e-3 * 76 / 128, rel=0.03)
+    assert rates == sorted(rates, reverse=True)
+    assert rates[-1] == 0.0
+    # bsp begins with a whole joint batch, so the last batch before the checkpoint is used once more
+    assert used(tmp_path) == 2 * 512 - (51 if sync == "bsp" else 52) * 8
+
+
+def test_a_checkpoint_with_batches_of_another_size_is_refused(mark: str, tmp_path: Path) -> None:
+    script = resumable()
+    alone(tmp_path, script)
+    command = "-m", "paceline", "run", "--workers", "2", "--servers", "1", "--run-dir", "run", "--joint-batch"
+    process = start(tmp_path, script.replace(*RESUMES), *command)
+    printed = output(process)
+    assert process.returncode != 0
+    assert "52 steps in 0.8125 epochs, but here an epoch has 128 steps" in printed
+    assert "Use the batch size with which the checkpoint was written" in printed
+
+
+def test_the_best_checkpoint_of_another_folder_is_loaded(mark: str, tmp_path: Path) -> None:
+    script = example(
+        "trainer",
+        num_train_epochs="2",
+        metric_for_best_model='"eval_loss",\n    greater_is_better=True',
+        save_total_limit="None",
+    )
+    run(tmp_path, script)
+    (tmp_path / "run").rename(tmp_path / "first")
+    elsewhere = script.replace('"checkpoints",', '"elsewhere",').replace(
+        "num_train_epochs=2", "num_train_epochs=3"
+    )
+    resumed = elsewhere.replace(
+        "trainer.train()", 'trainer.train(resume_from_checkpoint="checkpoints/checkpoint-128")'
+    )
+    run(tmp_path, resumed)
+    assert (tmp_path / "elsewhere" / "checkpoint-192").is_dir()
+    require_equal(
+        saved(tmp_path), load_file(tmp_path / "checkpoints" / "checkpoint-64" / "model.safetensors")
+    )
+
+
+def test_a_trainer_that_is_not_distributed_is_noticed_at_its_first_step(mark: str, tmp_path: Path) -> None:
+    script = example("trainer", num_train_epochs="1").replace("distribute(trainer)", "pass")
+    process = start(
+        tmp_path, script, "-m", "paceline", "run", "--workers", "2", "--servers", "1", "--run-dir", "run"
+    )
+    printed = output(process)
+    assert process.returncode != 0
+    assert "Call paceline.integrations.transformers.distribute(trainer) before trainer.train()." in printed
+    assert "no worker called step()" in printed
+
+
+@pytest.mark.parametrize("name", ["trainer", "accelerate_loop", "fabric_loop", "lightning_trainer"])
+def test_nothing_is_found_in_the_examples(
+    name: str, mark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert check_script(EXAMPLES / f"{name}.py") == []
+
+
+def test_what_is_found_in_a_trainer_that_is_not_distributed_says_how_it_is(
+    mark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "train.py"
+    script.write_text(example("trainer").replace("distribute(trainer)", "pass"))
+    found = {mistake.name: mistake.fix for mistake in check_script(script)}
+    remedy = "Call paceline.integrations.transformers.distribute(trainer) before trainer.train()."
+    assert found["optimizer not distributed"] == remedy
+    assert "file written by every worker" not in found
 
 
 LEAVES_FIRST = """

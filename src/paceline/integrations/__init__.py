@@ -7,10 +7,18 @@ Imports from `errors`, `train`.
 
 from __future__ import annotations
 
+import json
 import re
 from importlib import metadata
+from typing import Any
+
+import torch
 
 from ..errors import ConfigurationError
+from ..train.collectives import reduce
+
+MOST_BYTES = 4096
+"""Maximum size of what `broadcast` sends."""
 
 
 def require(package: str, least: str, extra: str) -> None:
@@ -38,6 +46,24 @@ def require(package: str, least: str, extra: str) -> None:
         f"paceline.integrations.{extra} needs {package} {least} or later, but {present}. Install it with: "
         f"pip install 'paceline[{extra}]'"
     )
+
+
+def broadcast(obj: Any, *, sends: bool) -> Any:
+    """Return what one worker gives, in all workers. All must make this call together.
+
+    Args:
+        obj: a text or a number. If its JSON text has more than `MOST_BYTES`, each worker gets its own object.
+        sends: True in the worker whose object is returned. If no worker sends, each worker gets its own object.
+    """
+    own = json.dumps(obj).encode()
+    sent = torch.zeros(2 + MOST_BYTES, dtype=torch.float64)
+    if sends and len(own) <= MOST_BYTES:
+        sent[:2] = torch.tensor([1, len(own)])
+        sent[2 : 2 + len(own)] = torch.tensor(list(own))
+    found = reduce(sent, "sum")
+    # When the main worker is lost, its successor may have sent the same object.
+    senders, size, *content = map(int, (found / found[0].clamp(min=1)).tolist())
+    return json.loads(bytes(content[:size])) if senders else obj
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ..errors import UsageError
+from ..errors import ConfigurationError, UsageError
 from ..train.collectives import barrier, is_main, reduce
 from ..train.data import DistributedLoader, distribute_at
 from ..train.metrics import metrics_of
@@ -39,6 +39,15 @@ from accelerate.data_loader import DataLoaderStateMixin  # noqa: E402
 from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
 from accelerate.state import GradientState  # noqa: E402
 from accelerate.utils import recursively_apply  # noqa: E402
+
+DIVIDING = (
+    "fsdp_plugin",
+    "deepspeed_plugin",
+    "deepspeed_plugins",
+    "megatron_lm_plugin",
+    "parallelism_config",
+)
+"""Arguments of Accelerate's class for training with other processes than the workers."""
 
 SITE = "accelerate"
 """Name of the place at which loaders are distributed. It is the same in all workers."""
@@ -183,8 +192,18 @@ class Accelerator(JobAccelerator):
     log, and what `print` prints.
 
     Raises:
+        ConfigurationError: an argument lets Accelerate divide the model among processes.
         UsageError: `prepare` is given an optimizer and loaders, none of them by the name `train`.
     """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        used = [name for name in DIVIDING if options.get(name) is not None]
+        if used and current() is not None:
+            raise ConfigurationError(
+                f"Accelerator() got {used[0]}, which divides the model or exchanges gradients among processes of its "
+                f"own. Omit {used[0]}: in a run, each worker has a whole model, and Paceline exchanges gradients."
+            )
+        super().__init__(*arguments, **options)
 
     _trackers: tuple[tuple[Any, ...], Mapping[str, Any]] | None = (
         None  # arguments of `init_trackers`, until it is made

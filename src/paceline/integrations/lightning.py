@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import fcntl
 import itertools
-import json
 import os
 import sys
 import tempfile
@@ -51,11 +50,12 @@ from ..train.loops import Limits
 from ..train.metrics import log, metrics_of
 from ..train.optimizer import DistributedOptimizer
 from ..train.prepare import follow, follow_as_written, models_of
+from ..train.schedules import JobScheduler
 from ..train.session import Session, current, resumption_of, worker_count, worker_index
 from ..train.tracking import track
 from ..train.training import training_of
 from ..train.worker_state import sendable, set_state, state_of
-from . import require
+from . import broadcast, require
 
 Base: Any = object  # the base class of a strategy, which depends on the package; see `_register`
 
@@ -64,9 +64,6 @@ SITE = "lightning"
 
 SENT = (str, bool, int, float, type(None))
 """Types of what `broadcast` sends."""
-
-MOST_BYTES = 4096
-"""Maximum size of what `broadcast` sends."""
 
 
 class _Strategy(Base):
@@ -130,20 +127,9 @@ def _is_main_now() -> bool:
     return session is None or session.is_main_now()
 
 
-def broadcast(obj: Any) -> Any:
-    """Return what worker 0 gives, if it is a short text or a number. Return any other object itself."""
-    if not isinstance(obj, SENT):
-        return obj
-    own = json.dumps(obj).encode()
-    if len(own) > MOST_BYTES:
-        return obj
-    sent = torch.zeros(MOST_BYTES + 1, dtype=torch.float64)
-    if worker_index() == 0:
-        sent[0] = len(own)
-        sent[1 : len(own) + 1] = torch.tensor(list(own), dtype=torch.float64)
-    size, *content = map(int, reduce(sent, "sum").tolist())
-    # A worker that joins late makes the call alone.
-    return json.loads(bytes(content[:size])) if size else obj
+def _broadcast(obj: Any) -> Any:
+    """Return what worker 0 gives, if it is a text or a number. Return any other object itself."""
+    return broadcast(obj, sends=worker_index() == 0) if isinstance(obj, SENT) else obj
 
 
 # -- The Trainer ---------------------------------------------------------------------------------------------
@@ -162,6 +148,7 @@ class _TrainerStrategy(_Strategy):
     """
 
     hooks_class: type
+    _is_main = False  # as this worker knew last
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -182,6 +169,16 @@ class _TrainerStrategy(_Strategy):
             self.follow_main()
             self._prepares = True
             self._turn.enter_context(_one_at_a_time())
+
+    def follow_main(self) -> None:
+        super().follow_main()
+        session = current()
+        if session is None or self.lightning_module is None:
+            return
+        takes_over, self._is_main = self.is_global_zero and not self._is_main, self.is_global_zero
+        if takes_over and (session.resumed or training_of(session) is not None):
+            for logger in self.trainer.loggers:
+                _keep_metrics(logger)
 
     def connect(self, model: Any) -> None:
         super().connect(model)
@@ -311,7 +308,7 @@ class _TrainerStrategy(_Strategy):
         if session is None or src or training_of(session) is not None:
             return obj
         self._turn.close()  # others cannot make this call while they wait for their turn
-        sent = broadcast(obj)
+        sent = _broadcast(obj)
         if self._prepares:
             self._turn.enter_context(_one_at_a_time())
         return sent
@@ -381,6 +378,15 @@ class _TrainerStrategy(_Strategy):
             if folder is not None and hasattr(callback, "file_exists") and "://" not in str(folder):
                 self.files.update(os.path.abspath(path) for path in Path(folder).glob("**/*"))
                 callback.file_exists = lambda filepath, trainer: os.path.abspath(filepath) in self.files
+
+
+def _keep_metrics(logger: Any) -> None:
+    """Rename the file of a `CSVLogger` that another main worker has written, because the logger would delete it."""
+    if type(logger).__name__ == "CSVLogger":
+        path = Path(logger.log_dir, "metrics.csv")
+        if path.is_file():
+            names = (path.with_name(f"metrics-{number}.csv") for number in itertools.count(1))
+            path.rename(next(name for name in names if not name.exists()))
 
 
 def clip_gradients(optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
@@ -668,6 +674,21 @@ class _Fit:
                 config.scheduler = follow(
                     scheduler, optimizer, loader, self.data.share, joint=not loader.may_be_dynamic
                 )
+                if self.trainer.ckpt_path is not None and not self._session.resumed:
+                    self._check_position(config.scheduler)
+
+    def _check_position(self, scheduler: JobScheduler) -> None:
+        """Let a schedule begin where the `Trainer` goes on, if its checkpoint is of another number of workers.
+
+        Raises:
+            ConfigurationError: a scheduler of this class cannot begin elsewhere.
+        """
+        if self.data.share is None:
+            return
+        steps = -(-self.data.share // self.trainer.accumulate_grad_batches)
+        least, most = self._first * steps, (self._first + 1) * steps
+        if not least - self._session.workers <= scheduler.last_epoch <= most:
+            scheduler.begin_at(least)
 
 
 def _trained_by(scheduler: LRScheduler, optimizers: Iterable[Any]) -> DistributedOptimizer:
@@ -843,7 +864,7 @@ class _FabricStrategy(_Strategy):
         barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        sent = broadcast(obj) if src == 0 else obj
+        sent = _broadcast(obj) if src == 0 else obj
         if sent is obj and worker_count() > 1 and not isinstance(obj, SENT):
             raise UsageError(
                 f"broadcast() got a {type(obj).__name__} with src={src}, expected a text or a number of worker 0. "

@@ -50,7 +50,7 @@ from ..train.schedules import JobScheduler
 from ..train.session import Session, came_late, current, resumption_of, worker_count
 from ..train.tracking import track
 from ..train.training import training_of
-from . import require
+from . import broadcast, require
 
 require("transformers", "4.57", "transformers")
 
@@ -170,9 +170,44 @@ def reason_against(trainer: Any) -> str | None:
     return None
 
 
+UNTRUE = "not to be a single sample", "do not match the ones in the `trainer_state.json`"
+"""What warnings of a trainer contain that are not true in a run.
+
+Training goes on after a pass without samples. The numbers of steps in a checkpoint count batches of any worker, and
+those in the arguments joint batches.
+"""
+
+
 def _tells(record: logging.LogRecord) -> bool:
-    """Return False for the warning that training stops at a pass without samples: in a run, it goes on."""
-    return "not to be a single sample" not in record.getMessage()
+    """Return False for a warning that is not true in a run."""
+    return not any(text in record.getMessage() for text in UNTRUE)
+
+
+@contextmanager
+def _true_warnings() -> Iterator[None]:
+    """Return a context in which trainers do not give the warnings that are not true in a run."""
+    logs = [logging.getLogger(f"transformers.{name}") for name in ("trainer", "trainer_utils")]
+    for each in logs:
+        each.addFilter(_tells)
+    try:
+        yield
+    finally:
+        for each in logs:
+            each.removeFilter(_tells)
+
+
+def _evaluates_at_end(args: Any) -> bool:
+    """Return True if this version of transformers evaluates after the last step, whatever `eval_steps` is.
+
+    Args:
+        args: any `TrainingArguments`. They are not changed.
+    """
+    args = copy.copy(args)  # to construct others would reset Accelerate
+    args.eval_strategy, args.eval_delay = transformers.IntervalStrategy.STEPS, 0
+    state = transformers.TrainerState(global_step=3, max_steps=3, logging_steps=2, eval_steps=2, save_steps=2)
+    control = transformers.TrainerControl()
+    transformers.DefaultFlowCallback().on_step_end(args, state, control)
+    return bool(control.should_evaluate)
 
 
 def _become(thing: Any, mixin: type) -> None:
@@ -263,6 +298,7 @@ class TrainerJob:
         self._skips = False  # True if the first pass then leaves out what was used before the checkpoint
         self._begin_at = 0  # number of batches that the first pass leaves out
         self._evaluations = 0  # number of evaluations after a number of steps
+        self._evaluates_at_end = _evaluates_at_end(trainer.args)
         self._before = 0  # `global_step` before the current step
         self.loads_best = False
 
@@ -283,8 +319,14 @@ class TrainerJob:
             return num_training_steps
         if (steps := int(args.max_steps)) > 0:
             return steps
-        steps_per_epoch: int = -(-len(self.loader.loader) // args.gradient_accumulation_steps)
-        return math.ceil(float(args.num_train_epochs) * steps_per_epoch)
+        return math.ceil(float(args.num_train_epochs) * self._joint_steps)
+
+    @property
+    def _joint_steps(self) -> int:
+        """Number of steps in an epoch, if each is made with joint batches."""
+        assert self.loader is not None
+        accumulated: int = self.trainer.args.gradient_accumulation_steps
+        return -(-len(self.loader.loader) // accumulated)
 
     # -- data and epochs ----------------------------------------------------------------------------------
 
@@ -365,14 +407,12 @@ class TrainerJob:
         self._losses, self._logged, self._total, self._steps = [], [], 0.0, 0
         self.loads_best = args.load_best_model_at_end
         args.ignore_data_skip = args.ignore_data_skip or resumes
-        log = logging.getLogger("transformers.trainer")
-        log.addFilter(_tells)
         try:
-            yield
+            with _true_warnings():
+                yield
             if self._loop is not None and not self.over:
                 self._loop.stop()
         finally:
-            log.removeFilter(_tells)
             args.ignore_data_skip, args.load_best_model_at_end = own
             if self._numbers is not None:
                 self._numbers.close()
@@ -384,11 +424,35 @@ class TrainerJob:
         for kind in KINDS:
             if (steps := getattr(args, f"{kind}_steps")) is not None and steps >= 1:
                 setattr(state, f"{kind}_steps", int(steps) * worker_count())
+        if self._resumes and not self.session.resumed:
+            self._translate_progress(state)
         self._before = state.global_step
         self._evaluations = self._due(state)
         self._begin_at = 0
         if self._skips:
             self._begin_at = state.global_step % self.steps_per_epoch * args.gradient_accumulation_steps
+
+    def _translate_progress(self, state: Any) -> None:
+        """Let the schedule begin where the trainer goes on, if its checkpoint is of another number of workers.
+
+        Raises:
+            ConfigurationError: the steps of the checkpoint have other batches; or the schedule has made the joint
+                batches of another number of workers, and its class cannot begin elsewhere.
+        """
+        assert self.loader is not None
+        scheduler = self.trainer.lr_scheduler
+        if abs(state.epoch * self.steps_per_epoch - state.global_step) > 1 + 0.02 * state.global_step:
+            raise ConfigurationError(
+                f"trainer.train() got a checkpoint to resume from that has made {state.global_step} steps in "
+                f"{state.epoch:.4g} epochs, but here an epoch has {self.steps_per_epoch} steps, because the batches of "
+                "the workers have another size. Use the batch size with which the checkpoint was written: "
+                "per_device_train_batch_size, or with --joint-batch, its share of each worker."
+            )
+        steps_per_epoch = self.steps_per_epoch if self.dynamic else self._joint_steps
+        step = state.epoch * steps_per_epoch
+        tolerance = worker_count() if self.dynamic else 1
+        if isinstance(scheduler, JobScheduler) and abs(scheduler.last_epoch - step) > tolerance:
+            scheduler.begin_at(round(step))
 
     def begin_epoch(self, control: Any) -> None:
         self.trainer.args.load_best_model_at_end = False  # it is loaded after training, in all workers
@@ -427,8 +491,12 @@ class TrainerJob:
         args = self.trainer.args
         if args.eval_strategy != "steps" or not state.eval_steps:
             return 0
-        begins = state.global_step >= args.eval_delay * worker_count()
-        return int(state.global_step // state.eval_steps) if begins else 0
+        if state.global_step < args.eval_delay * worker_count():
+            return 0
+        # The last step of an epoch may be that of another worker, so the end of the pass is the end for all.
+        ended = state.global_step >= state.max_steps and (self._whole or args.max_steps > 0)
+        rest = state.global_step % state.eval_steps > 0
+        return int(state.global_step // state.eval_steps + (ended and rest and self._evaluates_at_end))
 
     def set_flow(self, state: Any, control: Any) -> None:
         """Decide what the trainer does after a step: `global_step` may have passed a multiple without being one."""
@@ -524,14 +592,11 @@ class TrainerJob:
 
     def load_best(self) -> None:
         """Load the best model of all checkpoints into the model of the job."""
-        state, model, main = self.trainer.state, self.trainer.model, is_main()
-        step = state.best_global_step if main else None
-        barrier()  # the main worker has written the checkpoint
-        found = reduce({"step": float(step or 0), "known": float(bool(step))}, "sum")
-        if not found["known"]:
+        state, model = self.trainer.state, self.trainer.model
+        # The main worker, which has written the checkpoint, knows where this is.
+        path = broadcast(self._best_checkpoint(), sends=is_main())
+        if path is None:
             return
-        folder = f"checkpoint-{round(found['step'] / found['known'])}"
-        path = os.path.join(self.trainer.args.output_dir, folder)
         assert self.optimizer is not None
         with self.optimizer.editing():
             if os.path.isdir(path):
@@ -543,6 +608,15 @@ class TrainerJob:
         training = training_of(self.session)
         assert training is not None
         training.refresh()
+
+    def _best_checkpoint(self) -> str | None:
+        """Return the path of the best checkpoint; None if this worker finds none."""
+        state = self.trainer.state
+        known = os.path.join(self.trainer.args.output_dir, f"checkpoint-{state.best_global_step}")
+        # Before a resumption, the checkpoints may have been written elsewhere.
+        return next(
+            (path for path in (known, state.best_model_checkpoint) if path and os.path.isdir(path)), None
+        )
 
 
 def _load(model: Any, path: str) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 import math
+import warnings
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -26,11 +27,12 @@ from weakref import ref
 
 import msgspec
 import torch
-from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, SequentialLR
+from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, LRScheduler, SequentialLR
 
 from ..core.agreement import MARKED_STEPS
 from ..core.layout import HyperParameters
 from ..core.messages import MOST_REPORTED_BYTES, HyperParametersReported
+from ..errors import ConfigurationError
 from ..shard.optimizers import read_groups
 from .loops import Loop, Position, active_loop, current_position, latest_position
 from .session import OfSession, Session, came_late, resumption_of
@@ -168,6 +170,21 @@ class JobScheduler:
         self._measured = measured
         self._calls += 1
         self._advance(reached)
+
+    def begin_at(self, step: int) -> None:
+        """Let the wrapped scheduler go on from a step, before it is stepped for what is measured.
+
+        Raises:
+            ConfigurationError: the scheduler is no `LambdaLR`. Others have loaded the length of their schedule, too.
+        """
+        if not isinstance(self._scheduler, LambdaLR):
+            raise ConfigurationError(
+                f"the checkpoint was written by another number of workers, so its {self.kind} has another number of "
+                "steps. Use the number of workers with which the checkpoint was written, or a LambdaLR."
+            )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a call with the number of the step is deprecated
+            self._scheduler.step(step)
 
     @property
     def kind(self) -> str:
