@@ -215,6 +215,19 @@ def test_who_waits_is_said_and_what_a_kill_leads_to(
     )
 
 
+def test_nobody_is_told_to_kill_a_worker_whose_script_has_not_begun_to_train(
+    coordinator: CoordinatorHost,
+) -> None:
+    lines = Lines(coordinator, "is running")
+    lines.look(silent(1))
+    [line] = lines
+    assert "Its script may still import libraries or load data." in line
+    assert "kill" not in line
+    stopped = Lines(coordinator, "is stopped")
+    stopped.look(silent(1))
+    assert "Run 'kill -KILL 5912'" in stopped[0]
+
+
 def test_a_stopped_worker_that_others_wait_for_is_not_said_to_evaluate(training: CoordinatorHost) -> None:
     lines = Lines(training, "is stopped")
     lines.look(silent(1))

@@ -17,10 +17,6 @@ SEVERITIES: tuple[Severity, ...] = ("error", "wrong", "note")
 
 DISTRIBUTE = "Distribute the loader with paceline.prepare or paceline.distribute"
 ONE_WRITER = "Use paceline.save(obj, path), or write only: if paceline.is_main()."
-WRAP = (
-    "Wrap the optimizer: model, optimizer, loader = paceline.prepare(model, optimizer, loader). Call only the step() "
-    "of the optimizer that prepare returns."
-)
 PREPARE_SCHEDULE = (
     "Pass the scheduler to prepare, too, with the length that it has in a single process. The schedule then follows "
     "the progress of the job."
@@ -39,7 +35,7 @@ CATALOG: dict[str, tuple[Severity, str, str]] = {
     "optimizer not distributed": (
         "wrong",
         "The {detail} optimizer is not distributed, so every worker trains its own weights.",
-        WRAP,
+        "{advice}",
     ),
     "identical workers": (
         "wrong",
@@ -97,7 +93,8 @@ CATALOG: dict[str, tuple[Severity, str, str]] = {
     "clipping by the worker's norm": (
         "wrong",
         "{detail} clips the gradient of each worker by its own norm, not the gradient of the joint batch.",
-        "Call optimizer.clip_grad_norm(max_norm) of the distributed optimizer.",
+        "Call optimizer.clip_grad_norm(max_norm) of the distributed optimizer; with Accelerate, "
+        "accelerator.clip_grad_norm_(...); with Fabric, fabric.clip_gradients(...).",
     ),
     "same seed in all workers": (
         "wrong",
@@ -234,9 +231,10 @@ def _fails_in_a_run(evidence: ScriptEvidence) -> Iterator[Mistake]:
 
 
 def _optimizer_not_distributed(evidence: ScriptEvidence) -> Iterator[Mistake]:
+    advice = "\n".join(each.detail for each in evidence.of_workers("advised"))
     for each in evidence.of_workers("stepped"):
         if each.detail != "distributed":
-            yield _mistake("optimizer not distributed", each, detail=each.detail)
+            yield _mistake("optimizer not distributed", each, detail=each.detail, advice=advice)
 
 
 def _identical_workers(evidence: ScriptEvidence) -> Iterator[Mistake]:

@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 Kind = Literal[
+    "advised",  # an optimizer that is not distributed made a step; detail: what to do about it
     "asked",  # the script asked for the index or the number of workers; detail: the function
     # The script computed a loss that compares the samples of a batch with one another. Detail: their number.
     "compared",
@@ -104,6 +105,9 @@ WRITERS = frozenset(
     }
 )
 """Names of functions and methods that write a file, whatever they belong to."""
+
+SAFE_METHODS = frozenset({"save_model"})
+"""Names of methods that write in one worker only: those of a `Trainer` and of an `Accelerator` do so in a run."""
 
 SAVERS = frozenset({"torch", "np", "numpy", "joblib"})
 """Modules whose function `save` or `dump` writes a file."""
@@ -204,7 +208,7 @@ def _is_write(call: ast.Call) -> bool:
         case ast.Attribute(ast.Name(module), "save" | "dump") if module in SAVERS:
             return True
         case ast.Attribute(_, name):
-            return name in WRITERS
+            return name in WRITERS - SAFE_METHODS
     return False
 
 

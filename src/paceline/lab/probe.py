@@ -34,6 +34,7 @@ from paceline.train import data, epochs, session
 from paceline.train import prepare as preparing
 from paceline.train.optimizer import DistributedOptimizer
 from paceline.train.sources import length_of
+from paceline.train.training import how_to_distribute, unwatch_steps
 
 PATIENCE = 10
 """Factor by which a script makes more steps until it has stepped a scheduler with a metric."""
@@ -45,6 +46,9 @@ WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_APPEND
 
 TORCH = str(Path(torch.__file__).parent) + os.sep
 PACELINE = str(Path(__file__).parents[1]) + os.sep
+
+STANDARD = (*{sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")}, "<")
+"""Prefixes of the names of files that belong to Python."""
 
 LIBRARIES = tuple(
     {
@@ -93,6 +97,7 @@ class Probe:
 
     def install(self) -> None:
         """Replace the functions whose calls are observed, and install hooks."""
+        unwatch_steps()  # the same is observed here
         sys.addaudithook(self._audit)
         register_optimizer_step_post_hook(self._stepped)
         register_module_forward_pre_hook(self._forward)
@@ -169,7 +174,7 @@ class Probe:
         torch.nn.functional.cross_entropy = cross_entropy
 
     def _observe_distribution(self) -> None:
-        original, following = data.distribute_at, preparing._following
+        original, following, followed = data.distribute_at, preparing._following, preparing.follow
 
         def distribute_at(site: str, loader: Any, **options: Any) -> Any:
             self.note("distributed", str(id(loader)), sys._getframe(1))
@@ -181,10 +186,15 @@ class Probe:
             self._add("prepared schedule", detail, *self._created.get(scheduler, ("", 0)))
             return following(scheduler, optimizer, given, loader)
 
+        def follow_in_framework(scheduler: Any, *arguments: Any, **options: Any) -> Any:
+            self._add("prepared schedule", "0 0", *self._created.get(scheduler, ("", 0)))
+            return followed(scheduler, *arguments, **options)
+
         for owner, name, replacement in (
             (data, "distribute_at", distribute_at),
             (preparing, "distribute_at", distribute_at),
             (preparing, "_following", follow),
+            (preparing, "follow", follow_in_framework),
         ):
             setattr(owner, name, replacement)
 
@@ -244,9 +254,11 @@ class Probe:
         if not writes or not isinstance(path, str | bytes | os.PathLike):
             return
         path = os.path.abspath(os.fsdecode(path))
+        frame = sys._getframe(1)
         if path.startswith(("/dev/", "/proc/", self._own)) or {"__pycache__", ".cache"} & {*Path(path).parts}:
             return
-        self.note("wrote", path, sys._getframe(1))
+        if not is_called_by_paceline(frame, STANDARD):  # what Paceline writes is right
+            self.note("wrote", path, frame)
 
     def _forward(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
         if not self._initialized and torch.is_grad_enabled():
@@ -259,6 +271,8 @@ class Probe:
             return
         distributed = isinstance(optimizer, DistributedOptimizer)
         self.note("stepped", "distributed" if distributed else type(optimizer).__name__, frame)
+        if not distributed:
+            self.note("advised", how_to_distribute(frame))
         gradients = [
             p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
         ]
@@ -308,11 +322,19 @@ def is_users(file: str) -> bool:
     return not file.startswith(LIBRARIES)
 
 
-def is_called_by_paceline(frame: FrameType | None) -> bool:
-    """Return True if the innermost frame outside torch belongs to Paceline."""
-    while frame is not None and frame.f_code.co_filename.startswith(TORCH):
+def is_called_by_paceline(frame: FrameType | None, between: tuple[str, ...] = (TORCH,)) -> bool:
+    """Return True if the innermost frame outside some libraries belongs to Paceline.
+
+    Args:
+        frame: the innermost frame.
+        between: prefixes of the names of these libraries' files.
+    """
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(PACELINE) or not file.startswith(between):
+            return file.startswith(PACELINE)
         frame = frame.f_back
-    return frame is not None and frame.f_code.co_filename.startswith(PACELINE)
+    return False
 
 
 def users_place(frame: FrameType | None) -> tuple[str, int]:

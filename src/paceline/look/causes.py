@@ -664,12 +664,12 @@ def _cores(evidence: Evidence) -> Cause | None:
     processes = len(evidence.workers) + evidence.servers
     if not 0 < evidence.cores < processes or not evidence.matters(lost_s, LEAST_OUTSIDE):
         return None
-    fewer = max(1, evidence.cores - evidence.servers)
+    fewer = evidence.cores - evidence.servers
     remedy = f"Use fewer workers: --workers {fewer} leaves each process a core of its own."
     return evidence.cause(
         "cores",
         lost_s,
-        [MORE_CORES if evidence.cores <= evidence.servers else remedy],
+        [remedy if fewer > 1 else MORE_CORES],
         Who=f"{counted(len(evidence.workers), 'worker')} and {counted(evidence.servers, 'server')}".capitalize(),
         cores=counted(evidence.cores, "core"),
         processes=str(processes),

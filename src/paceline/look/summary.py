@@ -98,6 +98,11 @@ def _figures(summary: Mapping[str, Any]) -> dict[str, str]:
     }
     figures = {"left out": "dropped_pushes", "restarts": "restarts", "clipping": "clipped_alone"}
     absent = {name for name, figure in figures.items() if not summary.get(figure)}
+    samples = summary.get("ledger", {}).get("samples", {})
+    if samples.get("used") and not samples.get("dropped"):
+        absent.add(
+            "left out"
+        )  # what was left out has no samples, such as an edit that another worker has made first
     return {name: text for name, text in shown.items() if text and name not in absent}
 
 

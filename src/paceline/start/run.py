@@ -614,7 +614,8 @@ class LiveRun:
             return RunFailedError(
                 "the run",
                 "no worker called step() on a paceline.DistributedOptimizer, so nothing was trained; wrap "
-                "the optimizer with paceline.prepare, and call step() on the optimizer that prepare returns"
+                "the optimizer with paceline.prepare, and call step() on the optimizer that prepare returns; or "
+                "use paceline.integrations, if a Trainer, an Accelerator or a Fabric makes the steps"
                 + self._losses(),
             )
         return None

@@ -120,6 +120,7 @@ class Waiting:
         name = f"{awaited.role} {awaited.index}"
         training = self._coordinator.report.model is not None
         unawaited = awaited.role == "worker" and not awaited.waiting and training
+        starting = awaited.role == "worker" and not training
         lines = [
             f"{name.capitalize()} has sent nothing for {awaited.quiet_s:.0f} s. It {awaited.doing}{usual}. No other "
             "worker is waiting for it. Its script may do something other than training, such as evaluating the model."
@@ -141,13 +142,15 @@ class Waiting:
             lines.append(f"Its process {process.id} {state}.")
             if state == "is stopped":
                 lines.append(f"Run 'kill -CONT {process.id}' to resume the process.")
+            elif starting:
+                lines.append("Its script may still import libraries or load data.")
         if self._timeout_s is not None:
             lines.append(f"It will be killed after {self._timeout_s:g} s of silence (--stall-timeout).")
         else:
             option = "In another run, --stall-timeout SECONDS (in Python, stall_timeout=SECONDS)"
             if process is None:
                 lines.append(f"It runs on another machine. {option} kills such a {awaited.role}.")
-            else:
+            elif not starting or state == "is stopped":
                 others = self._coordinator.report.live - {awaited.index}
                 effect = "let the others continue" if awaited.role == "worker" and others else "end the run"
                 lines.append(f"Run 'kill -KILL {process.id}' to kill it and {effect}. {option} does so.")

@@ -26,7 +26,10 @@ DISTRIBUTE = (
     "faster workers can use more of the data."
 )
 
-CLIP = "To clip the joint gradient, call optimizer.clip_grad_norm(max_norm) between backward() and step() instead."
+CLIP = (
+    "To clip the joint gradient, call optimizer.clip_grad_norm(max_norm) between backward() and step() instead; with "
+    "Accelerate, accelerator.clip_grad_norm_(...); with Fabric, fabric.clip_gradients(...)."
+)
 
 
 class Handout(NamedTuple):

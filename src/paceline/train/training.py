@@ -5,19 +5,22 @@ from __future__ import annotations
 import logging
 import math
 import operator
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import zip_longest
-from types import MappingProxyType
+from types import FrameType, MappingProxyType
 from typing import Any, Literal
 from weakref import WeakKeyDictionary, ref
 
 import msgspec
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from ..core.agreement import HASHED_ITERATIONS
 from ..core.layout import BufferSpec, FrozenSpec, HyperParameters, of_set
@@ -42,7 +45,7 @@ from .hooks import (
 )
 from .job_model import ParameterSet, TrainedModel, describe_parameter, least_samples_of
 from .metrics import MetricLog, metrics_of
-from .session import Session, TrainingStep, resumption_of
+from .session import Session, TrainingStep, current, resumption_of
 from .weights import Stager, Weights, stager_of
 
 log = logging.getLogger("paceline.train.training")
@@ -741,13 +744,68 @@ def watch_script() -> None:
     watch_clipping()
     watch_backward()
     watch_scalers()
+    watch_steps()
 
 
 def unwatch_script() -> None:
     """Restore what `watch_script` has wrapped."""
+    unwatch_steps()
     unwatch_scalers()
     unwatch_backward()
     unwatch_clipping()
+
+
+# -- A step of an optimizer that is not distributed, before training has begun --------------------------------
+
+REMEDIES = {
+    "transformers.": "Call paceline.integrations.transformers.distribute(trainer) before trainer.train().",
+    "lightning.pytorch.": 'Write import paceline.integrations.lightning, and Trainer(strategy="paceline").',
+    "pytorch_lightning.": 'Write import paceline.integrations.lightning, and Trainer(strategy="paceline").',
+    "lightning.fabric.": 'Write import paceline.integrations.lightning, and Fabric(strategy="paceline").',
+    "lightning_fabric.": 'Write import paceline.integrations.lightning, and Fabric(strategy="paceline").',
+    "accelerate.": "Use the Accelerator of paceline.integrations.accelerate, and prepare(..., train=loader).",
+    "": "Wrap the optimizer: model, optimizer, loader = paceline.prepare(model, optimizer, loader). Call only the "
+    "step() of the optimizer that prepare returns.",
+}
+"""What the name of a module on the stack begins with, when an optimizer makes a step -> how it is distributed."""
+
+
+def how_to_distribute(frame: FrameType | None) -> str:
+    """Return what to do about an optimizer that makes a step in this frame and is not distributed."""
+    modules = []
+    while frame is not None:
+        modules.append(str(frame.f_globals.get("__name__")))
+        frame = frame.f_back
+    # The first framework counts, because a trainer may use the others.
+    return next(REMEDIES[start] for start in REMEDIES if any(each.startswith(start) for each in modules))
+
+
+def watch_steps() -> None:
+    """Let the first step of an optimizer say so if training has not begun, because no optimizer is distributed."""
+    global _steps_watch
+    _steps_watch = register_optimizer_step_post_hook(_look_at_step)
+
+
+def unwatch_steps() -> None:
+    """Undo `watch_steps`."""
+    if _steps_watch is not None:
+        _steps_watch.remove()
+
+
+_steps_watch: RemovableHandle | None = None
+
+
+def _look_at_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    session = current()
+    if session is None:
+        return
+    unwatch_steps()
+    if training_of(session) is None and session.worker == 0:
+        log.warning(
+            "The %s optimizer is not distributed, so every worker trains its own weights. %s",
+            type(optimizer).__name__,
+            how_to_distribute(sys._getframe()),
+        )
 
 
 def _restart(gradients: Gradients, weights: Weights, metrics: MetricLog) -> None:
