@@ -204,8 +204,10 @@ class Comparison(msgspec.Struct, frozen=True):
             )
         axes.axvline(self.rate, color="black", linewidth=0.8, linestyle=":")
         axes.set_xscale("log")
-        axes.set_ylim(bottom=0)
-        axes.set(xlabel="learning rate", ylabel="virtual seconds to the target")
+        rates = sorted({rate for found in self.by_rate.values() for rate in found})
+        axes.set_xticks(rates, [f"{rate:g}" for rate in rates], fontsize=8)
+        axes.set_xticks([], minor=True)
+        axes.set(xlabel="learning rate", ylabel="virtual seconds to the target", ylim=(0, None))
         reached = "medians and quartiles; where a line ends, the target is missed"
         axes.set_title(reached if any(drawn) else "the target is missed at every rate", fontsize=10)
         axes.grid(alpha=0.3)
