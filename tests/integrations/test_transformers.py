@@ -314,15 +314,24 @@ def test_a_checkpoint_of_one_process_is_resumed_by_three_workers(
     assert used(tmp_path) == 2 * 512 - (51 if sync == "bsp" else 52) * 8
 
 
-def test_a_checkpoint_with_batches_of_another_size_is_refused(mark: str, tmp_path: Path) -> None:
-    script = resumable()
+def test_a_checkpoint_of_one_process_is_resumed_by_workers_that_divide_its_batches(
+    mark: str, tmp_path: Path
+) -> None:
+    """A step is a smaller batch there, and the result is that of the process that was not interrupted."""
+    script = resumable(learning_rate='0.1,\n    optim="sgd"')
     alone(tmp_path, script)
-    command = "-m", "paceline", "run", "--workers", "2", "--servers", "1", "--run-dir", "run", "--joint-batch"
-    process = start(tmp_path, script.replace(*RESUMES), *command)
-    printed = output(process)
-    assert process.returncode != 0
-    assert "52 steps in 0.8125 epochs, but here an epoch has 128 steps" in printed
-    assert "Use the batch size with which the checkpoint was written" in printed
+    expected = saved(tmp_path)
+    run(tmp_path, script.replace(*RESUMES), "--joint-batch")
+    require_equal(saved(tmp_path), expected)
+    assert "rate 0.0" in (tmp_path / "run" / "worker-0.log").read_text()
+    assert newest_state(tmp_path)["global_step"] == 256
+    assert used(tmp_path) == 2 * 512 - 52 * 8
+    # and back: the newest checkpoint of the two workers, which divided batches, is one of larger batches
+    (tmp_path / "run").rename(tmp_path / "before")
+    back = script.replace(RESUMES[0], 'trainer.train(resume_from_checkpoint="checkpoints/checkpoint-208")')
+    run(tmp_path, back)
+    assert "rate 0.0" in (tmp_path / "run" / "worker-0.log").read_text()
+    assert used(tmp_path) == pytest.approx(2 * 512 * 48 / 256, abs=16)
 
 
 def test_the_best_checkpoint_of_another_folder_is_loaded(mark: str, tmp_path: Path) -> None:

@@ -30,9 +30,11 @@ import logging
 import math
 import numbers
 import os
+import tempfile
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -57,7 +59,7 @@ require("transformers", "4.57", "transformers")
 import transformers  # noqa: E402
 from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
 from transformers.trainer_callback import ExportableState, ProgressCallback  # noqa: E402
-from transformers.trainer_utils import has_length  # noqa: E402
+from transformers.trainer_utils import get_last_checkpoint, has_length  # noqa: E402
 
 from .accelerate import JobAccelerator, apart  # noqa: E402
 
@@ -67,6 +69,9 @@ log = logging.getLogger("paceline.integrations.transformers")
 
 SITE = "transformers"
 """Name of the place at which the training data is distributed. It is the same in all workers."""
+
+STATE = "trainer_state.json"
+"""Name of the file in a checkpoint of a trainer that contains its `TrainerState`."""
 
 KINDS = ("logging", "eval", "save")
 """What a trainer does after a number of steps."""
@@ -301,6 +306,9 @@ class TrainerJob:
         self._evaluates_at_end = _evaluates_at_end(trainer.args)
         self._before = 0  # `global_step` before the current step
         self.loads_best = False
+        self._checkpoint: Path | None = (
+            None  # a folder of links to the checkpoint from which the trainer goes on
+        )
 
     @property
     def dynamic(self) -> bool:
@@ -414,6 +422,7 @@ class TrainerJob:
                 self._loop.stop()
         finally:
             args.ignore_data_skip, args.load_best_model_at_end = own
+            self._checkpoint = None
             if self._numbers is not None:
                 self._numbers.close()
             self._loop = self._numbers = self._reached = None
@@ -425,31 +434,52 @@ class TrainerJob:
             if (steps := getattr(args, f"{kind}_steps")) is not None and steps >= 1:
                 setattr(state, f"{kind}_steps", int(steps) * worker_count())
         if self._resumes and not self.session.resumed:
-            self._translate_progress(state)
+            self._translate_schedule(state)
         self._before = state.global_step
         self._evaluations = self._due(state)
         self._begin_at = 0
         if self._skips:
             self._begin_at = state.global_step % self.steps_per_epoch * args.gradient_accumulation_steps
 
-    def _translate_progress(self, state: Any) -> None:
+    @contextmanager
+    def translated(self, checkpoint: Any) -> Iterator[Any]:
+        """Return a context with a folder of links to a checkpoint of the trainer, in which its steps can be translated.
+
+        Args:
+            checkpoint: the argument of `train`. It is returned itself if it is no checkpoint.
+        """
+        if checkpoint is True:
+            checkpoint = get_last_checkpoint(self.trainer.args.output_dir) or True
+        if not isinstance(checkpoint, str | os.PathLike) or not os.path.isfile(Path(checkpoint, STATE)):
+            yield checkpoint
+            return
+        with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
+            for path in Path(checkpoint).resolve().iterdir():
+                Path(folder, path.name).symlink_to(path)
+            self._checkpoint = Path(folder)
+            yield folder
+
+    def translate_steps(self) -> None:
+        """Let the steps of the checkpoint count batches of the size that they have here. The trainer reads it later."""
+        if self._checkpoint is None:
+            return
+        path = self._checkpoint / STATE
+        state = json.loads(path.read_text())
+        there = state["global_step"] / state["epoch"]
+        # An epoch has up to a joint batch more with another number of workers, although the batches have the same size.
+        if abs(there - self.steps_per_epoch) > max(worker_count(), 0.1 * there):
+            state["global_step"] = int(state["epoch"] * self.steps_per_epoch + 1e-6)
+            path.unlink()  # a link to the file of the checkpoint
+            path.write_text(json.dumps(state))
+
+    def _translate_schedule(self, state: Any) -> None:
         """Let the schedule begin where the trainer goes on, if its checkpoint is of another number of workers.
 
         Raises:
-            ConfigurationError: the steps of the checkpoint have other batches; or the schedule has made the joint
-                batches of another number of workers, and its class cannot begin elsewhere.
+            ConfigurationError: a scheduler of this class cannot begin elsewhere.
         """
-        assert self.loader is not None
         scheduler = self.trainer.lr_scheduler
-        if abs(state.epoch * self.steps_per_epoch - state.global_step) > 1 + 0.02 * state.global_step:
-            raise ConfigurationError(
-                f"trainer.train() got a checkpoint to resume from that has made {state.global_step} steps in "
-                f"{state.epoch:.4g} epochs, but here an epoch has {self.steps_per_epoch} steps, because the batches of "
-                "the workers have another size. Use the batch size with which the checkpoint was written: "
-                "per_device_train_batch_size, or with --joint-batch, its share of each worker."
-            )
-        steps_per_epoch = self.steps_per_epoch if self.dynamic else self._joint_steps
-        step = state.epoch * steps_per_epoch
+        step = state.epoch * (self.steps_per_epoch if self.dynamic else self._joint_steps)
         tolerance = worker_count() if self.dynamic else 1
         if isinstance(scheduler, JobScheduler) and abs(scheduler.last_epoch - step) > tolerance:
             scheduler.begin_at(round(step))
@@ -743,6 +773,7 @@ class JobTrainer:
             args.max_steps *= worker_count()
         values = super().set_initial_training_values(args, dataloader, *arguments)  # type: ignore[misc]
         self.job.epochs, self.job.steps_per_epoch = values[:2]
+        self.job.translate_steps()
         return values
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, *arguments: Any) -> Any:
@@ -770,8 +801,8 @@ class JobTrainer:
     def train(self, resume_from_checkpoint: Any = None, *arguments: Any, **options: Any) -> Any:
         trainer: Any = self
         resumes = resume_from_checkpoint not in (None, False)
-        with self.job.training(resumes=resumes):
-            output = super().train(resume_from_checkpoint, *arguments, **options)  # type: ignore[misc]
+        with self.job.training(resumes=resumes), self.job.translated(resume_from_checkpoint) as checkpoint:
+            output = super().train(checkpoint, *arguments, **options)  # type: ignore[misc]
         if self.job.loads_best:
             self.job.load_best()
         loss = output.metrics.get("train_loss", math.nan)
