@@ -183,8 +183,8 @@ def test_what_a_directory_of_somebody_else_says_is_not_done_unless_the_user_want
     words = refusal()
     assert words == (
         f"the directory run would decide about the command {PLANTED!r} and --import 'planted' and --tensorboard "
-        "'/elsewhere', but its run.json is not signed with your key, so somebody else may have written this; look at "
-        "it, and add --trust (trust=True) if you want it, or give it anew."
+        "'/elsewhere', but its run.json is not signed with your key, so somebody else may have written this; check "
+        "it, and add --trust (trust=True) if you accept it, or specify it yourself."
     )
     # A command that is given anew is the user's. What else the directory names still is not.
     assert "about --import 'planted' and --tensorboard '/elsewhere', but" in refusal("train.py")

@@ -132,7 +132,10 @@ def test_a_run_on_another_machine_is_never_called_cut_off(folder: Path) -> None:
     assert not found.seen
     words = str(unreachable(path, found))
     assert words.startswith("whether the run in runs/a is in progress cannot be told from here")
-    assert f"process {os.getpid()} on node7, can be neither seen nor reached. Call status there" in words
+    assert (
+        f"process {os.getpid()} on node7, can be neither seen nor reached. Call status on that machine"
+        in words
+    )
     with RunLock.take(path):
         words = str(unreachable(path, found))
     assert words.startswith("the run in runs/a is in progress: its launcher, process")

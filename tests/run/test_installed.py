@@ -41,7 +41,7 @@ def test_machines_with_other_versions_of_torch_may_join() -> None:
     ("reason", "found", "options"),
     [
         (
-            "has the same version .* but other formats of codecs and messages. Install the same wheel",
+            "has the same version .* but different formats of codecs and messages. Install the same wheel",
             msgspec.structs.replace(OWN, formats={"messages": "c"}),
             {},
         ),

@@ -394,11 +394,11 @@ def test_all_machines_report_failure_when_weights_are_lost_at_the_end(mark: str)
     os.kill(int(Path("victim").read_text()), signal.SIGCONT)
     ends = [output(joined), output(brings)]
 
-    assert "server 1: it was to send its weights, and sent nothing for 1 s" in messages
+    assert "server 1: it had to send its weights, but sent nothing for 1 s" in messages
     assert "the saved weights are incomplete; missing: " in messages
     assert json.loads(Path("run", "summary.json").read_text())["ended"] == "failed"
     assert [code for code, *_ in ends] == [1, 1], ends
-    assert all("server 1: it was to send its weights, and sent nothing for 1 s" in each[2] for each in ends)
+    assert all("server 1: it had to send its weights, but sent nothing for 1 s" in each[2] for each in ends)
 
 
 @pytest.mark.chaos

@@ -1,8 +1,8 @@
-"""Copies checkpoints to and from object storage, such as a bucket, by the file systems of `fsspec`.
+"""Copies checkpoints to and from object storage, such as a bucket, with the file systems of `fsspec`.
 
-A bucket has no directories that can be renamed. So a copy is whole once its manifest is there, which is copied last.
-The first file of a copy says whose it is. As in a directory (see `manifest`), several runs may share a bucket: none
-looks outside of the folder of its lineage, and none removes what does not carry its identity.
+A bucket has no directories that can be renamed. So the manifest is copied last, and a copy is whole if it has a
+manifest. The first file of a copy names the lineage. Several runs may share a bucket, like a directory (see
+`manifest`): no run looks outside of the folder of its lineage, or removes checkpoints that do not name its lineage.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class LineageThere(NamedTuple):
     """A lineage that has checkpoints in a bucket or a directory.
 
     Attributes:
-        name: its identity; "" for checkpoints of earlier versions, which have none.
-        numbers: the numbers of its complete checkpoints, in ascending order.
-        origin: the checkpoint of another lineage with which this one has begun; "" for none. See `origin_of`.
-        run: the content of `run.json` in its newest checkpoint; b"" if there is none.
+        name: the identity of the lineage; "" for checkpoints of earlier versions, which name no lineage.
+        numbers: the numbers of the complete checkpoints, in ascending order.
+        origin: the checkpoint of another lineage with which this lineage has begun; "" for none. See `origin_of`.
+        run: the content of `run.json` in the newest checkpoint; b"" if there is no such file.
     """
 
     name: str
@@ -55,7 +55,7 @@ class LineageThere(NamedTuple):
     run: bytes
 
     def is_continued_by(self, other: LineageThere) -> bool:
-        """Return True if another lineage has begun with the newest checkpoint of this one."""
+        """Return True if another lineage has begun with the newest checkpoint of this lineage."""
         path = PurePosixPath(other.origin)
         name = "" if str(path.parent) == "." else str(path.parent)
         number = number_of(path.name)
@@ -81,14 +81,14 @@ def require_bucket(url: str) -> None:
 def upload(
     checkpoint: Path, url: str, keep: int = 3, pause: Callable[[float], bool] = lambda took_s: False
 ) -> None:
-    """Copy a complete checkpoint to the folder of its lineage in a bucket, and remove the oldest copies there.
+    """Copy a complete checkpoint to the folder of its lineage in a bucket, and remove the oldest copies in this folder.
 
     Args:
         checkpoint: directory of the checkpoint.
-        url: where the checkpoints of the run are, for example "s3://bucket/run".
-        keep: number of checkpoints to keep there.
-        pause: called after each piece with the time that it has taken, in seconds. It may wait, so that others have
-            the link for themselves, and returns True to give up.
+        url: the URL of the bucket for the checkpoints of the run, for example "s3://bucket/run".
+        keep: number of checkpoints to keep in the bucket.
+        pause: function that is called after each piece with the time that the piece has taken, in seconds. It may wait,
+            to leave the link to training, and returns True to give up.
 
     Raises:
         ConfigurationError: there is no file system for this URL.
@@ -127,7 +127,7 @@ def _copy(file: Path, system: Any, place: str, pause: Callable[[float], bool]) -
 
 
 def _carries(system: Any, folder: PurePosixPath, number: int, lineage: str) -> bool:
-    """Return True if a copy says that it belongs to this lineage. Nothing else may be removed."""
+    """Return True if a copy names this lineage. A run may remove only such copies."""
     for name in (DRAFT, MANIFEST):
         path = str(folder / name_of(number) / name)
         if system.exists(path):
@@ -139,7 +139,7 @@ def _carries(system: Any, folder: PurePosixPath, number: int, lineage: str) -> b
 
 
 def _remove(system: Any, copy: PurePosixPath) -> None:
-    """Remove a copy. What says whose it is goes last, so that nothing is left for ever."""
+    """Remove a copy. The files that name its lineage are removed last, so that a later call can remove the rest."""
     for path in system.find(str(copy)):
         if PurePosixPath(path) not in (copy / MANIFEST, copy / DRAFT) and PurePosixPath(path).name:
             system.rm_file(path)
@@ -158,23 +158,23 @@ def newest_from(
     """Copy the newest whole checkpoint of a lineage from a bucket.
 
     Args:
-        url: where the checkpoints of the run are.
-        directory: directory of all checkpoints of the run on this machine. The folder of the lineage is created in it
-            if necessary.
-        lineage: the identity of the lineage; "" for checkpoints of earlier versions, which have none.
-        after: number of the newest checkpoint that is not needed, for example because this machine has it.
+        url: the URL of the bucket with the checkpoints of the run.
+        directory: directory of all checkpoints of the run on this machine. The folder of the lineage is created in this
+            directory if necessary.
+        lineage: the identity of the lineage; "" for checkpoints of earlier versions, which name no lineage.
+        after: number of a checkpoint. Only newer ones are copied, for example because this machine has the older ones.
         until: number of the newest checkpoint that may be used; None for no limit.
         use: see `reading.newest_whole`.
 
     Raises:
         ConfigurationError: there is no file system for this URL.
-        CheckpointError: the bucket cannot be read, or this machine cannot be written.
+        CheckpointError: the bucket cannot be read, or the files cannot be written on this machine.
     """
     system, root = _open(url)
     there, here = PurePosixPath(root, lineage), directory / lineage
     faults = []
     try:
-        # Among copies of an earlier version, other folders may be named by numbers, too, such as those of Slurm jobs.
+        # Among copies of an earlier version, folders of other programs may also have numbers as names (Slurm jobs).
         numbers = _numbers_at(system, str(there)) if lineage else _complete_at(system, there)
         for number in reversed(numbers):
             if until is not None and number > until:
@@ -198,7 +198,7 @@ def _fetch(
     """Copy a checkpoint to a folder on this machine.
 
     Raises:
-        CheckpointError: it is not whole.
+        CheckpointError: the checkpoint is not whole.
     """
     lineage, there = identity_of(here), folder / name_of(number)
     if not system.exists(str(there / MANIFEST)):
@@ -219,7 +219,7 @@ def _fetch(
         found.require_number(number)
         use(found)
         path = here / there.name
-        if path.exists():  # it is damaged, or it would be used
+        if path.exists():  # this checkpoint must be damaged, because otherwise it would have been used
             if carries(path, lineage):
                 remove(path)
             else:
@@ -283,7 +283,7 @@ def _complete_at(system: Any, folder: PurePosixPath) -> list[int]:
 
 
 def _names_at(system: Any, root: str) -> list[str]:
-    """Return the names of what is in a folder of a bucket."""
+    """Return the names of the files and folders in a folder of a bucket."""
     system.invalidate_cache()
     if not system.exists(root):
         return []

@@ -14,18 +14,18 @@ from .reading import Checkpoint
 def export_distributed(checkpoint: str | os.PathLike[str], folder: str | os.PathLike[str]) -> None:
     """Write the weights and the optimizers' states of a checkpoint for `torch.distributed.checkpoint.load`.
 
-    The states refer to parameters by their names, as those of `get_model_state_dict` and `get_optimizer_state_dict`
-    do. They are under the names "model", "optimizer" and, if there are more optimizers, "optimizer-1" and so on.
+    The states refer to parameters by name, like the results of `get_model_state_dict` and `get_optimizer_state_dict`.
+    The states have the names "model", "optimizer" and, if there are more optimizers, "optimizer-1" and so on.
 
     Args:
         checkpoint: directory of the checkpoint.
-        folder: directory to write to. It is created if necessary.
+        folder: directory to write to. The directory is created if necessary.
 
     Raises:
         CheckpointError: the checkpoint is not whole.
         OSError: a file cannot be written.
 
-    Example (the model and the optimizer are those of the script):
+    Example (`model` and `optimizer` are the objects of the script):
 
         state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
         torch.distributed.checkpoint.load(state, checkpoint_id=folder)

@@ -1,7 +1,8 @@
-"""The manifest of a checkpoint, by which a damaged one is recognized, the names of directories, and a limit of rate.
+"""The manifest of a checkpoint, by which damage is recognized; the names of directories; and a limit on the rate.
 
-The manifest is written last. So a checkpoint without a manifest is not complete. A user who can write a checkpoint can
-also sign it, so a manifest that names files outside of its directory is refused like a damaged one.
+The manifest is written last. So a checkpoint without a manifest is not complete. Whoever can write a checkpoint can
+also write a manifest with valid checksums. So a manifest that names files outside of its directory is refused like a
+damaged manifest.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from ..errors import CheckpointError
 from ..files import open_regular, read_regular
 
 FORMAT = 2
-"""Number of the format of the directory. A change that earlier versions cannot read adds one."""
+"""Number of the format of the directory. It is increased by one for a change that earlier versions cannot read."""
 
 ADDED = {2: ("lineage", "origin")}
-"""The attributes of `Manifest` that a format has added. Checksums of earlier formats do not include these."""
+"""The attributes of `Manifest` that a format has added. Checksums of earlier formats do not include them."""
 
 FILE = re.compile(
     r"model\.safetensors|optimizer-[0-9]+\.pt|job\.json|workers/[0-9]+\.bin|run\.json|script\.py"
@@ -52,11 +53,13 @@ class OptimizerRecord(msgspec.Struct, frozen=True):
 
     Attributes:
         name: name of the class that the servers run. See `core.layout.OptimizerSpec`.
-        replaced: number of times that another optimizer has replaced it.
-        parameters: names of the parameters that it trains. `state_dict()` refers to them by their positions here.
-        counters: for each group, what the optimizer itself has changed in it.
-        whole: True if it needs whole tensors, so the entries of its state may have any shape. For others, there is no
-            such field, as in the manifests of earlier versions, so these keep their checksums.
+        replaced: number of times that the script has replaced the optimizer of this parameter set.
+        parameters: names of the parameters that the optimizer trains. `state_dict()` refers to a parameter by its
+            position in this sequence.
+        counters: for each group, the values that the optimizer itself has changed in the group.
+        whole: True if the optimizer needs whole tensors, so that the entries of its state may have any shape. The field
+            is absent for other optimizers, as in manifests of earlier versions. So the checksums of earlier manifests
+            stay valid.
     """
 
     name: str
@@ -76,8 +79,8 @@ class Manifest(msgspec.Struct, frozen=True):
         versions: for each shard, the number of updates that its weights include.
         optimizers: the optimizers.
         files: all other files, by their paths in the directory of the checkpoint.
-        lineage: the identity of the run and of those that have resumed it. "" in format 1.
-        origin: the checkpoint of another lineage with which this one has begun. See `origin_of`; "" for none.
+        lineage: the identity of the lineage to which the checkpoint belongs; "" in format 1.
+        origin: the checkpoint of another lineage with which this lineage has begun; "" for none. See `origin_of`.
         sha256: checksum of this manifest with the checksum "".
     """
 
@@ -108,7 +111,7 @@ class _Head(msgspec.Struct, frozen=True):
 
 
 class _Owner(msgspec.Struct, frozen=True):
-    """The part of a manifest that says whose the checkpoint is."""
+    """The part of a manifest that names the lineage of the checkpoint."""
 
     lineage: str = ""
 
@@ -129,7 +132,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of a checkpoint.
 
     Raises:
-        CheckpointError: there is none, it is damaged, its format is unknown, or it is that of another lineage.
+        CheckpointError: the manifest is missing or damaged, its format is unknown, or it names another lineage.
     """
     try:
         data = read_regular(folder / MANIFEST)
@@ -143,10 +146,10 @@ def manifest_of(data: bytes, lineage: str) -> Manifest:
 
     Args:
         data: the content of the file.
-        lineage: the identity that it has to carry; "" if it may carry none.
+        lineage: the lineage that the manifest must name; "" if it must name none.
 
     Raises:
-        CheckpointError: it is damaged, its format is unknown, or it is that of another lineage.
+        CheckpointError: the manifest is damaged, its format is unknown, or it names another lineage.
     """
     try:
         head = msgspec.json.decode(data, type=_Head)
@@ -165,15 +168,17 @@ def manifest_of(data: bytes, lineage: str) -> Manifest:
             raise CheckpointError(f"{MANIFEST} names {name!r}, which is no file of a checkpoint")
     if manifest.lineage != lineage:
         whose = f"carries the identity {manifest.lineage}" if manifest.lineage else "carries no identity"
-        expected = f"expected {lineage}" if lineage else "but its folder is that of checkpoints without one"
+        expected = (
+            f"expected {lineage}" if lineage else "but its folder is for checkpoints without an identity"
+        )
         raise CheckpointError(f"it is of another run: it {whose}, {expected}")
     return manifest
 
 
 def carries(path: Path, lineage: str) -> bool:
-    """Return True if a checkpoint, complete or not, says that it belongs to this lineage.
+    """Return True if a checkpoint, complete or not, names this lineage.
 
-    Nothing else may be removed.
+    A run may remove only such checkpoints.
     """
     if not lineage or path.is_symlink():
         return False
@@ -224,22 +229,22 @@ def _checksum(manifest: Manifest) -> str:
     return hashlib.sha256(msgspec.json.encode(content)).hexdigest()
 
 
-# -- A limit on the rate at which a checkpoint is written, so that training finds the disk and the processor free
+# -- A limit on the rate at which a checkpoint is written, so that enough of the disk and the CPU is left to training
 
 REST = 3.0
 """Time between two pieces of a checkpoint on a link, divided by the time that a piece takes.
 
-So a checkpoint uses at most a quarter of the time of a slow link, and training has the rest.
+So a checkpoint uses a slow link for at most a quarter of the time. The rest of the time is left to training.
 """
 
 NICENESS = 10
-"""How far the priority of a thread that writes a checkpoint is lowered. 19 is the lowest priority."""
+"""The amount that is added to the niceness of a thread that writes a checkpoint. 19 is the lowest priority."""
 
 
 class Pace:
     """Sleeps after each piece of work, so that the average rate stays below a limit.
 
-    Several threads may share an object. Time in which nothing was written is not made up for.
+    Several threads may share an object. After a pause, the rate does not exceed the limit to make up for the pause.
 
     Args:
         bytes_per_s: the limit.
@@ -265,10 +270,10 @@ class Pace:
         self._clock_s = clock_s
         self._sleep_s = sleep_s
         self._lock = threading.Lock()
-        self._free_s = -math.inf  # when the work so far would have ended at the limit
+        self._free_s = -math.inf  # time at which the work so far would have ended at the limit
 
     def spend(self, size_bytes: int) -> None:
-        """Sleep for as long as this number of bytes takes at the limit."""
+        """Sleep until this number of bytes, and all earlier ones, could have been written at the limit."""
         with self._lock:
             now_s = self._clock_s()
             self._free_s = max(self._free_s, now_s) + size_bytes / self._bytes_per_s
@@ -278,7 +283,7 @@ class Pace:
 
 
 def yield_to_training() -> None:
-    """Lower the priority of the calling thread, where a thread has one of its own, so that training goes first."""
+    """Lower the priority of the calling thread, so that training goes first. Only Linux has priorities of threads."""
     if sys.platform.startswith("linux"):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
@@ -289,12 +294,12 @@ def yield_to_training() -> None:
 #         000012/                         a complete checkpoint
 #         000013.partial/                 a checkpoint that is being written
 #
-# A *lineage* is a run and the runs that have resumed it in its directory. Its identity is a random text. So
-# several runs may share DIR, with each other and with whatever else lies there: none looks outside of its own
-# folder. Inside, only what carries the identity is removed: a complete checkpoint in its manifest, a draft in
-# `DRAFT`.
+# A *lineage* is a run and the runs that have resumed it in its directory. The identity of a lineage is a random text.
+# Several runs may share DIR, which may also contain other files: no run looks outside of the folder of its lineage.
+# Inside the folder, a run only removes checkpoints that name its lineage: a complete checkpoint in its manifest, a
+# checkpoint that is being written in `DRAFT`.
 #
-# Earlier versions wrote `DIR/000012`. Such checkpoints carry no identity. They can be resumed, and are never removed.
+# Earlier versions wrote `DIR/000012`. Such checkpoints name no lineage. They can be resumed, and are never removed.
 
 LINEAGE = re.compile(r"paceline-[0-9a-f]{16}")
 NUMBER = re.compile(r"[0-9]{6,}")
@@ -303,14 +308,14 @@ PARTIAL = ".partial"
 """End of the name of a checkpoint that is not complete."""
 
 DRAFT = "draft.json"
-"""Name of the file in a checkpoint that is not complete which tells whose it is. See `DraftMark`."""
+"""Name of the mark in a checkpoint that is not complete. See `DraftMark`."""
 
 
 class DraftMark(msgspec.Struct, frozen=True):
-    """Whose a checkpoint is that is being written.
+    """The mark of a checkpoint that is being written, which names its lineage.
 
     Attributes:
-        lineage: the identity of its lineage.
+        lineage: the identity of the lineage.
         token: a random text. No other run writes a draft with this token.
     """
 
@@ -333,12 +338,12 @@ def is_lineage(name: str) -> bool:
 
 
 def identity_of(folder: Path) -> str:
-    """Return the identity that the checkpoints in a folder carry; "" in a directory of an earlier version."""
+    """Return the identity of the lineage whose checkpoints are in a folder; "" for a folder of an earlier version."""
     return folder.name if is_lineage(folder.name) else ""
 
 
 def origin_of(checkpoint: Path) -> str:
-    """Return how the first checkpoints of a lineage name the checkpoint of another one with which it has begun.
+    """Return the name of a checkpoint as `Manifest.origin` contains it: the lineage, if there is one, and the number.
 
     >>> origin_of(Path("/shared/paceline-0123456789abcdef/000012")), origin_of(Path("/shared/run/000012"))
     ('paceline-0123456789abcdef/000012', '000012')
@@ -358,7 +363,7 @@ def name_of(number: int) -> str:
 
 
 def number_of(name: str) -> int | None:
-    """Return the number of a checkpoint, given the name of its directory; None if this is no such name.
+    """Return the number of a checkpoint, given the name of its directory; None if the name is not a checkpoint's.
 
     >>> [number_of(name) for name in ("000012", "1000000", "0000012", "000012.partial")]
     [12, 1000000, None, None]
@@ -373,7 +378,7 @@ def numbers_in(folder: Path, suffix: str = "") -> list[int]:
 
     Args:
         folder: the folder.
-        suffix: end of the names: "" for complete checkpoints, ".partial" for those that are not.
+        suffix: end of the names: "" for complete checkpoints, ".partial" for incomplete ones.
     """
     try:
         paths = list(folder.iterdir())
@@ -385,7 +390,7 @@ def numbers_in(folder: Path, suffix: str = "") -> list[int]:
 
 
 def read_draft(path: Path) -> DraftMark | None:
-    """Return whose a checkpoint is that is being written; None if it does not say so."""
+    """Return the mark of a checkpoint that is being written; None if there is no valid mark."""
     try:
         return msgspec.json.decode(read_regular(path / DRAFT), type=DraftMark)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):

@@ -1,7 +1,7 @@
 """Lays out the files of a checkpoint that contain tensors: in full size, but without the values of the tensors.
 
-A checkpoint is never put together in memory. Its files are laid out first. Then each shard writes its segments to
-their places, in any order and from any process. See `writing`.
+A checkpoint is never assembled in memory. The files are laid out first. Then the segments of each shard are written to
+their places, in any order and by any process. See `writing`.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Places(msgspec.Struct, frozen=True):
     """Where the values of each tensor begin in the files of a checkpoint, in bytes.
 
     Attributes:
-        weights: for each parameter of the layout, where it begins in `MODEL`: once for each of its names.
+        weights: for each parameter of the layout, where its values begin in `MODEL`, once for each of its names.
         state: for each parameter of the layout, where each vector of its optimizer state begins, by key.
         optimizer: for each parameter of the layout, the index of its optimizer.
         members: for each optimizer, the names of its parameters in its own order.
-        tensors: where each of the other tensors begins in `MODEL`, by name.
+        tensors: where each tensor that is not a parameter begins in `MODEL`, by name.
     """
 
     weights: tuple[tuple[int, ...], ...]
@@ -55,9 +55,9 @@ class Places(msgspec.Struct, frozen=True):
 
 
 class _Entry(NamedTuple):
-    """An entry of the optimizer state of a parameter, by its name in a result of `shard.vectors.tensors_of`.
+    """An entry of the optimizer state of a parameter, as `shard.vectors.tensors_of` returns it.
 
-    A vector is described by a tensor without values.
+    The value of a vector is a tensor of the right shape and dtype whose values have no meaning.
     """
 
     value: torch.Tensor
@@ -85,12 +85,12 @@ def lay_out(
         slices: the slices of all shards.
         entries: the entries of each shard's optimizer state.
         tensors: the tensors of the model that are not parameters, by name. Only their dtypes and shapes are used.
-        settings: what the script has in the groups of each optimizer besides the first shard's entries; [] if this is
-            unknown.
+        settings: the settings of the script in the groups of each optimizer, which are added to those of the first
+            shard's entries; [] if unknown.
 
     Raises:
         OSError: a file cannot be written.
-        CheckpointError: a tensor has a dtype that the format does not have.
+        CheckpointError: a tensor has a dtype that the safetensors format does not support.
     """
     layout = model.layout
     described = {name: (torch_dtype(p.dtype), p.shape) for p in layout.parameters for name in p.names}
@@ -127,7 +127,7 @@ def _lay_out_model(path: Path, described: Mapping[str, tuple[torch.dtype, Sequen
     """Create a file in safetensors format. Return where each tensor begins.
 
     The format is described at https://huggingface.co/docs/safetensors. Tensors with larger elements come first, so
-    that each one is aligned.
+    that all tensors are aligned.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -152,7 +152,7 @@ def name_in_file(dtype: torch.dtype) -> str:
     """Return the name of a dtype in a file in safetensors format."""
     try:
         example = safetensors.torch.save({"tensor": torch.empty(0, dtype=dtype)})
-    except Exception as error:  # the library does not say which it raises
+    except Exception as error:  # the library does not document its exceptions
         raise CheckpointError(
             f"The model has a tensor of {dtype}, which a file in safetensors format cannot contain. Register it as a "
             "buffer with persistent=False, or switch checkpoints off."
@@ -168,7 +168,7 @@ def name_in_file(dtype: torch.dtype) -> str:
 def _joined(
     layout: Layout, slices: Sequence[ShardSlice], entries: Sequence[StateEntries]
 ) -> dict[int, dict[str, _Entry]]:
-    """Return the entries of each parameter. If shards have different numbers for a parameter, the highest counts."""
+    """Return the entries of each parameter. If the values of a number differ between shards, the highest is used."""
     joined: dict[int, dict[str, _Entry]] = {}
     for bounds, found in zip(slices, entries, strict=True):
         described = [
@@ -246,7 +246,7 @@ def _lay_out_optimizer(
     try:
         with skip_data():
             torch.save(state_dict, path)
-    except RuntimeError as error:  # torch's own writer does not say what the system has reported
+    except RuntimeError as error:  # torch's writer does not pass on the error of the system
         raise OSError(0, f"{path.name} cannot be created") from error
     in_file = [
         (members[position], key, of_member[position][key])
@@ -273,7 +273,7 @@ def _plain(value: Any) -> Any:
 def _begins_of_tensors(file: IO[bytes]) -> list[int]:
     """Return where the values of each tensor begin in a file of `torch.save`, in the order of the tensors.
 
-    The file is a ZIP archive in which nothing is compressed. It contains the tensors as NAME/data/0, NAME/data/1, ...
+    The file is an uncompressed ZIP archive. The archive contains the tensors as NAME/data/0, NAME/data/1, ...
     """
     begins = {}
     with zipfile.ZipFile(file) as archive:

@@ -48,7 +48,7 @@ class Checkpoint:
         manifest: what the checkpoint contains.
 
     Raises:
-        CheckpointError: the checkpoint is not complete, it is damaged, or another version has written it.
+        CheckpointError: the checkpoint is incomplete or damaged, or this version cannot read its format.
     """
 
     def __init__(self, path: Path, pace: Pace | None = None, *, checked: bool = True) -> None:
@@ -58,7 +58,7 @@ class Checkpoint:
             require_intact(path, self.manifest, pace or Pace())
 
     def require_number(self, number: int) -> None:
-        """Raise `CheckpointError` if the checkpoint has another number, because it was renamed."""
+        """Raise `CheckpointError` if the checkpoint has a different number, because it was renamed."""
         if self.manifest.number != number:
             raise CheckpointError(f"its name says {number}, but it is checkpoint {self.manifest.number}")
 
@@ -69,7 +69,7 @@ class Checkpoint:
 
     @property
     def workers(self) -> dict[int, Path]:
-        """The file with the state of each worker. What else lies in this folder has been put there by others."""
+        """The file with the state of each worker. Files that the manifest does not name are ignored."""
         names = filter(None, map(WORKER.fullmatch, self.manifest.files))
         return {
             index: self.path / name for index, name in sorted((int(found[1]), found[0]) for found in names)
@@ -93,7 +93,7 @@ class Checkpoint:
         """Check that the files contain this model. Values are not read.
 
         Raises:
-            CheckpointError: a file means nothing, or something else.
+            CheckpointError: a file is not valid, or contains a different model.
         """
         try:
             with safetensors.safe_open(self.path / MODEL, framework="pt") as file:
@@ -101,7 +101,7 @@ class Checkpoint:
                 described = {
                     name: (each.get_dtype(), tuple(each.get_shape())) for name, each in found.items()
                 }
-        except Exception as error:  # the library does not say which it raises
+        except Exception as error:  # the library does not document its exceptions
             raise CheckpointError(f"{MODEL} cannot be read: {first_line(error)}") from None
         tensors = [(name, p.dtype, p.shape) for p in model.layout.parameters for name in p.names]
         tensors += [(buffer.name, buffer.dtype, buffer.shape) for buffer in model.buffers]
@@ -118,7 +118,7 @@ class Checkpoint:
         for index, record in enumerate(records):
             try:
                 _require_state(self._optimizer(index), record, shapes)
-            except Exception as error:  # the library does not say which it raises
+            except Exception as error:  # the library does not document its exceptions
                 raise CheckpointError(
                     f"{optimizer_file(index)} cannot be read: {first_line(error)}"
                 ) from None
@@ -128,8 +128,9 @@ class Checkpoint:
 
         Args:
             layout: layout of a model.
-            bounds: the shard. The number of shards does not have to be that of the run.
-            initial: the values of parameters that the checkpoint lacks, by vector; None if it must have all of them.
+            bounds: the shard. The number of shards may differ from that of the run that wrote the checkpoint.
+            initial: the values of parameters that the checkpoint lacks, by vector; None if the checkpoint must have all
+                parameters.
 
         Raises:
             CheckpointError: the checkpoint lacks a parameter, or has one with another shape or dtype.
@@ -147,12 +148,12 @@ class Checkpoint:
     def optimizer_state(self, model: ModelSpec, bounds: ShardSlice, *, lacking: bool = False) -> Vectors:
         """Return a shard's slice of the optimizer state: "<segment>/<key>" -> tensor.
 
-        The state does not include that of optimizers that had not yet been replaced in `model`, or had been added
-        later.
+        The state of an optimizer is left out if the checkpoint has no such optimizer, or if the script had replaced the
+        optimizer a different number of times.
 
         Args:
             model: a model.
-            bounds: the shard. The number of shards does not have to be that of the run.
+            bounds: the shard. The number of shards may differ from that of the run that wrote the checkpoint.
             lacking: True if the checkpoint need not have all parameters of the model.
 
         Raises:
@@ -175,7 +176,7 @@ class Checkpoint:
         return with_counters(slice_state(bounds, parameters, state), counters)
 
     def _records(self, model: ModelSpec) -> list[tuple[int, OptimizerRecord]]:
-        """Return those optimizers of the checkpoint that the model has, too, with their indices."""
+        """Return the optimizers that both the checkpoint and the model have, with their indices."""
         pairs = zip(model.optimizers, self.manifest.optimizers, strict=False)
         return [
             (index, record)
@@ -203,15 +204,15 @@ def _require_state(state: dict[str, Any], record: OptimizerRecord, shapes: Mappi
     """Check the `state_dict()` of an optimizer.
 
     Raises:
-        Exception: this is no `state_dict()` of the optimizer with this record.
+        Exception: this is not a `state_dict()` of the optimizer that the record describes.
     """
     groups = [
         [record.parameters[position] for position in group["params"]] for group in state["param_groups"]
     ]
     if sorted(itertools.chain(*groups)) != sorted(record.parameters):
-        raise ValueError("its groups have other parameters")
+        raise ValueError("its groups have other parameters than those in the manifest")
     if record.counters and len(record.counters) != len(groups):
-        raise ValueError("its groups have other counters")
+        raise ValueError("its groups have other counters than those in the manifest")
     for position, entries in state["state"].items():
         for key, value in entries.items():
             shape = shapes[record.parameters[position]]
@@ -228,8 +229,9 @@ class NewestCheckpoint(NamedTuple):
 
     Attributes:
         checkpoint: the checkpoint.
-        faults: a sentence for each newer checkpoint, which says why it is not used.
-        highest: the highest number that a checkpoint has, whole or not; 0 if there is none. The next one follows it.
+        faults: for each newer checkpoint, a sentence that says why this checkpoint is not used.
+        highest: the highest number of all checkpoints, whole or not; 0 if there is none. The next checkpoint gets the
+            following number.
     """
 
     checkpoint: Checkpoint | None
@@ -246,9 +248,10 @@ def newest_whole(
     """Return the newest checkpoint of a lineage that is complete and not damaged.
 
     Args:
-        folders: directories of its checkpoints, such as a directory and that of copies from a bucket.
+        folders: directories with checkpoints of the lineage, such as its own directory and a directory with copies from
+            a bucket.
         until: number of the newest checkpoint that may be used; None for no limit.
-        use: looks into the content of a checkpoint. It raises `CheckpointError` if the content means nothing,
+        use: function that checks the content of a checkpoint. It raises `CheckpointError` if the content is not valid,
             although all checksums are right.
         pace: rate at which the files are read to check them; None for no limit.
     """
@@ -275,8 +278,8 @@ def newest_whole(
 def _ours_in(folder: Path, suffix: str, file: str) -> list[int]:
     """Return the numbers of the checkpoints in a folder.
 
-    In a directory of an earlier version, other folders may be named by numbers, too, such as those of Slurm jobs.
-    There, a checkpoint is what has a certain file.
+    In a directory of an earlier version, folders that are not checkpoints may also have numbers as names, such as
+    folders of Slurm jobs. There, a folder is a checkpoint if it contains `file`.
     """
     return [
         number

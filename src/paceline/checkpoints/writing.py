@@ -1,14 +1,14 @@
 """Writes a checkpoint beside training.
 
-    Draft.begin     creates NUMBER.partial, which says whose it is from the beginning, with all large files in full
-                    size, so that the disk cannot fill up later
-    ShardWriter     writes the bytes of one shard to their places in these files. Each shard has a writer, in the
-                    server's own process if it sees the same file system, else in the process that receives the bytes
+    Draft.begin     creates the directory NUMBER.partial, with a mark that names the lineage, and all large files in
+                    full size, so that the disk cannot fill up later
+    ShardWriter     writes the bytes of one shard to their places in these files. Each shard has a writer: in the
+                    server's process if this process sees the files, else in the process that receives the bytes
     Draft.finish    adds the small files, waits for the disk, writes the manifest, and renames the directory to NUMBER
 
-So each byte is written once, nothing is put together in memory, and a checkpoint is complete or absent. What earlier
-writers of the same lineage have left is removed, and nothing else (see `manifest`). All functions wait for the disk.
-Call them in a thread or a process of their own, never in an event loop.
+So each byte is written once, no file is assembled in memory, and a checkpoint is complete or absent. Only the drafts of
+earlier writers of the same lineage are removed (see `manifest`). All functions wait for the disk. Call them in a
+separate thread or process, never in an event loop.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ from .manifest import (
 from .places import MODEL, PLACES, Places, Settings, lay_out, optimizer_file
 
 BEGUN = ".begun"
-"""End of the name of a directory that becomes a draft, or a copy of a checkpoint, when it says whose it is."""
+"""End of the name of a directory that will be a draft, or a copy of a checkpoint, as soon as it contains its mark."""
 
 SPARE_BYTES = 16 * 2**20
-"""Space that is left free on the disk, among others for the manifest."""
+"""Space that is left free on the disk, for example for the manifest."""
 
 
 class Draft:
     """A checkpoint that is being written. Returned by `begin`.
 
     Attributes:
-        path: the directory in which the files are until the checkpoint is complete.
+        path: the directory that contains the files until the checkpoint is complete.
         size_bytes: size of all tensors in the files.
-        token: a random text, by which a process tells whether it sees this draft. See `DraftMark`.
+        token: a random text. By this token, a process recognizes the draft. See `DraftMark`.
     """
 
     def __init__(
@@ -95,23 +95,23 @@ class Draft:
         further_bytes: int = 0,
         origin: str = "",
     ) -> Draft:
-        """Remove what earlier attempts have left, create the directory of the draft, and lay out its files.
+        """Remove the drafts of earlier attempts, create the directory of the draft, and lay out its files.
 
         Args:
-            directory: directory of all checkpoints of the lineage, whose name is its identity. It is created
-                if necessary.
+            directory: directory of all checkpoints of the lineage. The name of the directory is the identity of the
+                lineage. The directory is created if necessary.
             number: number of the checkpoint.
             model: the model.
             slices: the slices of all shards, in order.
             entries: the entries of each shard's optimizer state.
             tensors: values of the model's buffers, by name.
-            settings: the hyper-parameters in the groups of each of the script's optimizers. They add what servers do
-                not know, such as `initial_lr`, and the settings of `paceline.LARS`.
+            settings: the hyper-parameters in the groups of each of the script's optimizers. They include settings that
+                servers do not know, such as `initial_lr`, and the settings of `paceline.LARS`.
             further_bytes: size of the other files.
-            origin: the checkpoint of another lineage with which this one has begun; "" for none.
+            origin: the checkpoint of another lineage with which this lineage has begun; "" for none.
 
         Raises:
-            CheckpointError: there is too little space, or the files cannot be written. Nothing is left of them.
+            CheckpointError: there is too little space, or the files cannot be written. All files have been removed.
         """
         draft = cls(directory, number, model, entries, origin)
         assert draft._lineage, f"{directory} is not named after a lineage"
@@ -145,7 +145,7 @@ class Draft:
         spared: int = 0,
         pace: Pace | None = None,
     ) -> Path:
-        """Complete the checkpoint, after all shards have been written, and remove the oldest ones.
+        """Complete the checkpoint, after all shards have been written, and remove the oldest checkpoints.
 
         Args:
             job: the state of the job.
@@ -153,14 +153,14 @@ class Draft:
             versions: for each shard, the number of updates that its weights include.
             further: name of each further file -> its content.
             keep: number of checkpoints to keep.
-            spared: number of a checkpoint that is kept besides: workers that join late begin with it, too.
+            spared: number of a checkpoint that is kept in addition, because workers that join late begin with it.
             pace: rate at which the files are read for their checksums; None for no limit.
 
         Returns:
             The directory of the checkpoint.
 
         Raises:
-            CheckpointError: a shard has not been written, or a file cannot be written. Nothing is left of them.
+            CheckpointError: a shard has not been written, or a file cannot be written. All files have been removed.
         """
         with self._or_discarded():
             self._require_own()
@@ -192,7 +192,7 @@ class Draft:
         return complete
 
     def discard(self) -> None:
-        """Remove the files, unless another draft has taken their place."""
+        """Remove the files, unless the directory now belongs to another draft."""
         with contextlib.suppress(OSError):
             if is_draft(self.path, self.token):
                 remove(self.path)
@@ -264,15 +264,15 @@ class Draft:
 
 
 def mark_new(directory: Path, mark: DraftMark, path: Path | None = None) -> Path:
-    """Create a directory that says whose it is, and return its path. It has no other content.
+    """Create a directory that contains only a mark, and return its path.
 
     Args:
         directory: the directory of the lineage.
-        mark: whose it is.
-        path: where it is created; None for a temporary name.
+        mark: the mark, which names the lineage.
+        path: path of the new directory; None for a temporary name.
 
     Raises:
-        OSError: it cannot be created. Nothing is left of it.
+        OSError: the directory cannot be created. Its files have been removed.
     """
     begun = directory / (mark.token + BEGUN)
     begun.mkdir()
@@ -285,7 +285,7 @@ def mark_new(directory: Path, mark: DraftMark, path: Path | None = None) -> Path
 
 
 def remove_drafts(directory: Path) -> None:
-    """Remove what earlier writers of a lineage have left in its directory.
+    """Remove the drafts that earlier writers of a lineage have left in the directory of the lineage.
 
     Raises:
         OSError: a file cannot be removed.
@@ -296,7 +296,9 @@ def remove_drafts(directory: Path) -> None:
 
 
 def remove(checkpoint: Path) -> None:
-    """Remove a checkpoint, complete or not. What says whose it is goes last, so that nothing is left for ever.
+    """Remove a checkpoint, complete or not.
+
+    The file that names the lineage is removed last. So if the removal is interrupted, a later call can complete it.
 
     Raises:
         OSError: a file cannot be removed.
@@ -327,11 +329,11 @@ def _size_bytes(
 
 # -- Writes the content of one shard to its places in the files of a checkpoint, in pieces and at a limited rate
 #
-# A draft may vanish while it is being written, and another one may take its name. So a writer knows the token
-# of its draft, and compares this token whenever it writes.
+# A draft may be removed while it is being written, and another draft may get its name. So a writer knows the token
+# of its draft, and compares this token with the token in the directory whenever it writes.
 
 PIECE_BYTES = 1024 * 1024
-"""Number of bytes after which a writer keeps to its pace."""
+"""Number of bytes after which a writer pauses to keep to its pace."""
 
 SYNC_BYTES = 32 * PIECE_BYTES
 """Number of bytes after which a writer waits for the disk, so that a full cache does not delay other processes."""
@@ -354,14 +356,14 @@ def shard_content(bounds: ShardSlice, weights: Vectors, state: Vectors) -> list[
 class ShardWriter:
     """Writes the content of one shard to its places in the files of a draft.
 
-    As a context manager, it closes the files in the end. The shard counts as written only if all of its content is on
-    the disk by then.
+    As a context manager, the writer closes the files on exit. The shard counts as written only if all of its content is
+    then on the disk.
 
     Args:
         path: the directory of the draft.
         token: `Draft.token`.
         bounds: the shard.
-        entries: the entries of its optimizer state, as given to `Draft.begin`.
+        entries: the entries of the shard's optimizer state, as given to `Draft.begin`.
         pace: the rate at which to write; None for no limit.
 
     Attributes:
@@ -414,7 +416,7 @@ class ShardWriter:
         """Write the next part of the content, which may have any size.
 
         Raises:
-            CheckpointError: the data cannot be written, the draft is no longer there, or there is more than expected.
+            CheckpointError: the data cannot be written, the draft has been removed, or there is more data than fits.
         """
         self._require_own()
         view = memoryview(data).cast("B")
@@ -445,7 +447,7 @@ class ShardWriter:
         self._require_own()
 
     def _require_own(self) -> None:
-        """Raise `CheckpointError` if the draft has been removed, or another one has taken its name."""
+        """Raise `CheckpointError` if the draft has been removed, or if another draft has taken its name."""
         if not is_draft(self._path, self._token):
             raise CheckpointError(
                 f"shard {self._shard} cannot be written to {self._path}: somebody has removed this draft, or another "
@@ -494,7 +496,7 @@ def _parts(places: Places, bounds: ShardSlice, entries: StateEntries) -> Iterato
 
 
 def is_draft(path: Path, token: str) -> bool:
-    """Return True if a directory is the draft with this token, and not another one, or one on another machine.
+    """Return True if a directory is the draft with this token, and not a different draft with the same path.
 
     Args:
         path: the directory.

@@ -1,9 +1,9 @@
 """What the host of the coordinator knows of the machines and processes of a run.
 
-Agents      handles what the agents of machines report, and the loss of a machine
+Agents      handles the reports of the agents of machines, and the loss of a machine
 Machines    the machines that have joined the run
-JobWatch    when each process was heard, how fast workers are, and what travels
-StallWatch  finds out what a stalled run waits for
+JobWatch    when each process last sent a message, how fast workers are, and how much travels between machines
+StallWatch  finds out which processes a stalled run waits for
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ Perform = Callable[[Sequence[Request]], None]
 
 
 def machine_of(agent: Caller) -> int:
-    """Return the index of an agent's machine, by which records name it. Machine 0 is the one with the coordinator."""
+    """Return the index of an agent's machine, as records name it. Machine 0 is the machine with the coordinator."""
     return agent.index + 1
 
 
 class MachinesLeft(NamedTuple):
-    """What the machines that are left bring to a run that has lost a server.
+    """What the remaining machines bring to a run that has lost a server.
 
     Attributes:
         workers: number of their workers.
@@ -87,7 +87,7 @@ class MachinesLeft(NamedTuple):
 
 
 class Agents:
-    """Handles what the agents of machines report.
+    """Handles the reports of the agents of machines.
 
     Args:
         job: the configuration of the run.
@@ -125,13 +125,13 @@ class Agents:
         self._watch = watch
         self._perform = perform
         self._give_up = give_up
-        self._gone: set[tuple[int, int]] = set()  # (worker, incarnation) of those that do not join again
+        self._gone: set[tuple[int, int]] = set()  # (worker, incarnation) of workers that do not join again
         self._leaving: set[int] = set()  # agents of machines that were asked to leave with their servers
-        self._clocks: dict[int, ClockRecorder] = {}  # machine -> what records the offset of its clock
-        self._main = core.main.worker  # the main worker of which the agents know
+        self._clocks: dict[int, ClockRecorder] = {}  # machine -> the recorder of the offset of its clock
+        self._main = core.main.worker  # the main worker that the agents have been told of
 
     def _admitted(self) -> Iterator[Caller]:
-        """Yield the connections to the agents of all admitted machines. Others expect an answer to their offer."""
+        """Yield the connections to the agents of admitted machines. Other agents wait for an answer to their offer."""
         for (role, index), member in sorted(self._members.items()):
             if role == "agent" and index in self._machines.names:
                 yield member
@@ -145,12 +145,12 @@ class Agents:
                 self._hub.send(member, KillOrdered(role, index, why))
 
     def dismiss(self, failure: str, *, saved: bool = False) -> None:
-        """Tell all machines that the run is over, and then that its results have been saved. See `RunEnded`."""
+        """Tell all machines that the run is over; if `saved`, also that its results have been saved. See `RunEnded`."""
         for agent in self._admitted():
             self._hub.send(agent, RunEnded(failure, saved))
 
     def resume(self, words: str) -> None:
-        """Tell all machines that the run goes on from a checkpoint. See `RunResumes`."""
+        """Tell all machines that the run continues from a checkpoint. See `RunResumes`."""
         for agent in self._admitted():
             self._hub.send(agent, RunResumes(words))
 
@@ -194,7 +194,7 @@ class Agents:
 
     def _admit(self, agent: Caller, message: MachineJoined) -> None:
         """Admit the machine of an agent, or refuse it."""
-        address = agent.host  # first, because it is an error if the connection has ended
+        address = agent.host  # read first, because this raises an exception if the connection has ended
         try:
             self._require_equal(message)
             servers, workers = self._invite(message)
@@ -211,7 +211,7 @@ class Agents:
         self._hub.send(agent, MachineAdmitted(workers, encode_job(self._job), now_ticks, machine, servers))
 
     def _require_equal(self, offer: MachineJoined) -> None:
-        """Raise `ConfigurationError` if what a machine has installed does not suit the run."""
+        """Raise `ConfigurationError` if the packages that a machine has installed do not suit the run."""
         if offer.version != self._job.version:
             raise ConfigurationError(
                 f"this machine has Paceline {offer.version}, but the run uses Paceline {self._job.version}. Install "
@@ -245,7 +245,7 @@ class Agents:
         """Expect the servers and the workers that a machine offers, and return their indices.
 
         Raises:
-            ConfigurationError: the run needs fewer of them. Then nothing is expected.
+            ConfigurationError: the run needs fewer servers or workers. In this case, nothing is expected.
         """
         servers = self._core.servers.invite(offer.servers)
         try:
@@ -265,7 +265,7 @@ class Agents:
     # -- losses -------------------------------------------------------------------------------------------
 
     def left(self) -> MachinesLeft:
-        """Return what the machines that are left bring to the run when they join it again."""
+        """Return what the remaining machines bring to the run when they join it again."""
         agents = [agent.index for agent in self._admitted() if agent.index not in self._leaving]
         workers = {
             (worker, incarnation)
@@ -296,7 +296,7 @@ class Agents:
             asked: True if the worker had been asked to leave.
         """
         if incarnation != self._core.members.incarnation(worker):
-            return  # its index has been used again
+            return  # another worker has this index now
         self._machines.liveness.worker_left(worker)
         self._core.note_ending(worker, how)
         if (member := self._members.get(("worker", worker))) is not None:
@@ -309,15 +309,16 @@ class Agents:
             self.lose_server(agent, server, how)
 
     def lose_server(self, agent: int, server: int, how: str, output: str = "") -> None:
-        """Handle the loss of a server that a machine has brought. A run in progress cannot go on without it.
+        """Handle the loss of a server that a machine has brought. A run in progress cannot continue without the server.
 
-        If the run has not begun yet, another machine may bring the server, and the agent ends what it has started.
+        If the run has not begun yet, another machine may bring the server, and the agent of this machine is told to end
+        its processes.
 
         Args:
             agent: index of the machine's agent.
-            server: index of the server. If the machine does not have it any more, this method has no effect.
-            how: a clause that says why it is lost.
-            output: the last lines of its output, if they say more.
+            server: index of the server. If the machine no longer has this server, this method has no effect.
+            how: a clause that says why the server is lost.
+            output: the last lines of the server's output, if they say more than `how`.
         """
         if self.stopping or server not in self._machines.servers[agent]:
             return
@@ -334,17 +335,17 @@ class Agents:
             self._hub.send(member, RunEnded(f"server {server} has ended before the run has begun: {how}"))
 
     def look(self) -> None:
-        """Take out the machines and workers that are no longer alive, if it is time to look for them."""
+        """If a check is due, take out the machines and workers that are no longer alive."""
         liveness, now_ticks = self._machines.liveness, self._job.now_ticks()
         if liveness.next_ticks is not None and now_ticks >= liveness.next_ticks:
             for verdict in liveness.look(now_ticks):
                 self._take_out(verdict)
 
     def _take_out(self, verdict: Removal) -> None:
-        """Go on without a machine that is suspected to be down, or without a worker that is stopped.
+        """Continue without a machine that is suspected to be down, or without a worker that is stopped.
 
-        The workers and the agent receive the reason if they ever read again. If the machine has brought servers, a
-        run in progress cannot go on without them.
+        The workers and the agent receive the reason as soon as they read again. If the machine has brought servers, a
+        run in progress cannot continue without these servers.
         """
         workers, reason = self._machines.workers[verdict.machine], verdict.reason
         if verdict.worker is None:
@@ -360,7 +361,7 @@ class Agents:
             self._hub.drop(agent, reason)
 
     def take_out_for_good(self, worker: int, reason: str) -> None:
-        """Go on without a worker, whose machine must not start it again."""
+        """Continue without a worker. The worker's machine must not start the worker again."""
         incarnation = self._core.members.incarnation(worker)
         agents = self._machines.agents_of("worker", worker)
         hosts = [each for each in agents if self._machines.workers[each][worker] == incarnation]
@@ -370,7 +371,7 @@ class Agents:
     def _take_out_worker(
         self, worker: int, reason: str, agent: Caller | None, *, for_good: bool = False
     ) -> None:
-        """Go on without a worker whose process may go on, and tell it and its agent, if it has one."""
+        """Continue without a worker whose process may still run. Tell the worker, and its agent if there is one."""
         log.warning("worker %d is taken out of the run: %s", worker, reason)
         self._core.note_ending(worker, reason)
         message = TakenOut(worker, self._core.members.incarnation(worker), reason, for_good)
@@ -417,7 +418,7 @@ class Machines:
     def admit(
         self, agent: int, address: str, workers: Mapping[int, int], servers: Iterable[int], now_ticks: int
     ) -> None:
-        """Record that a machine with this address runs these processes from now on, besides those that it had."""
+        """Record that a machine with this address now runs these processes in addition to its earlier ones."""
         if agent not in self.names:
             same = sum(name.partition(" ")[0] == address for name in self.names.values())
             name = self.names[agent] = f"{address} ({same + 1})" if same else address
@@ -442,7 +443,7 @@ class Machines:
         return {server: self.names[agent] for agent, servers in self.servers.items() for server in servers}
 
     def agents_of(self, role: str, index: int) -> list[int]:
-        """Return the agents that have started an incarnation of a worker, or a server."""
+        """Return the agents that have started a server, or any incarnation of a worker."""
         started = self.servers if role == "server" else self.workers
         return [agent for agent, indices in started.items() if index in indices]
 
@@ -458,17 +459,17 @@ class Machines:
         )
 
 
-# -- What the host of the coordinator sees of a run: when it heard each process, how fast workers are, what travels
+# -- What the host of the coordinator sees of a run: messages of each process, paces of workers, bytes that travel
 #
-# From this and the core, it computes the state of the job for the display and for other programs.
+# From these observations and the core, the host computes the state of the job for the display and other programs.
 
 NOTE_INTERVAL_TICKS = TICKS_PER_S // 5  # minimum time between two records of the workers' states
-CLOCK_GAP_S = 1.0  # a launcher that looks less often than this was suspended
+CLOCK_GAP_S = 1.0  # a longer time between two looks means that the launcher was suspended
 PACE_SPAN = 8  # approximate number of recent iterations over which a worker's iteration time is averaged
 
 
 Stage = Literal["starting", "preparing", "silent", "asked"]
-"""What a process has a clock for. See `JobWatch.clocks`."""
+"""The stages and states of a process that have a clock. See `JobWatch.clocks`."""
 
 
 class JobWatch:
@@ -481,10 +482,11 @@ class JobWatch:
 
     Attributes:
         clocks: (stage, role, index) -> for how long the run has waited for this process. A process is "starting" from
-            the moment at which it is expected until its first message. A worker is then "preparing" until it has
-            registered its model. A process is "silent" since its last message, or since the last time at which a part
-            of a message to or from a server moved, as servers report. A server is "asked" until it says who waits.
-        took_s: (stage, role, index) -> how long a process has taken to start or to prepare, with all pauses.
+            the moment at which it is expected until its first message. From then on, a worker is "preparing" until it
+            has registered its model. A process is "silent" since its last message, or since the last time at which
+            servers report that a part of a message moved to or from the process. A server that has been asked which
+            workers wait is "asked" until it answers.
+        took_s: (stage, role, index) -> how long a process has taken to start or to prepare, including all pauses.
         connected: (role, index) of the processes that have sent a message.
         usual_s: worker -> moving average of the worker's iteration time in seconds, including waiting.
         devices: worker -> its device and the model of this device, for workers that have connected.
@@ -507,7 +509,7 @@ class JobWatch:
         self._machines = machines
         self._state_times = StateTimes()
         self._noted_ticks = 0
-        # worker -> (its latest iteration, time that had counted when it was first reported)
+        # worker -> (its latest iteration, value of `counted_s` when this iteration was first reported)
         self._paced: dict[int, tuple[int, float]] = {}
 
     def machine_of(self, role: str, index: int) -> str:
@@ -524,7 +526,7 @@ class JobWatch:
     # -- processes ----------------------------------------------------------------------------------------
 
     def expect(self, role: str, index: int) -> None:
-        """Wait for a process from now on. Nothing is left of what was observed of another one in its place."""
+        """Wait for a process from now on. Forget all observations of an earlier process with this role and index."""
         self.left(role, index)
         self.connected.discard((role, index))
         self.took_s.pop(("starting", role, index), None)
@@ -552,7 +554,7 @@ class JobWatch:
         self._pass("preparing", "worker", worker, time.monotonic())
 
     def left(self, role: str, index: int) -> None:
-        """Wait for a process no longer, because it has left."""
+        """Stop waiting for a process, because the process has left."""
         for stage in get_args(Stage):
             self.clocks.end((stage, role, index))
 
@@ -592,7 +594,7 @@ class JobWatch:
     # -- states and paces ---------------------------------------------------------------------------------
 
     def note_states(self) -> None:
-        """Record the states of all workers, so that the status can tell for how long they have been in them."""
+        """Record the states of all workers, so that the status can tell how long each worker has been in its state."""
         now_ticks = self._job.now_ticks()
         if now_ticks < self._noted_ticks + NOTE_INTERVAL_TICKS:
             return
@@ -611,7 +613,7 @@ class JobWatch:
 
     def note_pace(self, worker: int, now: Status) -> None:
         """Update the moving average of a worker's iteration time."""
-        now_s = self.clocks.counted_s(time.monotonic())  # without pauses, which are no part of an iteration
+        now_s = self.clocks.counted_s(time.monotonic())  # without pauses, which do not belong to an iteration
         before = self._paced.get(worker)
         if before is not None and now.iteration > before[0]:
             each_s = (now_s - before[1]) / (now.iteration - before[0])
@@ -624,7 +626,11 @@ class JobWatch:
     # -- traffic ------------------------------------------------------------------------------------------
 
     def note_own_traffic(self, streams: Mapping[tuple[str, int], Stream[Any]]) -> None:
-        """Record the traffic of this process's connections to other machines. They are given by (role, index)."""
+        """Record the traffic of this process's connections to other machines.
+
+        Args:
+            streams: (role, index) -> connection to this process.
+        """
         machines = {
             "worker": self._machines.machine_of,
             "server": self._machines.machine_of_server,
@@ -648,7 +654,7 @@ class JobWatch:
             self.clocks.renew(("silent", "worker", worker), self._job.monotonic_s_of(moved_ticks))
 
     def _note_traffic(self, connection: Hashable, here: str, there: str, traffic: Traffic) -> None:
-        """Record the traffic of a connection between two machines, as the first one has counted it."""
+        """Record the traffic of a connection between two machines, as counted by the machine `here`."""
         now_ticks = self._job.now_ticks()
         self.traffic.note(connection, Direction(here, there), traffic.sent, now_ticks)
         self.traffic.note(connection, Direction(there, here), traffic.received, now_ticks)
@@ -658,28 +664,28 @@ class JobWatch:
 #
 # The result is only a guess, because a worker whose script evaluates its model for a minute is as silent as a
 # worker that hangs. Therefore the time after which a worker is reported depends on the usual duration of its
-# iterations. The report names the process and says how long it has been silent; the user decides what to do.
-# The clock of a process begins when the process is expected, and stands still while the run waits for other
+# iterations. The report names the process and says how long the process has been silent; the user decides what to do.
+# The clock of a process starts when the process is expected, and stands still while the run waits for other
 # machines (see `core.liveness`). Possible reports:
 #
-#     before training   a process has not started, or a worker has not begun to train, although another one took much
-#                       less time to do so, or after more than a minute
-#     in training       a server does not answer; or a worker that should be computing has been silent for a long time,
-#                       and other workers are waiting for it or all workers are silent
+#     before training   a process has not started, or a worker has not begun to train, although another process took
+#                       much less time for the same step, or although more than a minute has passed
+#     in training       a server does not answer; or a worker that should be computing has been silent for a long time
+#                       while other workers wait for this worker, or while all workers are silent
 #     standstill        every worker is waiting, and no condition will release any worker. With the sync models of this
-#                       package, this happens only if workers wait in a barrier for workers that wait for them; it may
-#                       also happen with user-defined conditions
+#                       package, a standstill happens only if some workers wait in a barrier for workers that wait for
+#                       the former; with user-defined conditions, it may also happen otherwise
 
-# A worker is reported when it has been silent for at least PATIENCE_S and at least PATIENCE_ITERATIONS times
-# its usual iteration time.
+# A worker is reported when its silence has lasted at least PATIENCE_S, and at least PATIENCE_ITERATIONS times
+# the worker's usual iteration time.
 PATIENCE_S = 3.0
 PATIENCE_ITERATIONS = 5
-# Permitted silence while a worker's iteration time is unknown, long enough for an iteration that compiles
-# code. An accelerator may compile code in any iteration.
+# Permitted silence while a worker's iteration time is unknown. This is long enough for an iteration that compiles
+# code. On an accelerator, any iteration may compile code, so this time always applies there.
 FIRST_PATIENCE_S = 15.0
 # Time for a machine's first process to start, and for the first worker to reach step().
 NOBODY_YET_PATIENCE_S = 60.0
-# Permitted silence of a server, which answers once it has handled the current message.
+# Permitted silence of a server, which answers only after it has handled its current message.
 SERVER_PATIENCE_S = 3.0
 SUSPICIOUS_S = 2.0  # after this time without a computing worker, ask the servers which workers are waiting
 APART_S = 1.0  # minimum time between two requests to the servers
@@ -693,7 +699,7 @@ class AwaitedProcess(msgspec.Struct, frozen=True):
         role: "worker" or "server".
         index: index of the worker or server.
         quiet_s: seconds for which this process has been silent, although it could have sent a message. At the start
-            of a run, only those that it has taken longer than others.
+            of a run, seconds by which this process has taken longer than the fastest process.
         doing: state of the process, as a phrase that completes a sentence beginning with "It".
         waiting: the workers that wait for this process.
         usual_s: usual duration of the worker's iterations in seconds; 0 if unknown.
@@ -711,7 +717,8 @@ class StallWatch:
     """Detects stalls of one run. The coordinator's host must call `look` regularly.
 
     Args:
-        job: the configuration of the run. Its `stall_timeout_s` is also an upper bound for `FIRST_PATIENCE_S`.
+        job: the configuration of the run. The permitted silence is never longer than `stall_timeout_s` while a
+            worker's iteration time is unknown.
         core: the state machine of the coordinator.
         watch: what is known of the processes.
         asked: the servers that were asked which workers are waiting, and have not answered yet.
@@ -719,7 +726,7 @@ class StallWatch:
 
     Attributes:
         awaited: the processes for which the run has been waiting for an unusually long time.
-        ever_awaited: (role, index) of all processes that have been among them.
+        ever_awaited: (role, index) of all processes that have ever been in `awaited`.
         standstill: a description of what each worker waits for, if no worker can ever continue; else "".
     """
 
@@ -739,17 +746,18 @@ class StallWatch:
         # The clock of the state in which no worker computes.
         self._idle: Clocks[str] = Clocks(time.monotonic(), gap_s=CLOCK_GAP_S)
         self._before: dict[int, Waits] = {}  # previous answers of the servers
-        self._none_late_s = 0.0  # the time that must have counted before a worker in training can be late
+        self._none_late_s = 0.0  # before `counted_s` reaches this value, no worker in training can be late
 
     def look(self) -> None:
-        """Find out again for which processes the run has been waiting for an unusually long time."""
+        """Update `awaited` and `standstill`."""
         self.awaited = tuple(self._look())
         self.ever_awaited.update((each.role, each.index) for each in self.awaited)
 
     def _look(self) -> list[AwaitedProcess]:
         core, clocks = self._core, self._watch.clocks
         members, now_s = core.members.live or core.awaited, time.monotonic()
-        waits = core.quorum.paused or core.shortage != ""  # for workers or servers that are yet to join
+        # True if the run waits for workers or servers that have yet to join
+        waits = core.quorum.paused or core.shortage != ""
         clocks.look(now_s, counts=not waits)
         self._idle.look(now_s, counts=not waits)
         kept = self._kept & members
@@ -795,15 +803,15 @@ class StallWatch:
             clocks.renew(("silent", "worker", worker), now_s)
         awaited = [worker for worker in live if worker in late and worker not in held]
         if not held and len(awaited) < len(live):
-            return []  # no worker waits, so the other workers can continue without the late ones
+            return []  # no worker waits for the late workers, so the remaining workers can continue
         waiting = tuple(worker for worker in live if worker in held)
         return [self._awaited(worker, late[worker], waiting) for worker in awaited]
 
     def _late(self, live: Collection[int], now_s: float) -> dict[int, float]:
-        """Return the workers in training that have been silent for too long, and for how long.
+        """Return the workers in training that have been silent for too long, with the durations of their silences.
 
-        All silences are compared only if one can be too long. A worker that sends something meanwhile, which may also
-        change what is usual for it, is not late before the shortest patience has passed.
+        The silences are compared only when one of them can be too long. A worker that sends a message in the meantime,
+        which may also change the worker's usual iteration time, is not late before the shortest patience has passed.
         """
         counted_s = self._watch.clocks.counted_s(now_s)
         if counted_s < self._none_late_s:
@@ -820,7 +828,7 @@ class StallWatch:
 
     @property
     def _kept(self) -> set[int]:
-        """The workers that send nothing because they wait for others, so that their silence says nothing."""
+        """The workers that send nothing because they wait for other workers: their silence is no sign of a problem."""
         core = self._core
         kept = {*core.collectives.waiting, *core.awaiting_turn, *core.reconfigurations.joining}
         if core.model is None:
@@ -828,7 +836,7 @@ class StallWatch:
         return kept
 
     def _quiet_s(self, role: Role, index: int, now_s: float) -> float:
-        """Return for how long a process has been silent, although it could act: 0 if it is not expected."""
+        """Return for how long a process has been silent, although it could act; 0 if the process is not expected."""
         return self._watch.clocks.waited_s(("silent", role, index), now_s) or 0.0
 
     def _silent_servers(self, now_s: float, waiting: list[int]) -> list[AwaitedProcess]:
@@ -858,7 +866,7 @@ class StallWatch:
     ) -> list[AwaitedProcess]:
         watch = self._watch
         waiting = tuple(worker for worker in live if worker in kept)
-        # Machines that have yet to join bring the vacant ones.
+        # The vacant servers are left out: machines that have yet to join bring them.
         servers = [k for k in range(self._job.servers) if k not in self._core.servers.vacant]
         awaited = []
         stages: list[tuple[Literal["starting", "preparing"], Role, int, str]]
@@ -915,7 +923,7 @@ class StallWatch:
         core = self._core
         before, self._before = self._before, core.waits.copy()
         shards = [shard for answer in self._answers for shard in answer.shards]
-        # Some of the workers that wait in a barrier push after a while, so that others need not wait for them.
+        # Some of the workers that wait in a barrier push after a while, so that no other worker has to wait for them.
         patience_s = max(map(self._patience_s, core.standing_in), default=0.0)
         if (
             idle_s is None

@@ -1,10 +1,10 @@
 """The checkpoints that the coordinator writes with the servers and the workers, while training goes on.
 
-Each server first reserves memory. When the job is cut, each server copies its shards, and says what they consist of.
-A thread of the coordinator's process then lays out the files, and the servers write their copies into them. If a
-server is on a machine that does not see the files, the thread fetches its copies in pieces, and writes them. Then the
-thread completes the checkpoint. Training waits only for the copying. If anything fails, there is no such checkpoint,
-and the run goes on.
+Each server first reserves memory. When the job is cut, each server copies its shards, and reports the entries of the
+copies. A thread of the coordinator's process then creates the files, and the servers write their copies into the
+files. If a server is on a machine that does not see the files, the thread fetches the server's copies in pieces, and
+writes them. Finally, the thread completes the checkpoint. Training waits only for the copying. If anything fails, the
+checkpoint is given up, and the run goes on.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from .job import Job
 from .resuming import described
 
 STATES_S = 10.0
-"""Time for which a checkpoint waits for what scripts hold, before the user is told."""
+"""Time for which a checkpoint waits for the states of scripts before the user is told."""
 
 BYTES_PER_S = 200e6
 """Rate at which a process reads and writes the files of a checkpoint."""
@@ -57,7 +57,7 @@ class Saved(msgspec.Struct, frozen=True):
     """A checkpoint that was written.
 
     Attributes:
-        path: its directory.
+        path: the directory of the checkpoint.
         cut: the state of the job.
         at_s: time of the cut, in seconds since the run began.
         took_s: time that it took to write the checkpoint, in seconds.
@@ -75,8 +75,8 @@ class _Answer(NamedTuple):
     Attributes:
         fault: why the checkpoint cannot be written; "" if there is no reason.
         server: index of the server.
-        seen: True if the server has written its copies, False if it does not see the files.
-        piece: a piece of its copy, if the answer is to `FetchCut`.
+        seen: True if the server has written its copies, False if its machine does not see the files.
+        piece: a piece of the server's copy, if this is an answer to `FetchCut`.
     """
 
     fault: str = ""
@@ -86,11 +86,11 @@ class _Answer(NamedTuple):
 
 
 class Completion(NamedTuple):
-    """What the thread of a checkpoint needs to complete it, or why it must give it up.
+    """What the thread of a checkpoint needs to complete the checkpoint, or why the checkpoint must be given up.
 
     Attributes:
-        fault: why there is no checkpoint, as a clause; "" if it is complete.
-        states: (worker, label) of each state of a script that belongs to it.
+        fault: why the checkpoint must be given up, as a clause; "" if it can be completed.
+        states: (worker, label) of each state of a script that belongs to the checkpoint.
         loop: the place of the job in its training loops.
     """
 
@@ -106,12 +106,12 @@ class Checkpoints:
         job: the configuration of the run.
         tell: sends a message to a server.
         cut: cuts the job.
-        call: schedules a function call on this thread.
-        warn: called with a sentence if a checkpoint was not written, unless the one before was not written either.
+        call: schedules a function call on the thread of the event loop.
+        warn: called with a sentence if a checkpoint was not written, unless the previous checkpoint also failed.
 
     Attributes:
         saved: the newest checkpoint that this run has written; None before the first one.
-        fault: why the first checkpoint after this one was not written, as a sentence; "" if this has not happened.
+        fault: why no checkpoint has been written since `saved`, as a sentence; "" if no checkpoint has failed since.
     """
 
     def __init__(
@@ -129,42 +129,47 @@ class Checkpoints:
         self._cut = cut
         self._call = call
         self._warn = warn
-        self._copied: dict[int, dict[int, StateEntries]] = {}  # number of a cut -> shard -> its entries
-        self._buffers: list[bytearray] = []  # the buffers that were copied last
+        # number of a cut -> shard -> entries of the shard's optimizer state
+        self._copied: dict[int, dict[int, StateEntries]] = {}
+        self._buffers: list[bytearray] = []  # the buffers that were copied most recently
         self._incoming = bytearray()  # the state of a worker that is being received
         self._completion: queue.SimpleQueue[Completion] = queue.SimpleQueue()
-        # since when the checkpoint lacks nothing but states of workers
+        # the time since which the checkpoint lacks only the states of workers
         self._waits_since_s: float | None = None
-        # number of a cut -> worker -> label of its last push -> its state
+        # number of a cut -> worker -> label of the worker's last push -> the state of the worker's script
         self._states: dict[int, dict[int, dict[int, bytearray]]] = {}
         self._piece = bytearray()  # the piece of a copy that is being received
         self._unreserved: set[int] = set()  # servers that are still reserving memory
         self._cutting = False  # True while the job is being cut
-        self._number = 0  # number of the checkpoint that is being written, or was written last
+        self._number = 0  # number of the checkpoint that is being written, or that was last written
         self._answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
         self._due_s = job.checkpoint_every_s
         self._requested = 0  # number of checkpoints that the scripts have requested
         self._wanted = False  # True if a requested checkpoint has not begun
-        self._last: Literal["", "wanted", "begun", "ended"] = ""  # the last checkpoint of a run that is ended
+        self._last: Literal["", "wanted", "begun", "ended"] = ""  # stage of the run's last checkpoint
 
     def request(self, number: int) -> None:
-        """Handle a script's request for a checkpoint, the n-th of its worker."""
+        """Handle a script's request for a checkpoint. `number` counts the requests of the script's worker."""
         if number > self._requested:
             self._requested, self._wanted = number, True
 
     def request_last(self) -> None:
-        """Ask for a checkpoint because the run is to end. It begins when the one that is being written has ended."""
+        """Ask for a checkpoint because the run must end. If a checkpoint is being written, the new one begins later."""
         self._wanted, self._last = True, "wanted"
 
     @property
     def last_ended(self) -> bool:
-        """True if the last checkpoint has been written, or could not be. See `request_last`."""
+        """True if the last checkpoint has been written, or has failed. See `request_last`."""
         return self._last == "ended"
 
     def due(self, now_s: float) -> bool:
-        """Return True if the job is to be cut now, given the time since the run began, and count from now."""
+        """Return True if the job must be cut now. If so, the time until the next cut begins now.
+
+        Args:
+            now_s: time since the run began.
+        """
         every_s = self._job.checkpoint_every_s
         if self._busy or not (self._wanted or (every_s and now_s >= self._due_s)):
             return False
@@ -172,7 +177,7 @@ class Checkpoints:
         return True
 
     def begin(self) -> None:
-        """Let the servers reserve memory for their copies. The job is cut when all of them have done so."""
+        """Let the servers reserve memory for their copies. The job is cut when all servers have reserved memory."""
         if self._last == "wanted":
             self._last = "begun"
         self._unreserved = set(self._job.placement.servers)
@@ -180,7 +185,7 @@ class Checkpoints:
             self._tell(server, ReserveCopies())
 
     def reserved(self, server: int, message: CopiesReserved) -> None:
-        """Handle a server's report that it has reserved memory, or could not."""
+        """Handle a server's report that it has reserved memory, or that it could not reserve memory."""
         if message.fault:
             self._unreserved.clear()
             self._fail(f"No checkpoint was written: {message.fault}.")
@@ -193,14 +198,15 @@ class Checkpoints:
 
     @property
     def next_s(self) -> float | None:
-        """The time at which the job is cut next; None if it is not known."""
+        """The time at which the job is cut next; None if this time is unknown."""
         return self._due_s if self._job.checkpoint_every_s and not self._busy else None
 
     @property
     def _busy(self) -> bool:
         """True while servers reserve memory, while the job is cut, and while a checkpoint is written.
 
-        A cut waits for the next step of training. Another one would replace the copies that have not been written.
+        No other cut may begin in this time, because it would replace copies that have not been written yet. A cut may
+        take long, because it waits for the next step of training.
         """
         return self._thread is not None or self._cutting or bool(self._unreserved)
 
@@ -214,7 +220,7 @@ class Checkpoints:
             self._incoming = bytearray(size_bytes)
             return [memoryview(self._incoming)]
         if isinstance(message, CutPiece):
-            self._piece = bytearray(min(size_bytes, PIECE_BYTES))  # a larger one is refused
+            self._piece = bytearray(min(size_bytes, PIECE_BYTES))  # a larger piece is refused
             return [memoryview(self._piece)]
         if message.shard or not size_bytes:
             return []
@@ -228,13 +234,13 @@ class Checkpoints:
         self._copied[message.number][message.shard] = message.entries
 
     def keep(self, worker: int, message: KeepWorkerState) -> None:
-        """Keep what the script of a worker holds."""
+        """Keep the state of a worker's script."""
         self._states.setdefault(message.number, {}).setdefault(worker, {})[message.iteration] = self._incoming
-        for number in sorted(self._states)[:-2]:  # they belong to cuts that were given up
+        for number in sorted(self._states)[:-2]:  # earlier states belong to cuts that were given up
             del self._states[number]
 
     def written(self, server: int, message: CutWritten) -> None:
-        """Handle a server's report that it has written its copies, or could not."""
+        """Handle a server's report that it has written its copies, or that it could not write them."""
         if message.number == self._number:
             self._answers.put(_Answer(message.fault, server, message.seen))
 
@@ -251,18 +257,21 @@ class Checkpoints:
             self._completion.put(Completion("the run has ended"))
 
     def complete(self, number: int, completion: Completion) -> None:
-        """Complete the checkpoint with this number, or give it up, if it is being written."""
+        """If the checkpoint with this number is being written, complete it or give it up, as `completion` says."""
         if number == self._number:
             self._completion.put(completion)
 
     @property
     def waits_s(self) -> float:
-        """For how many seconds the checkpoint that is being written has lacked only states of workers; 0 if not."""
+        """Number of seconds for which the checkpoint that is being written has lacked only the states of workers.
+
+        0 if no checkpoint is being written, or if it lacks more than these states.
+        """
         since_s = self._waits_since_s
         return 0.0 if since_s is None else time.monotonic() - since_s
 
     def save(self, cut: JobCut) -> None:
-        """Begin to write a checkpoint. It is complete when `complete` is called."""
+        """Begin to write a checkpoint. It is completed after `complete` has been called."""
         self._cutting = False
         entries, buffers = self._copied.pop(cut.number), self._buffers
         self._number, self._answers, self._completion = cut.number, queue.SimpleQueue(), queue.SimpleQueue()
@@ -281,7 +290,7 @@ class Checkpoints:
         self._thread.start()
 
     def close(self) -> None:
-        """Give up a checkpoint that is being written."""
+        """If a checkpoint is being written, give it up."""
         self._closed.set()
         self._answers.put(_Answer("the run has ended"))
         self._completion.put(Completion("the run has ended"))
@@ -289,7 +298,7 @@ class Checkpoints:
             self._thread.join()
 
     def _end(self) -> None:
-        """Record that a checkpoint has been written, or could not be."""
+        """Record that a checkpoint has been written, or has failed."""
         if self._last == "begun":
             self._last = "ended"
 
@@ -312,7 +321,7 @@ class Checkpoints:
         fault = ""
         try:
             path = self._write_files(cut, entries, buffers, answers, completion)
-            # at once: if the run ends now, this is its newest checkpoint
+            # set before the upload: if the run ends now, this is its newest checkpoint
             self.saved = Saved(path, cut, at_s, time.monotonic() - began_s)
             if self._job.bucket is not None:
                 from ..checkpoints.buckets import upload  # imports fsspec
@@ -379,7 +388,7 @@ class Checkpoints:
         answers: queue.SimpleQueue[_Answer],
         pace: Pace,
     ) -> None:
-        """Let the servers write their copies, and write those of the servers that do not see the draft."""
+        """Let the servers write their copies. Write the copies of servers that do not see the draft."""
         placement, number = self._job.placement, cut.number
         for server in placement.servers:
             self._call(partial(self._tell, server, WriteCut(number, str(draft.path), draft.token)))
@@ -395,11 +404,11 @@ class Checkpoints:
                     self._rest(time.monotonic() - asked_s)
 
     def _rest(self, took_s: float) -> bool:
-        """Leave the link to training after a piece that has taken some time. Return True if the run has ended."""
+        """Leave the link to training for a while after a piece that took `took_s`. Return True if the run has ended."""
         return self._closed.wait(REST * took_s)
 
     def _await_completion(self, number: int, completion: queue.SimpleQueue[Completion]) -> Completion:
-        """Wait until all workers have given what their scripts hold.
+        """Wait until all workers have given the states of their scripts.
 
         Raises:
             CheckpointError: the run has ended, or the checkpoint cannot be completed.
@@ -418,7 +427,7 @@ def _await_answer(number: int, answers: queue.SimpleQueue[_Answer]) -> _Answer:
     """Wait for an answer, and return it.
 
     Raises:
-        CheckpointError: it says why the checkpoint cannot be written.
+        CheckpointError: the answer is that the checkpoint cannot be written.
     """
     answer = answers.get()
     if answer.fault:
@@ -428,16 +437,16 @@ def _await_answer(number: int, answers: queue.SimpleQueue[_Answer]) -> _Answer:
 
 # -- The copies of a server's shards for a cut of the job, which a thread writes to the files of a checkpoint
 #
-# The event loop copies a shard at the moment of the cut, so training waits for the copying alone. In memory
-# that is new to the process, it would take several times longer: the system provides each page of new memory
-# when it is first touched. So a thread touches the memory before the cut, and the memory is kept for the next cuts.
+# The event loop copies a shard at the moment of the cut, so training waits only for the copying. Copying into newly
+# allocated memory would take several times longer, because the system provides each page when it is first touched. So a
+# thread touches the memory before the cut, and the memory is kept for the next cuts.
 
 TOUCHED_BYTES = 4 * 2**20
 """Number of bytes of new memory that are touched at a time."""
 
 
 class Copy(NamedTuple):
-    """A copy of a shard: the number of the cut, its slice, the entries of its optimizer state, and its content."""
+    """A copy of a shard: the number of the cut, the shard's slice, the entries of its optimizer state, the content."""
 
     number: int
     bounds: ShardSlice
@@ -449,7 +458,7 @@ class ShardCopies:
     """Copies shards and writes the copies. There is at most one copy of each shard.
 
     Attributes:
-        bell: a socket that is readable when a thread has something to report.
+        bell: a socket that is readable when a thread has made a report.
     """
 
     def __init__(self) -> None:
@@ -469,7 +478,7 @@ class ShardCopies:
         self._begin(partial(self._reserve, sizes))
 
     def take(self, request: TakeCut, store: Store) -> StateEntries:
-        """Copy a shard as it is now, and return the entries of its optimizer state."""
+        """Copy the current content of a shard, and return the entries of its optimizer state."""
         state = store.optimizer_state()
         entries = store.state_entries(state)
         parts = shard_content(store.bounds, store.weights, state)
@@ -490,14 +499,14 @@ class ShardCopies:
         self._begin(partial(_write_copies, message, copies))
 
     def piece(self, message: FetchCut) -> memoryview:
-        """Return a piece of a copy; nothing if there is no such copy."""
+        """Return a piece of a copy; an empty piece if there is no such copy."""
         copy = self._copies.get(message.shard)
         if copy is None or copy.number != message.number:
             return memoryview(b"")
         return copy.content[message.begin : message.begin + message.size_bytes]
 
     def take_reports(self) -> list[CopiesReserved | CutWritten]:
-        """Return what the threads have reported since the last call."""
+        """Return the reports that the threads have made since the last call."""
         with contextlib.suppress(BlockingIOError):
             self.bell.recv(4096)
         found = []
@@ -511,7 +520,7 @@ class ShardCopies:
         self._ringer.close()
 
     def _begin(self, work: Callable[[], CopiesReserved | CutWritten]) -> None:
-        """Do some work in a thread, after all earlier work, and report its result."""
+        """Do some work in a thread, after all earlier work, and report the result of the work."""
         before = self._thread
 
         def run() -> None:
@@ -545,7 +554,7 @@ class ShardCopies:
 
 
 def _write_copies(message: WriteCut, copies: list[Copy]) -> CutWritten:
-    """Write copies to the files of a checkpoint, if they are there."""
+    """Write copies to the files of a checkpoint, if this machine sees the files."""
     path, pace = Path(message.path), Pace(BYTES_PER_S)
     if not is_draft(path, message.token):
         return CutWritten(message.number, seen=False)

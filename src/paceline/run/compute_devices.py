@@ -10,11 +10,11 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         kind: type of the device in torch's notation, such as "cuda" or "cpu".
-        index: index of an accelerator among those of its kind that the launcher sees; 0 for the CPU.
-        model: name of the accelerator's model, such as "NVIDIA H100"; "" for the CPU, and if unknown.
-        memory_bytes: size of the accelerator's memory; 0 for the CPU, and if unknown.
-        own_index: index of the accelerator in the worker's process, which may see fewer of them than the launcher.
-        environment: environment variables of the worker's process, which hide other accelerators from it.
+        index: index of an accelerator among the accelerators of its kind that the launcher sees; 0 for the CPU.
+        model: name of the accelerator's model, such as "NVIDIA H100"; "" for the CPU, or if unknown.
+        memory_bytes: size of the accelerator's memory; 0 for the CPU, or if unknown.
+        own_index: index of the accelerator in the worker's process, which may see fewer accelerators than the launcher.
+        environment: environment variables that hide other accelerators from the worker's process.
     """
 
     kind: str

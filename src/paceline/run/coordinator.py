@@ -2,9 +2,9 @@
 
 The core is the state machine in `paceline.core.coordinator`. This module contains everything that needs a clock,
 shared memory or another thread: the time of each peer's last message, the memory for the weights, and the collection
-of the weights at the end of the run. The loop runs on a thread in the launcher's process, which alone reads and changes
-the core. Other threads of this process read the `report` that it publishes again and again, and may call only the
-methods in the section "for other threads".
+of the weights at the end of the run. The loop runs on a thread in the launcher's process. Only this thread reads and
+changes the core. The loop regularly publishes a `report`, which other threads of the process read. Other threads may
+call only the methods in the section "for other threads".
 """
 
 from __future__ import annotations
@@ -102,18 +102,19 @@ log = logging.getLogger("paceline.coordinator")
 
 STOP_POLL_S = 0.05
 MOST_OBSERVERS = 32
-DRAIN_SILENCE_S = 1.0  # maximum time for which a peer reads none of its earlier messages before a descriptor
+# A descriptor is sent after all earlier messages. This is the maximum time for which the peer may read none of them.
+DRAIN_SILENCE_S = 1.0
 REPORT_INTERVAL_S = 0.05  # minimum time between two reports
-LOOK_INTERVAL_TICKS = TICKS_PER_S // 2  # minimum time between two questions to the servers for `refresh`
+LOOK_INTERVAL_TICKS = TICKS_PER_S // 2  # minimum time between two requests of `refresh` to the servers
 
 
 class LateCheckpoint(NamedTuple):
-    """A checkpoint that waits for what some workers hold.
+    """A checkpoint that waits for the states of some workers' scripts.
 
     Attributes:
         number: number of the checkpoint.
-        workers: these workers.
-        waits_s: for how many seconds it has waited.
+        workers: the workers for which the checkpoint waits.
+        waits_s: number of seconds for which the checkpoint has waited.
     """
 
     number: int
@@ -122,7 +123,7 @@ class LateCheckpoint(NamedTuple):
 
     @property
     def words(self) -> str:
-        """What the user is told, as a sentence."""
+        """The message to the user."""
         names = " and ".join(f"worker {worker}" for worker in self.workers)
         verb = "have" if len(self.workers) > 1 else "has"
         return (
@@ -132,12 +133,12 @@ class LateCheckpoint(NamedTuple):
 
 
 class Departed(NamedTuple):
-    """An incarnation of a worker that has left the run. See `Departure` for its first attributes.
+    """An incarnation of a worker that has left the run. See `Departure` for the first three attributes.
 
     Attributes:
-        cause: a phrase that says why it has left.
-        returned: True if a later incarnation takes part in the run, or has done so.
-        explained: False if it is not known yet how its process has ended.
+        cause: a phrase that says why the worker has left.
+        returned: True if a later incarnation takes part in the run, or has taken part.
+        explained: False if it is not yet known how the worker's process has ended.
     """
 
     worker: int
@@ -149,7 +150,7 @@ class Departed(NamedTuple):
 
 
 class StateReport(msgspec.Struct, frozen=True):
-    """The state of a run at one moment. Its coordinator publishes one report after another.
+    """The state of a run at one moment. The run's coordinator regularly publishes a new report.
 
     Attributes:
         model: the model that is trained; None before training begins.
@@ -158,22 +159,22 @@ class StateReport(msgspec.Struct, frozen=True):
         started: True once a worker has received its first weights.
         main: the main worker.
         hindrance: why batches are not balanced, if the run chooses its sync models; else "".
-        choices: the choices of these models.
+        choices: the sync models that the run has chosen.
         live: the live workers.
         departed: the workers that have left the run.
-        cut_off: True if a lost worker has said that another process had ended.
-        everybody_left: True if all workers have left, so the run is to end.
+        cut_off: True if a lost worker has reported that another process had ended.
+        everybody_left: True if all workers have left, so that the run must end.
         shortage: see `Coordinator.shortage`.
         vacant: the servers that machines have yet to bring.
         faults: problems that did not end the run.
         findings: see `Coordinator.findings`.
         repeated_bases: see `Coordinator.repeated_bases`.
-        silent: process that was ever awaited, and has not left -> its incarnation, and what changes when it sends a
-            message.
+        silent: process that has ever been awaited, and has not left -> its incarnation, and the time at which its
+            silence began, which changes when the process sends a message.
         awaited: the processes for which the run has been waiting for an unusually long time.
         standstill: see `StallWatch`.
-        late_checkpoint: the checkpoint that has waited for long for what workers hold; None if there is none.
-        steps: server -> the times of its steps that it has reported last.
+        late_checkpoint: the checkpoint that has waited for long for the states of scripts; None if there is none.
+        steps: server -> the times of the server's steps, from its latest report.
     """
 
     model: ModelSpec | None
@@ -200,7 +201,7 @@ class StateReport(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, host: CoordinatorHost) -> StateReport:
-        """Return the state of a run now. Call this on the thread of its coordinator."""
+        """Return the current state of a run. Call this method on the thread of the run's coordinator."""
         members, auto, clocks = host.core.members, host.core.auto, host.watch.clocks
         return cls(
             host.core.model,
@@ -244,7 +245,7 @@ Answer = TypeVar("Answer")
 Arguments = ParamSpec("Arguments")
 
 Rehearsal = Callable[[Situation, Callable[[Sequence[Prospect]], None]], None]
-"""A function that starts a simulation and returns at once. Its second argument takes the results."""
+"""A function that starts a simulation and returns at once. The second argument is called with the results."""
 
 
 class CoordinatorHost(Host):
@@ -254,27 +255,28 @@ class CoordinatorHost(Host):
         job: the configuration of the run.
         listener: a listening socket, of which the coordinator takes ownership.
         address: the address of the listening socket.
-        rehearse: starts a simulation of what was observed of the run, and calls the given function with the results
-            when they are there, on any thread. Needed if the run chooses its sync models (`--sync auto`).
+        rehearse: function that takes observations of the run and a callback, and starts a simulation. When the
+            simulation has ended, the callback is called with the results, on any thread. Needed if the run chooses its
+            sync models (`--sync auto`).
 
     Attributes:
         job: the configuration of the run.
         address: the address on which the coordinator listens.
         core: the state machine of the coordinator, for its thread alone.
-        report: the state of the run, as of a moment ago.
+        report: a recent state of the run.
         started: event that is set once any worker has received its first weights from all shards.
         started_s: time at which `started` was set, in seconds since the run began.
         over: event that is set when all workers have left, a server is lost, or the run has failed.
-        failure: the first failure that was reported, or its cause; None if there is none.
-        gone_servers: server -> why its connection ended, for servers that disconnected before they were told to end,
-            and for those that sent nothing for too long, in order of disconnection.
+        failure: the first failure that was reported, or the cause of this failure; None if there is none.
+        gone_servers: server -> why its connection ended, in order of disconnection. Contains the servers that
+            disconnected before they were told to end, and the servers that sent nothing for too long.
         asked: the servers that were asked which workers are waiting, and have not answered yet.
         machines: the machines that have joined the run.
-        agents: handles what the agents of these machines report.
+        agents: handles the reports of the agents of these machines.
         watch: what is known of the processes.
-        checkpoints: what writes the checkpoints.
-        status: the state of the job when it was computed last for `refresh`; None before.
-        steps: server -> the times of its steps that it has reported last.
+        checkpoints: writes the checkpoints.
+        status: the state of the job that was computed for the last call of `refresh`; None before the first one.
+        steps: server -> the times of the server's steps, from its latest report.
     """
 
     def __init__(
@@ -292,7 +294,7 @@ class CoordinatorHost(Host):
         self.steps: Mapping[int, StepsTimed] = {}
         self._observers: set[Caller] = set()
         self.status: JobStatus | None = None
-        self._refreshing = False  # True from a call of `refresh` until it has been performed
+        self._refreshing = False  # True from a call of `refresh` until the call has been performed
         self._looked_ticks = -LOOK_INTERVAL_TICKS
         header = Header(
             sync=notation(job.schedule.first),
@@ -331,7 +333,7 @@ class CoordinatorHost(Host):
             cuts=0 if job.resumed is None else job.resumed.highest,
         )
         self._metrics = MetricsWriter(self.core.history, Path(job.run_dir), self.core.faults.append)
-        self._members: dict[tuple[str, int], Caller] = {}  # (role, index) -> its connection
+        self._members: dict[tuple[str, int], Caller] = {}  # (role, index) -> connection of this process
         self.machines = Machines()
         self.watch = JobWatch(job, self.core, self.machines)
         self.stalls = StallWatch(job, self.core, self.watch, self.asked, self._ask_anew)
@@ -390,12 +392,12 @@ class CoordinatorHost(Host):
     # -- for other threads --------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the thread of the event loop, and the one that writes the metrics."""
+        """Start the thread of the event loop, and the thread that writes the metrics."""
         self._thread.start()
         self._metrics.start()
 
     def ask(self, question: Callable[[], Answer]) -> Answer:
-        """Return what a function returns on the coordinator's thread, or here if the thread has ended."""
+        """Return the result of a function, called on the coordinator's thread, or here if that thread has ended."""
         found: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         self.call(lambda: found.put(question()))
         while self._thread.is_alive():
@@ -417,7 +419,7 @@ class CoordinatorHost(Host):
     def cause_may_follow(self) -> bool:
         """True if the worker with the initial weights was lost too early, perhaps because a server has ended.
 
-        How the server has ended is reported soon.
+        If a server has ended, a report about the end of this server will follow soon.
         """
         return self.failure is not None and self.failure.reason == core.LOST_TOO_EARLY
 
@@ -431,26 +433,29 @@ class CoordinatorHost(Host):
         self.over.set()
 
     def settle(self) -> MachinesLeft:
-        """After the loss of a server, give up the checkpoint that is being written. Then `checkpoints.saved` stays.
+        """After the loss of a server, give up the checkpoint that is being written.
+
+        From then on, `checkpoints.saved` does not change.
 
         Returns:
-            What the machines that are left bring if the run goes on.
+            What the remaining machines bring if the run continues.
         """
         self.ask(self.checkpoints.close)
-        return self.ask(self.agents.left)  # after `saved` is known, which is a call, too
+        # Calls are made in order, so `saved` has its last value before this call.
+        return self.ask(self.agents.left)
 
     def collect(self) -> Collection:
         """Start collecting the weights. The caller must wait until `finished` of the returned object is set.
 
-        A server is given up only if its connection ends, or carries nothing for `SILENCE_S`. `gone_servers` then says
-        so.
+        A server is given up only if its connection ends, or carries nothing for `SILENCE_S`. The server is then in
+        `gone_servers`.
         """
         assert self.core.model is not None
         collection = Collection(self.core.model, self.core.slices, self.core.placement, self._shared.master)
 
         def begin() -> None:
             self.watch.note_own_traffic(self._streams())
-            if self.job.joined:  # what the servers have exchanged with the machines
+            if self.job.joined:  # the answers state the traffic between servers and machines
                 self._ask_servers()
             self._collection = collection
             for server in range(self.job.servers):
@@ -460,7 +465,7 @@ class CoordinatorHost(Host):
         return collection
 
     def end_collection(self, why: str) -> None:
-        """End the collection. If it is not finished, give up the servers that are still awaited, because of `why`."""
+        """End the collection. If servers are still awaited, give them up, with `why` as the reason."""
 
         def end() -> None:
             for server in list(self._awaited):
@@ -474,9 +479,9 @@ class CoordinatorHost(Host):
         return {server: patience.quiet_s for server, patience in self._awaited.copy().items()}
 
     def refresh(self) -> None:
-        """Compute the state of the job again. The result appears in `status`, at once or after a short time.
+        """Compute the state of the job. The result appears in `status`, at once or after a short time.
 
-        This also asks the servers who waits, at most twice per second, for the next states.
+        For later states, this method also asks the servers which workers wait, at most twice per second.
         """
 
         def compute() -> None:
@@ -496,7 +501,7 @@ class CoordinatorHost(Host):
     def stop(self, hurried: Callable[[], bool] = lambda: False) -> None:
         """Order the servers to write their traces and exit, and end the thread when the servers have disconnected.
 
-        A server that sends nothing for `SILENCE_S` is no longer awaited. `gone_servers` then says so.
+        A server that sends nothing for `SILENCE_S` is no longer awaited. The server is then in `gone_servers`.
 
         Args:
             hurried: function that is called repeatedly. Once it returns True, `stop` no longer waits for the servers.
@@ -517,7 +522,7 @@ class CoordinatorHost(Host):
     def call(
         self, function: Callable[Arguments, object], *arguments: Arguments.args, **options: Arguments.kwargs
     ) -> None:
-        """Let the coordinator's thread call a function, such as a method of `agents`, when it is free."""
+        """Let the coordinator's thread call a function, such as a method of `agents`, as soon as the thread is free."""
         self._calls.put(lambda: function(*arguments, **options))
         with contextlib.suppress(OSError):  # the thread has already ended and closed the socket
             self._bell.send(b"x")
@@ -526,7 +531,7 @@ class CoordinatorHost(Host):
         self.report = StateReport.of(self)
 
     def late_checkpoint(self) -> LateCheckpoint | None:
-        """Return the checkpoint that has waited for long for what workers hold; None if there is none."""
+        """Return the checkpoint that has waited for long for the states of scripts; None if there is none."""
         waits_s, giving = self.checkpoints.waits_s, self.core.reconfigurations.giving
         if waits_s < STATES_S or giving is None or not (awaited := giving.awaited):
             return None
@@ -539,9 +544,9 @@ class CoordinatorHost(Host):
             while self._awaited or not self._stopping:
                 try:
                     self._step()
-                except UserCodeError as error:  # the loop goes on, so that the weights can be collected
+                except UserCodeError as error:  # the loop continues, so that the weights can be collected
                     self.fail(RunFailedError("the coordinator", error.reason, error.traceback))
-        except OSError as error:  # the disk is full, or this process has reached a limit: no bug
+        except OSError as error:  # the disk is full, or this process has reached a limit; this is not a bug
             log.warning("the coordinator failed", exc_info=True)
             self.fail(RunFailedError("the coordinator", refused_by_system(error)))
         except Exception as error:  # any exception must end the run and be reported
@@ -561,7 +566,7 @@ class CoordinatorHost(Host):
             self._publish()
 
     def _step(self) -> None:
-        """Wait for messages, and handle them and what is due."""
+        """Wait for messages, handle them, and carry out everything that is due."""
         self._hub.poll(self._patience_s())
         self.watch.note_states()
         self._look_for_progress()
@@ -580,7 +585,7 @@ class CoordinatorHost(Host):
             self._publish()
 
     def _tend_trace(self, now_ticks: int) -> None:
-        """Write what is buffered of the trace, and begin a new segment if there is enough. The core is idle."""
+        """Write the buffered part of the trace. If the segment is large enough, begin a new one. The core is idle."""
         if self._trace is None or self._recorder is None or now_ticks < self._tend_ticks:
             return
         self._tend_ticks = now_ticks + TEND_TICKS
@@ -588,7 +593,7 @@ class CoordinatorHost(Host):
             self._recorder.begin_segment(keyframe_of(self.core, self.job.imports))
 
     def _ask_anew(self) -> None:
-        """Ask the servers, and forget what they have answered before."""
+        """Forget the earlier answers of the servers, and ask the servers again."""
         self.core.waits.clear()
         self._ask_servers()
 
@@ -622,7 +627,7 @@ class CoordinatorHost(Host):
                     self.machines.liveness.moved(agent, self.job.now_ticks())
             elif patience.over:
                 task = "write its traces" if self._stopping else "send its weights"
-                self._give_up(server, f"it was to {task}, and sent nothing for {patience.quiet_s:.0f} s")
+                self._give_up(server, f"it had to {task}, but sent nothing for {patience.quiet_s:.0f} s")
 
     def _give_up(self, server: int, why: str) -> None:
         """Close the connection to a server, and keep the reason."""
@@ -694,7 +699,7 @@ class CoordinatorHost(Host):
         if peer.role == "observer":
             if peer.stream.backlog:
                 raise ProtocolError(f"{type(message).__name__} arrived before the previous answer was read")
-            self._ask_servers()  # for the next time
+            self._ask_servers()  # for the next report
             self.watch.note_own_traffic(self._streams())
             self._hub.send(peer, StatusReported(msgspec.msgpack.encode(self.watch.status())))
             return
@@ -721,7 +726,8 @@ class CoordinatorHost(Host):
                 sets = 0 if self.core.model is None else len(self.core.model.optimizers)
                 if any(each.set_index >= sets for each in message.steps):
                     raise ProtocolError("it reports steps of a parameter set that the model does not have")
-                self.steps = {**self.steps, peer.index: message}  # other threads may read the earlier one
+                # Make a new dict, because other threads may read the earlier one.
+                self.steps = {**self.steps, peer.index: message}
                 return
             case CheckpointRequested():
                 return self.checkpoints.request(message.number)
@@ -735,10 +741,11 @@ class CoordinatorHost(Host):
         if model is not None and (isinstance(message, Contributed) or self.core.expects_model(party)):
             try:
                 require_sound(model, self.job.optimizers)
-            except ConfigurationError as error:  # torch is another one there and here
+            except ConfigurationError as error:  # the worker's version of torch differs from the one here
                 if not isinstance(message, Register):
                     raise ProtocolError(str(error)) from error
-                self._hub.send(peer, Refused(str(error)))  # its script fails with this error, and says so
+                # The worker's script fails with this error, and reports the error.
+                self._hub.send(peer, Refused(str(error)))
                 return
         self._perform(self.core.handle(party, message, self.job.now_ticks()))
         match message:
@@ -766,7 +773,7 @@ class CoordinatorHost(Host):
         self.agents.name_main()
 
     def send(self, to: Peer, message: Message) -> None:
-        """Send a message to a worker or server if it is connected."""
+        """If a worker or server is connected, send a message to it."""
         if (member := self._member(to.role, to.index)) is not None:
             self._hub.send(member, message)
 
@@ -822,7 +829,7 @@ class CoordinatorHost(Host):
         self.agents.take_out_for_good(request.worker, request.reason)
 
     def _end(self) -> None:
-        """End the run. The report then says so to all who wait for its end."""
+        """End the run. The last report is published first, for all that wait for the end of the run."""
         if not self.over.is_set():
             self._publish()
             self.over.set()
@@ -836,7 +843,7 @@ class CoordinatorHost(Host):
         self._end()
 
     def _take_prospects(self, prospects: Sequence[Prospect]) -> None:
-        """Take the results of a simulation, which another thread has received."""
+        """Take the results of a simulation. This method is called on another thread."""
         self.call(lambda: self._perform(self.core.rehearsed(prospects, self.job.now_ticks())))
 
     def _shortage(self, model: ModelSpec, workers: int) -> str:
@@ -861,7 +868,7 @@ class CoordinatorHost(Host):
             could_share=not shared and shared_memory_available(),
         )
 
-    # -- collection of the weights at the end --------------------------------------------------------------
+    # -- collection of the weights at the end of the run ---------------------------------------------------
 
     def _collect_from(self, server: int) -> None:
         """Request the next missing shard from a server, or give up its shards if the server is not connected."""
@@ -884,7 +891,7 @@ class CoordinatorHost(Host):
             self._calls.get_nowait()()
 
     def _member(self, role: str, index: int) -> Caller | None:
-        """Return the connection to a server or worker; None if it is not connected."""
+        """Return the connection to a server or worker; None if the process is not connected."""
         return self._members.get((role, index))
 
     def _streams(self) -> dict[tuple[str, int], Stream[Any]]:

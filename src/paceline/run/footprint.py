@@ -5,31 +5,32 @@ vectors that the optimizer stores for each vector of weights. When the workers h
 begins, a run still needs this memory (`footprint`):
 
     (1 + s) P    at the servers: weights and optimizer state
-    n P          the region of each worker, of 2 P for weights and gradients. Its weights replace those of its
-                 model, which are then freed
+    n P          the region of each worker. It has 2 P for weights and gradients, but the weights in the region replace
+                 the weights of the worker's model, whose memory is freed
     3 P          at the end, while the weights are read: a copy that is queued at the servers, the vectors into which
-                 the launcher receives it, and the named tensors that it creates from them
+                 the launcher receives this copy, and the named tensors that the launcher creates from the vectors
     2 n P        only over streams: the gradient of each worker at the servers, and answers that are still being sent
                  when the weights change
     2 n c P      if gradients are encoded on their way (`--wire`), where c is 1/2 (bf16), 1/4 (int8) or 1/7 (int4)
-    (n + 1) c P  if weights are: at each worker, and once at the servers for all of them
-    n P          if gradients travel as int4: what rounding has taken from the last one, at each worker
+    (n + 1) c P  if weights are encoded on their way: at each worker, and once at the servers for all workers
+    n P          if gradients travel as int4: the rounding errors of the last gradient, at each worker
     (n + 1) P    if weights travel as int8 or int4: the base, at each worker, and once at the servers
 
-If workers join from other machines, a machine needs what its servers need for the parameters that they hold
-(`served_shortage`): the weights, the state, and the servers' ends of the streams. The machine that serves the run
+If workers join from other machines, a machine needs memory for its servers (`served_shortage`): for the weights and
+the state of the parameters that they hold, and for the servers' ends of the streams. The machine that serves the run
 also needs the 3 P for reading the weights.
 
-The processes come before, with `PROCESS_BYTES` for the launcher and for the fork server, which have imported torch,
-and `FORKED_BYTES` for each server and worker, which share the memory of the fork server. Before the model is known,
-only they (`child_bytes`) and the file descriptors of the process that needs the most of them are checked.
+The processes themselves need memory before training begins: `PROCESS_BYTES` for the launcher and for the fork server,
+which have imported torch, and `FORKED_BYTES` for each server and worker, which share the memory of the fork server.
+Before the model is known, only this memory (`child_bytes`) is checked, and the number of file descriptors of the
+process that needs the most descriptors.
 
 The estimate excludes:
 
 - memory that belongs to the script: data, activations, and gradients before they are copied into the region;
 - small amounts of memory, such as buffers and partly filled pages;
 - memory for the initial weights and optimizer state on their way to the servers, before the first gradients exist;
-- copies of shards for checkpoints, (1 + s) P: without memory for them, there is no checkpoint;
+- copies of shards for checkpoints, (1 + s) P: if this memory is not available, no checkpoint is written;
 - pushes that servers copy so that the workers can continue, and snapshots that a script requests from `launch`.
 
 This module only computes sizes and reads small files, and does not import torch. If a system does not report its
@@ -112,7 +113,7 @@ def _streams_bytes(size_bytes: int, workers: int, wire: WireFormat, *, ends: int
 
 
 def _encoded_bytes(size_bytes: int, codec: str) -> int:
-    """Return the memory for a vector in the format in which it travels; 0 if it travels as it is."""
+    """Return the memory for a vector in the format in which it travels; 0 if the vector is not encoded."""
     return 0 if codec == "float32" else CODECS[codec].encoded_bytes(size_bytes) // 4
 
 
@@ -141,7 +142,7 @@ def state_vectors(
 
 
 def vectors_of(model: ModelSpec, *, fractions: bool = False) -> int:
-    """Return the number of state vectors for the optimizer of a model that needs the most. See `state_vectors`."""
+    """Return the largest number of state vectors that an optimizer of the model needs. See `state_vectors`."""
     dtypes = {dtype_of(vector) for vector in model.layout.sizes}
     return max(
         state_vectors(each.name, each.groups, dtypes, fractions=fractions) for each in model.optimizers
@@ -193,7 +194,9 @@ def served_shortage(
     read_bytes: int = 0,
     wire: WireFormat = WireFormat(),
 ) -> str:
-    """Return an error message if this machine has too little memory for its servers, else "". Workers join the run.
+    """Return an error message if this machine has too little memory for its servers, else "".
+
+    This is for runs that workers join from other machines.
 
     Args:
         held_bytes: size of the parameters that the servers on this machine hold.
@@ -376,7 +379,7 @@ def _available_in_cgroups(root: Path) -> Iterator[int]:
             files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         else:
             continue
-        # In a container, `path` may be a path on the host that does not exist here. Then only `mount` itself is read.
+        # In a container, `path` may be a path on the host that does not exist here. If so, only `mount` itself is read.
         parts = [part for part in path.split("/") if part not in ("", ".", "..")]
         for depth in range(len(parts) + 1):
             yield from _available_in_cgroup(mount.joinpath(*parts[:depth]), *files)

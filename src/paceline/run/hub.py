@@ -1,8 +1,8 @@
 """Connection management for the event loops of the *hosts*, which are the servers and the coordinator.
 
-A peer is accepted when its first message contains the run's token. Until then it is a *pending connection* (see
-`listener`): only a small greeting and at most one descriptor are received from it, and nothing is sent to it. It is
-dropped if it remains silent for too long, and earlier if other peers are waiting to connect.
+A peer is accepted when its first message contains the run's token. Until then, its connection is a *pending connection*
+(see `listener`): the host receives only a small greeting and at most one descriptor, and sends nothing. A pending
+connection is dropped if the peer remains silent for too long, and earlier if other peers are waiting to connect.
 
 If a peer violates the protocol, the violation is logged, the peer's connection is closed, and the host continues.
 The code that handles a message checks the message before it changes any state, and raises `ProtocolError` if the
@@ -43,11 +43,11 @@ log = logging.getLogger("paceline.hub")
 
 # If a process ends but its connection stays open, this is the silence after which the connection is dropped.
 ENDED_TIMEOUT_S = 1.0
-# Maximum number of message parts that are queued for a peer, whose queue stays short if it reads its messages.
+# Maximum number of message parts that are queued for a peer. If a peer reads its messages, the queue stays short.
 MOST_UNSENT = 1 << 14
 # Maximum number of characters in a logged reason, which may contain data that a peer sent.
 LONGEST_REASON = 1000
-# Errors that may occur while a message is handled but are not caused by its sender.
+# Errors that may occur while a message is handled, but that the sender of the message has not caused.
 OUR_FAULT = (InternalError, UserCodeError, OSError, MemoryError)
 # Minimum time between two checks of the sockets while messages arrive in rings.
 SOCKETS_INTERVAL_S = 1e-3
@@ -64,7 +64,7 @@ class Caller:
         stream: the stream that sends and receives messages on the connection.
         role: "worker", "server" or "reader" once the peer has been accepted; "" until then.
         index: index of the worker or server.
-        moved_s: time at which data last came from the peer, or left for it, on the monotonic clock.
+        moved_s: time at which data was last received from the peer or sent to the peer, on the monotonic clock.
         adopted: True if the host itself opened the connection.
         writing: True while the selector also watches for room to send, because messages are queued.
     """
@@ -84,7 +84,7 @@ class Caller:
         """The address of the peer's machine.
 
         Raises:
-            PeerLostError: the connection is lost. What the peer has sent may still be read.
+            PeerLostError: the connection is lost. Messages that the peer has sent may still be read.
         """
         try:
             return str(self.stream.sock.getpeername()[0])
@@ -123,13 +123,13 @@ class Hub(Generic[P]):
     Args:
         name: name of the host in log messages.
         token: the secret that peers must send.
-        listener: a listening socket, or what takes its place. The hub takes ownership.
+        listener: a listening socket, or another source of connections. The hub takes ownership.
         role: role of the host.
         make_peer: function that returns the object for a new connection, an instance of `Caller` or of a subclass.
         host: the object that handles the messages and the closed connections.
-        known: the TLS contexts of the run, if the connections that the listener accepts use TLS. Their plain prefaces
-            must have been received already.
-        target: what the prefaces of connections to this host name, see `Preface`.
+        known: the TLS contexts of the run, if the connections that the listener accepts use TLS. The plain prefaces of
+            such connections must already have been received.
+        target: the target in the prefaces of connections to this host, see `Preface`.
 
     Attributes:
         peers: all open connections.
@@ -185,7 +185,7 @@ class Hub(Generic[P]):
 
         Args:
             timeout_s: maximum time to wait, in seconds. None means no time limit.
-            spins: False if the next message is expected on a socket, so that it is useless to poll the rings first.
+            spins: False if the next message is expected on a socket, so that polling the rings first is useless.
         """
         if self._ringed:
             if self._serve_rings(spins):
@@ -227,7 +227,10 @@ class Hub(Generic[P]):
         self._selector.register(peer.stream, selectors.EVENT_READ, peer)
 
     def drain(self, peer: P, silence_s: float | None = None) -> None:
-        """Send all messages that are queued for a peer. Give up if its connection is lost or silent, see `Stream`."""
+        """Send all messages that are queued for a peer.
+
+        If the connection is lost or silent, give up. See `Stream.drain`.
+        """
         if peer in self.peers:
             with contextlib.suppress(PeerLostError, DeadlineError):
                 peer.stream.drain(silence_s)
@@ -235,8 +238,8 @@ class Hub(Generic[P]):
     def expect_end(self, peer: P) -> None:
         """Drop a peer whose process has ended, but only after its last messages have been received.
 
-        Usually the connection ends by itself. If a forked child of the process keeps the connection open, `poll`
-        closes it.
+        Usually, the connection ends by itself. If a forked child of the process keeps the connection open, `poll`
+        closes the connection.
         """
         if peer in self.peers and peer not in self._ending:
             peer.ended_s = time.monotonic()
@@ -299,7 +302,7 @@ class Hub(Generic[P]):
             self.drop(peer, str(error))
 
     def _serve_new(self, peer: P) -> None:
-        """Handle what a new peer has already sent."""
+        """Handle the messages that a new peer has already sent."""
         self._serve(peer, selectors.EVENT_READ)
         self._drop_broken()
 
@@ -360,7 +363,7 @@ class Hub(Generic[P]):
         self._host.greeted(peer, message)
         peer.stream.expect(phase)
         self._pending.discard(peer)
-        # Readers remain limited to small headers: they need no larger ones, and there may be many readers.
+        # Readers remain limited to small headers: they need no larger headers, and there may be many readers.
         peer.stream.trusted, peer.stream.takes_descriptor = peer.role != "reader", False
 
     def _refuse(self, peer: P, error: ProtocolError) -> None:

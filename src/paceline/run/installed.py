@@ -1,7 +1,8 @@
-"""What must be equal on all machines of a run. The coordinator checks it when a machine joins.
+"""What must be equal on all machines of a run. The coordinator checks this when a machine joins.
 
-Versions of torch may differ: what matters is what the processes of a run exchange. So a machine says what it has
-installed, and the coordinator compares this with its own machine, and with what the run needs.
+Versions of torch may differ: only the formats of the data that the processes of a run exchange must be equal. So a
+machine reports its installed versions and formats. The coordinator compares the report with its own machine, and with
+the needs of the run.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ..core.messages import ROWS, Installed
 
 @cache
 def installed() -> Installed:
-    """Return what is installed on this machine. This does not import torch, which takes more than a second."""
+    """Return the installed versions and formats. This does not import torch, which would take more than a second."""
     return Installed(
         python=f"{sys.version_info.major}.{sys.version_info.minor}",
         torch=_version_of_torch(),
@@ -45,10 +46,10 @@ def what_differs(
     """Return what a machine with the same version of Paceline must change before it can join a run; "" for nothing.
 
     Args:
-        found: what is installed on the machine.
-        expected: what is installed on the machine of the coordinator.
-        pickled: what the processes of the machine would unpickle, for the user; "" if they unpickle nothing.
-        optimizers: the classes of optimizers that the run trains with, in the notation of `OptimizerSpec.name`.
+        found: the installed versions and formats of the machine.
+        expected: the installed versions and formats of the coordinator's machine.
+        pickled: name, for the user, of the object that the machine's processes would unpickle; "" for none.
+        optimizers: the classes of the run's optimizers, in the notation of `OptimizerSpec.name`.
 
     Example:
         >>> own = Installed("3.11", "2.13.0", {"messages": "1"}, ("Muon", "SGD"))
@@ -61,7 +62,7 @@ def what_differs(
     names = found.formats.keys() | expected.formats.keys()
     if others := sorted(name for name in names if found.formats.get(name) != expected.formats.get(name)):
         return (
-            "Paceline has the same version on this machine and on that of the run, but other formats of "
+            "Paceline has the same version on this machine and on the machine of the run, but different formats of "
             f"{' and '.join(others)}. Install the same wheel on all machines."
         )
     if pickled and found.python != expected.python:
@@ -83,9 +84,9 @@ def _digest(lines: Iterable[str]) -> str:
 
 
 def _fields(classes: Iterable[type]) -> Iterator[str]:
-    """Yield the names of the fields of some classes, and of all classes that these contain.
+    """Yield the names of the fields of some classes, and of all classes that occur in these fields.
 
-    The types of fields are not among them, because their notation depends on the version of Python.
+    The types of the fields are left out, because their notation depends on the version of Python.
     """
     waiting, seen = [*classes], set[type[msgspec.Struct]]()
     while waiting:
@@ -105,7 +106,7 @@ def _version_of_torch() -> str:
 
 
 def _optimizers_of_torch() -> list[str]:
-    """Return the names that `torch.optim` exports, from its source; [] if it cannot be read."""
+    """Return the names that `torch.optim` exports, from its source; [] if the source cannot be read."""
     spec = find_spec("torch")
     for folder in () if spec is None else spec.submodule_search_locations or ():
         try:

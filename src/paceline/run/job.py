@@ -1,6 +1,6 @@
-"""The configuration of a run, which is passed to each of its processes, and its description.
+"""The configuration of a run, which is passed to each of the run's processes, and the description of the run.
 
-`job_options` checks what depends on several settings.
+`job_options` checks conditions on several settings at once.
 """
 
 from __future__ import annotations
@@ -44,11 +44,12 @@ class ResumedFrom(msgspec.Struct, frozen=True):
     """The checkpoint with which a run begins.
 
     Attributes:
-        path: its directory, on the machine of the coordinator.
-        faults: a sentence for each newer checkpoint, which says why it is not used.
-        highest: the highest number of the checkpoints that lie there, whole or not; the run does not use it again.
-        lock: number of the newest lock on the run directory when the checkpoint was chosen; None if this process has
-            the lock already. See `run_lock`.
+        path: directory of the checkpoint, on the machine of the coordinator.
+        faults: for each newer checkpoint, a sentence that says why this checkpoint is not used.
+        highest: the highest number of all checkpoints of the lineage, whole or not. The run continues after this
+            number.
+        lock: number of the newest lock on the run directory when the checkpoint was chosen; None if this process
+            already has the lock. See `run_lock`.
     """
 
     path: str
@@ -67,11 +68,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         workers: number of workers; if machines can join, the largest number of workers.
-        least: number of workers with which training begins; if machines can join, the others may join later.
+        least: number of workers with which training begins; if machines can join, further workers may join later.
         pause_below: number of workers below which the run pauses until other workers join; 0 if it never pauses.
-        joined: True if the workers run on machines that join the run, and none is started by the launcher.
+        joined: True if the workers run on machines that join the run, so that the launcher starts no workers.
         servers: number of servers. See `core.layout.Placement`.
-        remote_servers: number of servers, the last ones, that machines bring when they join the run.
+        remote_servers: number of servers that machines bring when they join the run. They have the highest indices.
         shards: number of slices into which the parameters are divided.
         slicing: "auto" for slices of equal size, except for optimizers that need whole tensors; "even"; or
             "by-parameter" for slices that contain about the same number of whole parameters.
@@ -81,47 +82,48 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
             whole tensors, as the user names it.
         sync: the sync model, or one model per shard, and any planned changes, in the notation of the command line.
         imports: modules that every process imports, because they define sync models or conditions that the run
-            uses or may change to.
+            uses now or may use later.
         transport: name of the transport; see `paceline.wire.transports.TRANSPORTS`.
         split: how an epoch is divided among the workers by default: "auto", "dynamic" or "static".
-        batch: "equal" if all workers have batches of the same size by default, or "balanced" if their sizes follow
-            the workers' speeds.
-        joint_batch: True if the batch size of a loader is by default that of the joint batch of all workers.
+        batch: "equal" if all workers have batches of the same size by default, or "balanced" if the sizes of the
+            batches follow the workers' speeds.
+        joint_batch: True if the batch size of a loader is by default the size of the joint batch of all workers.
         seed: random seed for the order of the data, the jitter and all other random choices.
         pace: for each worker, the minimum duration in seconds of an iteration with one batch of the loader's size: a
             fixed part and a part that is proportional to the size of the batch; () if there is no minimum.
         slowdown: for each worker, the factor by which the measured compute time is multiplied; () if there is none.
         jitter: in each iteration, `pace` and `slowdown` are multiplied by a random number, uniformly distributed
             between 1 - `jitter` and 1 + `jitter`.
-        on_nan: "stop" to end the run if a gradient contains NaN or inf, or "skip" to drop that push.
-        hyperparameters: "translated" if the hyper-parameters of the script refer to a joint batch, and those of each
-            update are translated (see `paceline.sync.translation`), or "raw" if each update uses them as they are.
+        on_nan: "stop" to end the run if a gradient contains NaN or inf, or "skip" to drop the push with this gradient.
+        hyperparameters: "translated" if the script's hyper-parameters refer to a joint batch, and are translated for
+            each update (see `paceline.sync.translation`), or "raw" if each update uses them unchanged.
         run_dir: directory of the logs, traces and results; "" if a new directory is to be created.
         guard: what happens if training diverges; see `paceline.core.guard`.
         checkpoint_every_s: time between two checkpoints, in seconds; 0 for no checkpoints.
-        keep: number of the newest checkpoints that are kept.
+        keep: number of checkpoints that are kept: the newest ones.
         checkpoint_dir: directory with a folder for the checkpoints, or the URL of a bucket; None for the usual
             directory. See `checkpoints.buckets`.
-        on_server_loss: "resume" if the run goes on from its last checkpoint when a server is lost, or "stop" if it
-            ends.
-        stall_timeout_s: seconds after which a silent process is killed if others wait for it; None for no limit.
+        on_server_loss: "resume" if the run goes on from its last checkpoint when a server is lost, or "stop" if the
+            run ends.
+        stall_timeout_s: seconds after which a silent process is killed if other processes wait for it; None for no
+            limit.
         port: TCP port of the coordinator; 0 for any free port.
-        torchrun_port: MASTER_PORT in the environment of the workers, which is then as under torchrun; 0 to leave the
-            environment as it is.
+        torchrun_port: MASTER_PORT in the environment of the workers, which then has the variables that torchrun sets; 0
+            to leave the environment as it is.
         token: secret that each peer must send before it is served.
-        mark: 16 hexadecimal digits that tell this run from others with the same secret; they are not secret.
+        mark: 16 hexadecimal digits that distinguish this run from others with the same secret. They are not secret.
         epoch_ns: reading of the monotonic clock at time 0 of the run, in nanoseconds.
         secure: True if the connections use TLS, with keys that are derived from the token.
         version: version of Paceline, which must be the same on all machines; "" if the run is on one machine only.
-        traces: what is kept of the traces of the run and the records of its workers.
+        traces: which parts of the run's traces and of its workers' records are kept.
         wire: the format in which float32 gradients and weights travel between processes.
         optimizers: the places from which processes may take the classes of optimizers that are not torch's.
         devices: the device of each worker that the launcher starts; () if none is assigned.
         server_devices: the devices among which the servers of this machine are divided; () for the CPU.
-        resumed: the checkpoint with which the run begins; None if it begins anew.
-        lineage: the identity of the run and of those that have resumed it in its directory, which its checkpoints
-            carry. See `paceline.checkpoints.manifest`.
-        origin: the directory of the checkpoint of another lineage with which this one has begun; "" for none.
+        resumed: the checkpoint with which the run begins; None if the run does not resume another one.
+        lineage: the common identity of this run and of all runs that it has resumed in its directory. Each checkpoint
+            of these runs names it. See `paceline.checkpoints.manifest`.
+        origin: the directory of the checkpoint of another lineage with which this lineage has begun; "" for none.
     """
 
     workers: int
@@ -212,18 +214,20 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def marks_outside(self) -> bool:
-        """True if pushes say how long their scripts were outside of training, so that models leave it out.
+        """True if pushes state how long their scripts were outside of training, so that models can exclude this time.
 
-        With raw hyper-parameters, what models predict from intervals is as in their papers. A run that chooses its
-        models itself needs the times in any case.
+        With raw hyper-parameters, models predict from whole intervals, as in their papers. A run that chooses its
+        models itself always needs these times.
         """
         return self.translated or self.schedule.auto
 
     def codecs(self, vectors: Iterable[str] = ()) -> str:
-        """Return what travels with which codec: "gradients as int8, weights as bf16"; "" if nothing is encoded.
+        """Return the codecs of gradients and weights, such as "gradients as int8, weights as bf16".
+
+        "" if nothing is encoded.
 
         Args:
-            vectors: names of the model's vectors, if they are known. Those that no codec encodes are named.
+            vectors: names of the model's vectors, if known. The result then also names the dtypes that are not encoded.
         """
         if self.carrier.shares_memory or self.wire.exact:
             return ""
@@ -236,7 +240,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def wire_in_vain(self) -> str:
-        """A sentence that says that `wire` has no effect, because nothing travels; "" if it has an effect."""
+        """A sentence that says that `wire` has no effect, because nothing travels; "" if `wire` has an effect."""
         if not self.carrier.shares_memory or self.wire.exact:
             return ""
         return (
@@ -246,7 +250,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def takes_fractions(self) -> bool:
-        """True if updates can take fractions of the optimizer's steps, under a model that is planned or chosen."""
+        """True if updates can take fractions of the optimizer's steps under any sync model that the run may use."""
         schedule = self.schedule
         return self.translated and (schedule.auto or not all(model.lockstep for model in schedule.models))
 
@@ -310,7 +314,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
             model.require_runnable(self.workers)
 
     def torchrun_environment(self, worker: int) -> dict[str, str]:
-        """Return the environment variables that torchrun would set for a worker; {} unless the user wants them."""
+        """Return the environment variables that torchrun would set for a worker; {} if the user does not want them."""
         if not self.torchrun_port:
             return {}
         rank, world = str(worker), str(self.workers)
@@ -331,7 +335,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def emulated(self) -> str:
-        """The options with which unequal machines are emulated, and what they mean; "" if nothing is emulated."""
+        """The options with which unequal machines are emulated, with their meaning; "" if nothing is emulated."""
         parts = []
         if self.pace:
             parts.append(f"--pace {SETTINGS['pace'].written(self.pace)} (minimum seconds per iteration)")
@@ -356,9 +360,9 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
         coordinator: address of the coordinator.
         host: address on which the process listens for TCP connections.
         incarnation: how often the index of the worker has been used before.
-        machine: index of the machine on which the process runs; 0 for the one with the coordinator.
-        address: address at which a server is reached, if its connections come through a listener; else "".
-        device: the device of the worker or server; None if none is assigned, so that it uses the CPU.
+        machine: index of the machine on which the process runs; 0 for the machine with the coordinator.
+        address: address of a server whose connections come through a listener; else "".
+        device: the device of the worker or server; None for the CPU.
         imports: modules that only processes of this machine import, because they add kinds of devices to torch.
     """
 
@@ -380,7 +384,7 @@ def claim_run_dir(job: Job) -> Job:
 
 
 def encode_job(job: Job) -> bytes:
-    """Return the configuration of a run as it is sent to the machines that join the run."""
+    """Return the configuration of a run in the format in which it is sent to the machines that join the run."""
     return msgspec.json.encode(job)
 
 
@@ -389,7 +393,7 @@ def decode_job(data: bytes, now_ticks: int) -> Job:
 
     Args:
         data: the encoded configuration.
-        now_ticks: the time of the run now.
+        now_ticks: the current time on the clock of the run.
     """
     job = msgspec.json.decode(data, type=Job)
     return msgspec.structs.replace(job, epoch_ns=time.monotonic_ns() - now_ticks)
@@ -420,7 +424,7 @@ _HYPERPARAMETERS_TEXTS = {
     "raw": "used as they are in each update (raw)",
 }
 _GUARD_TEXTS = {
-    "off": "says only if nothing is learned any more, because of NaN (off)",
+    "off": "says only when training no longer learns anything, because of NaN (off)",
     "tell": "says when training diverges (tell)",
     "stop": "stops the run when training diverges, and keeps the last good weights (stop)",
 }

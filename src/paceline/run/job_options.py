@@ -1,4 +1,4 @@
-"""The validation of the user's options, from which the configuration of a run is made before any process starts."""
+"""The validation of the user's options, and the creation of a run's configuration before any process starts."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def make_job(
 ) -> Job:
     """Validate the user's options, create the run directory and return the configuration of the run.
 
-    For a dry run, the directory is not created. See `claim_run_dir`. `least` is by default the number of workers.
+    For a dry run, the directory is not created. See `claim_run_dir`. The default of `least` is the number of workers.
 
     Raises:
-        ConfigurationError: an option is not valid. The message states the value, what was expected and what to do.
+        ConfigurationError: an option is not valid. The message states the value, the expected values, and a remedy.
     """
     workers = whole(least=1)("workers", workers)
     least = whole(least=1)("least", workers if least is None else least)
@@ -83,7 +83,7 @@ def make_job(
             checkpoint_dir = named
         resumed = find_resumed(file, Path(run_dir), checkpoint_dir, trust=values["trust"])
         lineage, origin = lineage_of(file, Path(run_dir), resumed)
-        # The orders of the epochs follow from the seed, so it stays as it is.
+        # The orders of the epochs follow from the seed, so the resumed run keeps its seed.
         values |= {"run_dir": run_dir, "checkpoint_dir": checkpoint_dir, "seed": cut_of(resumed).seed}
     elif values["checkpoint_dir"] and is_bucket(values["checkpoint_dir"]):
         from ..checkpoints.buckets import require_bucket  # imports torch
@@ -141,7 +141,7 @@ def make_job(
         "shards": shards,
         "sync": str(schedule),
         "imports": tuple(dict.fromkeys([*imports, *modules_of(schedule.models)])),
-        # Under "auto", the result is the same as with equal batches, and unequal workers wait less.
+        # Under "auto", balanced batches give the same result as equal batches, and unequal workers wait less.
         "batch": "balanced" if schedule.auto else values["batch"],
         "guard": guard_mode(values["guard"], translated=hyperparameters == "translated"),
         "pace": pace,
@@ -172,7 +172,7 @@ def _carrier(transport: str, port: int) -> Transport:
     """Return the transport of a run, given its name, which may be "auto".
 
     Raises:
-        ConfigurationError: this system does not have the transport, or the port is in use, or of no use.
+        ConfigurationError: this system does not have the transport, the port is in use, or the transport uses no port.
     """
     carrier = best_transport() if transport == "auto" else TRANSPORTS[transport]
     if port and not carrier.spans_machines:

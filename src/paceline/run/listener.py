@@ -1,12 +1,12 @@
 """The one port on which a machine listens for all of its processes, and the limits for callers without the token.
 
-Each connection begins with a preface, which names the process that it is for (see `wire.preface`). The listener reads
-exactly the preface, and passes the socket on to this process, which does everything else. So the listener holds
-no secret, and a process does not notice the connections that never send a preface. Their number and lifetime are
-limited as those of all pending connections are (see `PendingConnections`).
+Each connection begins with a preface, which names the target process of the connection (see `wire.preface`). The
+listener reads only the preface, and passes the socket on to the target process, which does everything else. So the
+listener holds no secret, and no process has to handle connections that never send a preface. The number and lifetime of
+such connections are limited, like those of all pending connections (see `PendingConnections`).
 
-The listener has a thread of its own, and never waits for a process. If a process has ended, or does not keep up, the
-connection is refused, and the client is told why.
+The listener has a thread of its own, and never waits for a process. If the target process has ended, or accepts
+connections too slowly, the connection is refused, and the client is told the reason.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class Arrival:
 
 
 class Listener:
-    """A context manager that listens on a port, and passes each connection to the process that it is for.
+    """A context manager that listens on a port, and passes each connection to its target process.
 
     Args:
-        sock: what accepts connections, of which the listener takes ownership.
+        sock: the source of connections, such as a listening socket. The listener takes ownership.
         mark: the mark of the run, see `Preface`.
     """
 
@@ -69,7 +69,7 @@ class Listener:
         self._mark = mark
         self._acceptor = Acceptor(sock)
         self._pending: PendingConnections[Arrival] = PendingConnections("the listener")
-        # target -> socket over which connections are passed to it
+        # target -> socket over which connections are passed to the target
         self._senders: dict[int, socket.socket] = {}
         self._bell, self._bell_end = socket.socketpair()
         self._selector = selectors.DefaultSelector()
@@ -101,11 +101,11 @@ class Listener:
     def receiver(self, target: int) -> socket.socket:
         """Return the end of a new pair of sockets over which a process receives its connections.
 
-        The caller must close its descriptor as soon as the process has it. Otherwise, the end of the process is not
-        noticed.
+        The caller must close its own descriptor of the socket as soon as the process has a copy. With this
+        descriptor still open, the listener cannot notice the end of the process.
 
         Args:
-            target: see `Preface`. If there has been a receiver for this target, it receives nothing more.
+            target: see `Preface`. If there already is a receiver for this target, the old one receives nothing more.
         """
         sender, receiver = socket_pair()
         former, self._senders[target] = self._senders.get(target), sender
@@ -131,7 +131,7 @@ class Listener:
                     return
                 if not isinstance(key.data, Arrival):
                     self._entrance.accept()
-                elif key.data.sock.fileno() >= 0:  # an earlier iteration of this loop may have dropped it
+                elif key.data.sock.fileno() >= 0:  # an earlier iteration may have dropped this connection
                     self._read(key.data)
             for arrival in self._pending.late():
                 self._drop(arrival, "it has not sent a preface in time")
@@ -173,7 +173,7 @@ class Listener:
             self._drop(arrival, "")
 
     def _pass_on(self, arrival: Arrival) -> Refusal | None:
-        """Pass a connection to the process that its preface names. Return why it is refused; None if it is not."""
+        """Pass a connection to its target process. Return the refusal if the connection is refused, else None."""
         preface = Preface.decode(arrival.received)
         if preface is None:
             return OTHER_VERSION
@@ -204,18 +204,18 @@ class Listener:
 # Any process on this machine can connect to a server or to the coordinator as often as the system permits. So
 # the number of pending connections is limited to `MOST`. The limit is lower if the process may open only a
 # few descriptors, so that enough descriptors remain for the run. When the limit is reached, the next
-# connection replaces the oldest pending connection, but only after this pending connection has had enough
+# connection replaces the oldest pending connection, but only after the oldest connection has had enough
 # time to send its greeting. Until then, new connections wait in the system's queue. The first few messages
 # about pending connections are logged; further messages are only counted.
 #
 # If the process nevertheless runs out of descriptors, a spare descriptor is closed temporarily, so that the
-# next connection can be accepted and closed. Otherwise this connection would stay in the queue and keep the
-# selector busy.
+# next connection can be accepted and closed. Without the spare descriptor, that connection would stay in the
+# queue and keep the selector busy.
 
 hub_log = logging.getLogger("paceline.hub")
 
 LEAST, MOST = 4, 256
-# Maximum number of connections that are accepted before the present ones are served again.
+# Maximum number of connections that are accepted before the existing connections are served again.
 ACCEPTED_AT_ONCE = 8
 SHARE_OF_DESCRIPTORS = 8  # pending connections may use one eighth of the descriptors of this process
 GREETING_TIMEOUT_S = 10.0
@@ -235,7 +235,7 @@ class Acceptor:
     For this purpose, an acceptor keeps a spare file descriptor.
 
     Args:
-        listener: the listening socket, or what takes its place. The acceptor takes ownership.
+        listener: the listening socket, or another source of connections. The acceptor takes ownership.
 
     Attributes:
         stuck: True if the last attempt to accept a connection failed and left the connection in the queue.
@@ -315,7 +315,7 @@ class PendingConnections(Generic[P]):
 
     @property
     def room(self) -> bool:
-        """True if another connection may be accepted, possibly in place of a pending one."""
+        """True if another connection may be accepted, possibly in place of a pending connection."""
         if time.monotonic() < self._rests_until_s:
             return False
         return len(self._since_s) < self._most or self._oldest_s() > GREETING_S
@@ -333,11 +333,11 @@ class PendingConnections(Generic[P]):
         return next(iter(self._since_s)) if len(self._since_s) >= self._most else None
 
     def rest(self) -> None:
-        """Stop accepting connections for a short time after an attempt to accept one has failed."""
+        """Stop accepting connections for a short time, because an attempt to accept a connection has failed."""
         self._rests_until_s = time.monotonic() + GREETING_S
 
     def late(self) -> Iterator[P]:
-        """Yield the connections whose token is late. The caller must drop each one before requesting the next."""
+        """Yield the connections whose token is late. The caller must drop each one before it requests the next one."""
         self._log_count()
         while self._since_s and self._oldest_s() > GREETING_TIMEOUT_S:
             yield next(iter(self._since_s))
@@ -386,7 +386,7 @@ class PendingConnections(Generic[P]):
 
 
 class Entrance(Generic[P]):
-    """Accepts the connections to a host while there is room for more of them.
+    """Accepts the connections to a host while there is room for more connections.
 
     Args:
         host: name of the host in log messages.
@@ -396,7 +396,7 @@ class Entrance(Generic[P]):
         admit: function that starts watching a new connection, and returns it. It raises `OSError` if the
             peer has already closed the connection.
         drop: function that closes a pending connection for the given reason.
-        serve: function that handles what a new pending connection has already sent.
+        serve: function that handles the data that a new pending connection has already sent.
     """
 
     def __init__(
@@ -427,7 +427,7 @@ class Entrance(Generic[P]):
             self._watching = True
 
     def accept(self) -> None:
-        """Accept waiting connections. If there is no room for others, the selector no longer reports them."""
+        """Accept waiting connections. If no room is left, the selector stops reporting waiting connections."""
         for _ in range(ACCEPTED_AT_ONCE):
             if not self._pending.room:
                 break

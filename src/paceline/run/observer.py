@@ -24,7 +24,7 @@ class Observer:
 
     Raises:
         PeerLostError: the coordinator cannot be reached.
-        ConfigurationError: the secret is not that of the run, or no run is served at the address.
+        ConfigurationError: the secret is wrong, or no run is served at the address.
     """
 
     def __init__(self, address: str, token: str, timeout_s: float = 10.0) -> None:
@@ -50,8 +50,8 @@ class Observer:
 
 # -- Calls to the coordinator of a run that a user has named, with the secret that the user has given --------
 #
-# If the secret or the address is wrong, the user has to correct it, so the error is a `ConfigurationError`. A
-# coordinator that cannot be reached may be reached later.
+# If the secret or the address is wrong, the user has to correct this, so the error is a `ConfigurationError`. If the
+# coordinator cannot be reached, the error is a `PeerLostError`, because a later attempt may succeed.
 
 
 def call(address: str, timeout_s: float, known: Contexts) -> socket.socket | SecureSocket:
@@ -63,7 +63,7 @@ def call(address: str, timeout_s: float, known: Contexts) -> socket.socket | Sec
         known: the TLS contexts that belong to the secret.
 
     Raises:
-        ConfigurationError: the secret is not that of the run, or no run is served at the address.
+        ConfigurationError: the secret is wrong, or no run is served at the address.
         PeerLostError: the coordinator cannot be reached.
     """
     try:

@@ -1,4 +1,5 @@
-"""Clients that read from the servers and never push: snapshots, what a worker needs besides, and the final weights.
+"""Clients that read from the servers and never push: readers of snapshots, the other requests of a worker (such as
+optimizer states), and the collection of the final weights.
 
 A *reader* pulls snapshots of the weights. It connects directly to the servers and never blocks a worker. All weights
 of one shard have the same version, but different shards may have different versions. A snapshot contains the version
@@ -57,7 +58,7 @@ from .worker_links import Links, exclusive
 Received = TypeVar("Received", bound=Message)
 
 FROZEN_SILENCE_S = 600.0
-"""Time within which a server sends a frozen parameter, which a worker may first have to send between computations."""
+"""Time within which a server sends a frozen parameter. A worker may first have to send the parameter to the server."""
 
 
 class Assembly:
@@ -218,10 +219,10 @@ class Reader:
         """Return the values of these frozen parameters, by name.
 
         Raises:
-            ConfigurationError: no worker has one of these values any more.
+            ConfigurationError: a value is no longer available from any worker.
             PeerLostError: the connection to the server is lost.
             DeadlineError: the server does not answer in time.
-            ProtocolError: the server sent another message.
+            ProtocolError: the server sent an unexpected message.
         """
         if not specs:
             return {}
@@ -260,7 +261,7 @@ def _expected(kind: type[Received], answer: Message) -> Received:
 def read_states(
     address: str, token: str, known: Contexts | None = None
 ) -> tuple[LoopPosition, bytearray] | None:
-    """Return the states of tracked objects that a run has kept last, with their position; None if there are none.
+    """Return the latest states of a run's tracked objects, with their position in the loop; None if it has no states.
 
     Args:
         address: the address of the server of shard 0.
@@ -293,11 +294,12 @@ def read_states(
 
 # -- What a worker requests from the servers besides the weights: the optimizer's state, buffers, tracked objects
 #
-# A worker that joins a run in progress is not connected to the servers yet, so it reads the model as a reader.
+# A worker that joins a run in progress is not connected to the servers yet, so this worker reads the model as a reader.
 
 log = logging.getLogger("paceline.worker")
 
-MOST_READ_ATTEMPTS, READ_AGAIN_S = 60, 1.0  # how often and after which pause the job's model is read again
+# Number of attempts to read the job's model, and the time between two attempts.
+MOST_READ_ATTEMPTS, READ_AGAIN_S = 60, 1.0
 
 Found = TypeVar("Found")
 
@@ -308,11 +310,11 @@ class Fetches(Servers):
     Args:
         place: the worker's place in the run.
         links: the worker's connections.
-        callbacks: what the session calls in the front end.
+        callbacks: the functions of the front end that the session calls.
 
     Attributes:
         model: the model of the run; None until the worker takes part in the run.
-        shards: the slices of its shards, in order.
+        shards: the slices of the model's shards, in order.
     """
 
     def __init__(self, place: Assignment, links: Links, callbacks: Callbacks) -> None:
@@ -324,7 +326,7 @@ class Fetches(Servers):
         self._states: dict[int, bytearray] = {}  # shard -> bytes of the optimizer state that is being fetched
         self._fetching = -1  # the shard whose optimizer state is being received; -1 for none
         self._assembly: Assembly | None = None  # the weights that are being fetched
-        # Memory for the buffers that are being fetched; None if they are not, or have arrived.
+        # Memory for the buffers that are being fetched; None if no buffers are being fetched.
         self._buffers: list[bytearray] | None = None
         self._frozen: dict[str, bytearray] | None = None  # memory for frozen parameters, like `_buffers`
         links.handlers |= {
@@ -351,7 +353,10 @@ class Fetches(Servers):
         return self._read(partial(_read_model, digest))
 
     def _checkpoint(self) -> Checkpoint | None:
-        """Return the checkpoint with which this worker begins; None if it begins anew, or joins a run in progress."""
+        """Return the checkpoint with which this worker begins.
+
+        None if the run does not begin with a checkpoint, or if this worker joins a run in progress.
+        """
         resumed = self._place.job.resumed
         if resumed is None or self._place.incarnation:
             return None
@@ -359,10 +364,10 @@ class Fetches(Servers):
 
     @exclusive
     def _read(self, read: Callable[[Reader], Found]) -> Found | None:
-        """Read from the servers of a run in progress as a reader; return None if the run is only beginning.
+        """Read from the servers of a run in progress as a reader; return None if training has not begun yet.
 
-        The servers serve a limited number of readers at a time, and the model may be extended meanwhile. So this is
-        repeated if it fails. If the run is over, the connection to the coordinator has ended as well.
+        The servers serve a limited number of readers at a time, and the model may be extended meanwhile. So a read that
+        fails is repeated. If the run is over, waiting for the coordinator fails, which ends the repetitions.
         """
         links, core, job = self.links, self.links.core, self._place.job
         for attempt in range(MOST_READ_ATTEMPTS):
@@ -404,7 +409,7 @@ class Fetches(Servers):
     def fetch_evaluated(self) -> dict[str, torch.Tensor]:
         assert self.model is not None
         assembly = self._assembly = Assembly(self.model, self.shards)
-        # One after the other, because a server sends each peer only one bulk message at a time.
+        # Fetch one shard at a time, because a server sends each peer only one bulk message at a time.
         for shard in self.shards:
             self.links.to_shard(shard.index, FetchSnapshot(shard.index))
             while shard.index in assembly.missing:
@@ -463,7 +468,7 @@ class Fetches(Servers):
         return self._fetch_buffers(specs, FetchInitialBuffers(0, checksum(own)))
 
     def _fetch_buffers(self, specs: Sequence[BufferSpec], request: Message) -> dict[str, torch.Tensor]:
-        """Request these buffers. Return them, or {} if the answer says that this worker's own are equal."""
+        """Request these buffers. Return them, or {} if the server answers that this worker's buffers are equal."""
         received = self._buffers = [bytearray(packed_bytes(spec)) for spec in specs]
         self.links.to_shard(0, request)
         while self._buffers is not None:
@@ -514,7 +519,7 @@ class Fetches(Servers):
         self._frozen = None
 
     def _send_frozen(self, message: FetchFrozen) -> None:
-        """Send the server of shard 0 the values of frozen parameters, as far as this worker has them."""
+        """Send values of frozen parameters to the server of shard 0. Values that this worker lacks are left out."""
         values_of = self._callbacks.frozen
         found = {digest: parts for digest in message.digests if (parts := values_of(digest)) is not None}
         payload = [part for parts in found.values() for part in parts]
@@ -524,14 +529,14 @@ class Fetches(Servers):
     def keep_states(self, position: LoopPosition, states: Sequence[memoryview]) -> None:
         self.links.to_shard(0, KeepStates(0, position), states, lent=KeepStates)
         stream = self.links.servers[0]
-        # The memory of the states may change when this method has returned.
+        # The memory of the states may change after this method has returned.
         self.links.wait_while(lambda: stream.backlog)
 
     @exclusive
     def keep_worker_state(self, state: Sequence[memoryview]) -> None:
         links = self.links
         links.post(links.coordinator, links.core.give_state(), state)
-        # The memory of the state may change when this method has returned.
+        # The memory of the state may change after this method has returned.
         links.wait_while(lambda: links.coordinator.backlog)
 
     def fetch_worker_states(self) -> tuple[bytes | None, bytes | None]:
@@ -546,7 +551,7 @@ class Fetches(Servers):
 
 
 def evaluated_in(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """Return the buffers in a checkpoint, and its weights that are evaluated."""
+    """Return the buffers in a checkpoint, and the weights with which its model is evaluated."""
     model = msgspec.json.decode(checkpoint.job, type=JobCut).model
     if all(each.name in OF_TORCH for each in model.optimizers):
         return checkpoint.state_dict
@@ -557,7 +562,7 @@ def evaluated_in(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
 
 
 def _read_model(digest: Callable[[FrozenSpec], str], reader: Reader) -> dict[str, torch.Tensor]:
-    """Read the weights and buffers of the run, and those of its frozen parameters that this worker lacks."""
+    """Read the weights and buffers of the run, and the frozen parameters whose values differ in this worker."""
     snapshot = reader.read()
     differing = [spec for spec in snapshot.frozen if digest(spec) not in ("", spec.digest)]
     return snapshot.state_dict | reader.read_frozen(differing)

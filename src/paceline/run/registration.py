@@ -59,7 +59,7 @@ def require_sound(model: ModelSpec, sources: OptimizerSources = NO_SOURCES) -> N
 
     Raises:
         ProtocolError: the model is not valid; the message says why.
-        ConfigurationError: this machine's torch lacks what the model needs.
+        ConfigurationError: this machine's torch lacks an optimizer or a hyper-parameter that the model needs.
     """
     require_sound_parameters(model)
     for set_index, (optimizer, size) in enumerate(zip(model.optimizers, _set_sizes(model), strict=True)):
@@ -114,7 +114,9 @@ def _require_sound_optimizer(
     if not foreign:
         class_of_torch(optimizer.name)
     if not foreign and optimizer.whole != (optimizer.name in TENSORWISE):
-        raise ProtocolError(f"{optimizer.name} is described as what it is not")
+        raise ProtocolError(
+            f"the description of {optimizer.name} is wrong about whether it needs whole tensors"
+        )
     if foreign:
         try:
             sources.require_named(optimizer.name)
@@ -131,7 +133,7 @@ def _require_sound_optimizer(
     if names := {name for group in optimizer.groups for name in group.keys() ^ known.keys()}:
         raise ConfigurationError(
             f"torch.optim.{optimizer.name} has other hyper-parameters where the script runs than in torch "
-            f"{torch.__version__}, with which this run is served ({', '.join(sorted(names))}): install the same "
+            f"{torch.__version__}, which serves this run ({', '.join(sorted(names))}): install the same "
             "version of torch on all machines."
         )
     _try(model, optimizer.groups, set_index)
@@ -228,7 +230,7 @@ def _numbers(groups: Sequence[HyperParameters]) -> list[float]:
 
 
 def _kinds(group: HyperParameters) -> dict[str, str]:
-    """Return, for each hyper-parameter of a group, the kind of its value. The kinds must not change during a run."""
+    """Return the kind of the value of each hyper-parameter in a group. The kinds must not change during a run."""
     kinds = {bool: "flag", int: "number", float: "number", str: "text"}
     return {
         key: f"{len(value)} numbers" if isinstance(value, tuple) else kinds.get(type(value), "nothing")

@@ -1,4 +1,4 @@
-"""What a run that resumes an earlier one begins with: the newest whole checkpoint in the directory of that run."""
+"""Finds the newest whole checkpoint of a run that is to be resumed. The resuming run begins with this checkpoint."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SOURCE = "script.py"
 
 
 def described(run_dir: Path) -> dict[str, bytes]:
-    """Return the files of a run directory without which a checkpoint is not resumed, as far as they can be read."""
+    """Return the files of a run directory that are part of a checkpoint. Files that cannot be read are left out."""
     found = {}
     for name in (NAME, SOURCE):
         with contextlib.suppress(OSError):
@@ -53,8 +53,8 @@ class Fetched(NamedTuple):
     """A run that goes on from a bucket.
 
     Attributes:
-        run_dir: its directory on this machine.
-        bucket: the URL of the bucket for its next checkpoints.
+        run_dir: the run's directory on this machine.
+        bucket: the URL of the bucket for the run's next checkpoints.
     """
 
     run_dir: Path
@@ -62,19 +62,19 @@ class Fetched(NamedTuple):
 
 
 def fetch_run(url: str, run_dir: str | None, *, force: bool = False) -> Fetched:
-    """Copy what is needed to resume a run from the bucket with its checkpoints to a directory here.
+    """Copy a run's description, source and newest checkpoint from a bucket to a directory on this machine.
 
-    The run that goes on here has a new identity, because the one before may go on elsewhere. If the directory is that
-    of a run which has gone on from this bucket before, nothing is copied: its own checkpoints are in the bucket, too.
+    The run that goes on here has a new identity, because the earlier run may go on elsewhere. If the directory already
+    contains a run that has gone on from this bucket, nothing is copied: the bucket also has that run's own checkpoints.
 
     Args:
-        url: the URL of the bucket, or of the folder of a lineage in it.
-        run_dir: the directory of the run on this machine; None for one in ./runs with the last name in the URL.
+        url: the URL of the bucket, or of the folder of a lineage in the bucket.
+        run_dir: the directory of the run on this machine; None for a directory in ./runs with the last name in the URL.
         force: see `earlier_run`.
 
     Raises:
-        ConfigurationError: the bucket cannot be read, has no whole checkpoint, or those of several runs; or the
-            directory is that of another run or of a run that is in progress.
+        ConfigurationError: the bucket cannot be read, has no whole checkpoint, or has checkpoints of several runs; or
+            the directory belongs to another run, or to a run that is in progress.
     """
     bucket, chosen = url.rstrip("/"), ""
     if is_lineage(bucket.rpartition("/")[2]):
@@ -111,13 +111,14 @@ def fetch_run(url: str, run_dir: str | None, *, force: bool = False) -> Fetched:
             place.write_bytes(files[SOURCE])
     origin = str(found.checkpoint.path.absolute())
     here = structs.replace(run, run_dir=str(folder.absolute()), lineage=new_lineage(), origin=origin)
-    # Last: then the directory is that of a run. What another user has written is not signed by copying it.
+    # This file is written last, because it makes the directory a run directory. Copying must not sign a description
+    # that another user has written.
     write_run_file(here, folder, sign=bool(run.signature))
     return Fetched(folder, bucket)
 
 
 def _newest_in(bucket: str, url: str, chosen: str, usual: Path) -> NewestCheckpoint:
-    """Copy the newest whole checkpoint from a bucket: of the chosen lineage, or of the only one that may be meant.
+    """Copy the newest whole checkpoint of a lineage from a bucket: of `chosen`, or else of the only possible lineage.
 
     Raises:
         ConfigurationError: the bucket cannot be read, or has checkpoints of several runs.
@@ -143,10 +144,10 @@ def _newest_in(bucket: str, url: str, chosen: str, usual: Path) -> NewestCheckpo
 
 
 def _only(there: Sequence[LineageThere], place: str, command: str) -> str:
-    """Return the lineage with which a run goes on: that which has continued all others.
+    """Return the lineage with which a run goes on: the only lineage that no other one has continued.
 
     Raises:
-        ConfigurationError: there are several.
+        ConfigurationError: there are several such lineages.
     """
     ends = [each for each in there if not any(each.is_continued_by(other) for other in there)]
     if len(ends) == 1:
@@ -174,11 +175,11 @@ def _about(lineage: LineageThere) -> str:
 def earlier_run(run_dir: Path, *, force: bool = False) -> RunFile:
     """Return the description of the run that is to be resumed.
 
-    If nothing tells whether the run is still in progress, this takes the time of three heartbeats. See `run_lock`.
+    If the launcher of the run cannot be seen, this takes the time of three heartbeats. See `run_lock`.
 
     Args:
         run_dir: the directory of the run.
-        force: True if the run may be in progress, and is ended if it is.
+        force: True if the run may be in progress. The caller will then end the run.
 
     Raises:
         ConfigurationError: the directory contains no run, or the run is still in progress.
@@ -189,7 +190,7 @@ def earlier_run(run_dir: Path, *, force: bool = False) -> RunFile:
             "runs/NAME."
         )
     try:
-        # A checkpoint has a description of its run, too, but is not the directory of the run.
+        # A checkpoint also contains a description of its run, but is not the directory of the run.
         file = None if (run_dir / MANIFEST).exists() else read_run_file(run_dir)
         if file is not None and file.lineage and not is_lineage(file.lineage):
             raise msgspec.ValidationError(f"its lineage is {file.lineage!r}")
@@ -208,7 +209,7 @@ def earlier_run(run_dir: Path, *, force: bool = False) -> RunFile:
 
 
 def _what_is_there(directory: Path) -> str:
-    """Return, as a sentence, what a user can do after naming a directory that is not the directory of a run."""
+    """Return advice, as a sentence, for a user who has named a directory that is not the directory of a run."""
     from ..checkpoints.buckets import lineages_at  # imports torch
 
     usual = "name a directory that a run has made, such as runs/NAME."
@@ -228,18 +229,18 @@ def _what_is_there(directory: Path) -> str:
 
 
 def trusts(file: RunFile, run_dir: Path) -> bool:
-    """Return True if a run may do what its directory says: it belongs to this user, who has started the run."""
+    """Return True if a run directory can be trusted: it belongs to this user, and this user has started the run."""
     return bool(file.signature) and is_own(run_dir, run_dir / NAME)
 
 
 def require_trust(file: RunFile, run_dir: Path, named: Mapping[str, str]) -> None:
-    """Raise `ConfigurationError` unless a run may do what its directory says.
+    """Raise `ConfigurationError` if values from a run directory would be used, but the directory cannot be trusted.
 
     Args:
         file: the description of the run.
-        run_dir: its directory.
-        named: what the directory names and would be used: the command, and options with their values. If nothing is
-            named, no trust is needed.
+        run_dir: the directory of the run.
+        named: the values from the directory that would be used: the command, and options with their values. If this is
+            empty, no trust is needed.
     """
     if not named or trusts(file, run_dir):
         return
@@ -247,21 +248,23 @@ def require_trust(file: RunFile, run_dir: Path, named: Mapping[str, str]) -> Non
     why = "its run.json is not signed with your key" if is_own(run_dir) else "it belongs to another user"
     raise ConfigurationError(
         f"the directory {run_dir} would decide about {listed}, but {why}, so somebody else may have written this; "
-        "look at it, and add --trust (trust=True) if you want it, or give it anew."
+        "check it, and add --trust (trust=True) if you accept it, or specify it yourself."
     )
 
 
 def find_resumed(
     earlier: RunFile, run_dir: Path, checkpoint_dir: str | None, *, trust: bool = False
 ) -> ResumedFrom:
-    """Return the checkpoint with which a run begins that resumes another one.
+    """Return the checkpoint with which a resuming run begins.
 
     Args:
         earlier: the description of the run that is resumed.
-        run_dir: its directory.
-        checkpoint_dir: directory of its checkpoints, or another one for the next ones, or the URL of a bucket; None
-            for the usual one. A newer checkpoint in a bucket is copied to the usual directory.
-        trust: True to look for checkpoints wherever the description says, even if another user has written it.
+        run_dir: the directory of this run.
+        checkpoint_dir: directory, or URL of a bucket, for the checkpoints of the resuming run; None for the usual
+            directory. Earlier checkpoints are also looked for there. If a bucket has a newer checkpoint, that one is
+            copied to the usual directory.
+        trust: True to look for checkpoints wherever the description says, even if another user has written the
+            description.
 
     Raises:
         ConfigurationError: there is no whole checkpoint, or a bucket cannot be read.
@@ -270,7 +273,8 @@ def find_resumed(
     trust = trust or trusts(earlier, run_dir)
     named = earlier.value_of("--checkpoint-dir") if trust else ""
     places = list(dict.fromkeys(filter(None, [named or str(usual), checkpoint_dir])))
-    # Who cannot be trusted names no place elsewhere, but the checkpoint may have been copied to this directory.
+    # A description that is not trusted must not name a place outside of this directory. But its checkpoint of origin
+    # may have been copied to this directory.
     origin = earlier.origin if trust or not earlier.origin else str(usual / origin_of(Path(earlier.origin)))
     found = newest_checkpoint(places, usual, earlier.lineage, origin)
     if (resumed := resumed_with(found)) is not None:
@@ -285,7 +289,7 @@ def find_resumed(
 
 
 def resumed_with(found: NewestCheckpoint) -> ResumedFrom | None:
-    """Return the beginning of a run that goes on from its newest whole checkpoint; None if there is none."""
+    """Return the result of a search as the checkpoint with which a job begins; None if no checkpoint was found."""
     if found.checkpoint is None:
         return None
     return ResumedFrom(str(found.checkpoint.path.absolute()), found.faults, found.highest)
@@ -302,14 +306,15 @@ def newest_of(job: Job) -> NewestCheckpoint:
 
 
 def newest_checkpoint(places: Sequence[str], usual: Path, lineage: str, origin: str = "") -> NewestCheckpoint:
-    """Return the newest whole checkpoint of a lineage, or else the one with which the lineage has begun.
+    """Return the newest whole checkpoint of a lineage, or else the checkpoint with which the lineage has begun.
 
     Args:
         places: directories with a folder of the lineage, or URLs of buckets.
         usual: directory to which a newer checkpoint in a bucket is copied.
-        lineage: the identity of the lineage; "" for a run of an earlier version, which has none. Then a place may
-            have the checkpoints of other runs, and only the first place that has any whole checkpoint counts.
-        origin: directory of the checkpoint of another lineage with which this one has begun; "" for none.
+        lineage: the identity of the lineage; "" for a run of an earlier version, which has no identity. Without an
+            identity, a place may have the checkpoints of other runs, so only the first place with a whole checkpoint
+            is used.
+        origin: directory of the checkpoint of another lineage with which this lineage has begun; "" for none.
 
     Raises:
         ConfigurationError: a bucket cannot be read.
@@ -335,10 +340,10 @@ def newest_checkpoint(places: Sequence[str], usual: Path, lineage: str, origin: 
 
 
 def _or_newer(here: NewestCheckpoint, bucket: str, usual: Path, lineage: str) -> NewestCheckpoint:
-    """Return a newer whole checkpoint in a bucket, or else the one that is here.
+    """Return a newer whole checkpoint in a bucket, or else the checkpoint on this machine.
 
     Raises:
-        ConfigurationError: the bucket cannot be read, and there is none here.
+        ConfigurationError: the bucket cannot be read, and there is no checkpoint on this machine.
     """
     from ..checkpoints.buckets import newest_from
     from ..checkpoints.reading import NewestCheckpoint
@@ -357,15 +362,15 @@ def _or_newer(here: NewestCheckpoint, bucket: str, usual: Path, lineage: str) ->
 
 
 def lineage_of(earlier: RunFile, run_dir: Path, resumed: ResumedFrom) -> tuple[str, str]:
-    """Return the identity of a run that resumes another one, and the checkpoint with which its lineage has begun.
+    """Return the identity of a resuming run, and the checkpoint with which its lineage has begun.
 
-    A run that goes on in the same directory has the same identity. If the directory is a copy of one that still is
-    there, the run has a new one, because the run there may go on, too.
+    A run that goes on in the same directory keeps its identity. If the directory is a copy of an original that still
+    exists, the run gets a new identity, because the run in the original directory may go on as well.
 
     Args:
         earlier: the description of the run that is resumed.
-        run_dir: the directory in which it goes on.
-        resumed: the checkpoint with which it goes on.
+        run_dir: the directory in which the run goes on.
+        resumed: the checkpoint with which the run goes on.
     """
     if earlier.lineage and not _is_copy(earlier, run_dir):
         return earlier.lineage, earlier.origin
@@ -373,21 +378,21 @@ def lineage_of(earlier: RunFile, run_dir: Path, resumed: ResumedFrom) -> tuple[s
 
 
 def _is_copy(earlier: RunFile, run_dir: Path) -> bool:
-    """Return True if a run directory is a copy of another one that is there, and has not only been moved."""
+    """Return True if a run directory is a copy of a directory that still exists. A moved directory is no copy."""
     try:
         if not earlier.run_dir or Path(earlier.run_dir).samefile(run_dir):
             return False
         there = read_run_file(Path(earlier.run_dir))
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
-        return False  # it is no longer there
+        return False  # the original directory no longer exists
     return there is not None and there.lineage == earlier.lineage
 
 
 def can_resume(run_dir: Path, *, force: bool = False) -> bool:
     """Return True if a directory has a whole checkpoint of a run that has not finished.
 
-    Also True if the run is in progress, or names an untrusted place for its checkpoints: --resume then says why it
-    refuses.
+    Also True if the run is in progress, or if its description is not trusted and names a place for its checkpoints. In
+    these cases, --resume is refused with a message that states the reason.
 
     Args:
         run_dir: the directory.
@@ -409,18 +414,18 @@ def can_resume(run_dir: Path, *, force: bool = False) -> bool:
 
 
 def has_finished(run_dir: Path) -> bool:
-    """Return True if the scripts of a run have come to their ends."""
+    """Return True if the scripts of a run have ended normally."""
     return ending_of(run_dir) == "finished"
 
 
 def require_meaningful(checkpoint: Checkpoint) -> None:
     """Check the content of a checkpoint whose files are undamaged.
 
-    A user who can write a checkpoint can also write a manifest that fits. A run must refuse such a checkpoint like any
-    other one that is not whole, and not fail in its middle.
+    Whoever can write a checkpoint can also write a matching manifest. A run must refuse a checkpoint with invalid
+    content, as it refuses an incomplete one, instead of failing later.
 
     Raises:
-        CheckpointError: its content means nothing to this version of Paceline.
+        CheckpointError: the content is not valid for this version of Paceline.
     """
     from ..shard.vectors import require_states  # imports torch
     from .registration import require_sound_parameters
@@ -452,7 +457,7 @@ def cut_of(resumed: ResumedFrom) -> JobCut:
     """Return the state of the job in a checkpoint.
 
     Raises:
-        ConfigurationError: this version of Paceline cannot read it.
+        ConfigurationError: this version of Paceline cannot read the checkpoint.
     """
     path = Path(resumed.path, "job.json")
     try:
@@ -464,10 +469,10 @@ def cut_of(resumed: ResumedFrom) -> JobCut:
 
 
 def keep_source(source: str, run_dir: Path) -> None:
-    """Write the source of a run's script or training function to its directory, with which a later one is compared.
+    """Write the source of a run's script or training function to the run directory, for comparison with later sources.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the source cannot be written.
     """
     with Unfinished(run_dir / SOURCE) as place:
         place.write_text(source)
@@ -477,16 +482,16 @@ def require_same_source(name: str, source: str, run_dir: Path, accept: str) -> s
     """Require that a script or a training function has not changed since a run began.
 
     Args:
-        name: what it is called in messages.
-        source: its source; "" if it is unknown.
+        name: name of the script or function in messages.
+        source: the source of the script or function; "" if unknown.
         run_dir: the directory of the run.
-        accept: how a user accepts changes.
+        accept: the option with which a user accepts changes.
 
     Returns:
-        Why this cannot be known, as a sentence; "" if nothing has changed.
+        Why the sources cannot be compared, as a sentence; "" if nothing has changed.
 
     Raises:
-        ConfigurationError: it has changed. The message states the first difference.
+        ConfigurationError: the source has changed. The message states the first difference.
     """
     if not source:
         return f"{name} is not compared with that of the run before, because its source cannot be read."

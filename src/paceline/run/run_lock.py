@@ -1,22 +1,23 @@
 """The lock on a run directory, which the launcher of a run holds from its start to its end.
 
-A lock is a file `.lock-N` in the run directory. It names the process that holds it. A launcher that starts a run there
-creates the file with the next number, which only one process can do at a time, on network file systems too. A file
-with a lower number is removed only after that. So numbers only grow, and no process takes a lock for free that another
-has taken meanwhile. At the end of a run, its file stays and says that the lock is free.
+A lock is a file `.lock-N` in the run directory. The file names the process that holds the lock. A launcher that starts
+a run in the directory creates the file with the next number. Only one process can create this file, even on network
+file systems. Files with lower numbers are removed afterwards. So the numbers only grow, and a lock that another
+process has taken meanwhile is never considered free. At the end of a run, the file stays and says that the lock is
+free.
 
-Is the holder of a lock alive? This module alone decides it:
+This module alone decides whether the holder of a lock is alive:
 
-- A process that this one can see, because it has the same kernel and the same process namespace, is alive or it is
-  not. So a run goes on at once after its launcher was killed.
-- Any other process is judged by its heartbeats: it sets the time of its file every few seconds. Whether three of them
-  are missing is decided by the clock of the file server alone. So the times of two files in the directory are
-  compared, and clocks of different machines do not matter.
+- A process on the same kernel and in the same process namespace is visible, so its state is known at once. So a run
+  can be resumed immediately after its launcher was killed.
+- Any other process is judged by its heartbeats: every few seconds, it sets the time of its file. After three missed
+  heartbeats, it counts as dead. The clock of the file server alone measures the time: the times of two files in the
+  directory are compared, so the clocks of different machines do not matter.
 
-The holder looks every second whether another process has taken its lock (`--force`, or after missed heartbeats). If
-so, it ends at once and writes nothing more, because what it would write is in the way of the other run.
+Every second, the holder checks whether another process has taken its lock (`--force`, or after missed heartbeats). If
+so, the holder ends at once and writes nothing more, because its files would mix with those of the other run.
 
-Below: the states of processes, and the file by which users find a run in progress.
+At the end of this module: the states of processes, and the file by which users find a run in progress.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from ..files import read_regular
 log = logging.getLogger("paceline.run")
 
 Life = Literal["alive", "dead", "unseen"]
-"""What is known of a process: "unseen" if it is on another machine, or in a process namespace that is not ours."""
+"""What is known of a process: "unseen" if it is on another machine, or in another process namespace."""
 
 LOCK = ".lock-"
 NAME = re.compile(rf"{re.escape(LOCK)}(\d+)")
@@ -51,22 +52,22 @@ PROBE = ".clock-"
 
 HEARTBEAT_S = 5.0
 MOST_MISSED = 3
-"""Number of heartbeats after which a process that cannot be seen counts as dead."""
+"""Number of missed heartbeats after which a process that cannot be seen counts as dead."""
 
-LOOK_INTERVAL_S = 1.0  # time after which a holder notices that its lock was taken
+LOOK_INTERVAL_S = 1.0  # maximum time after which a holder notices that its lock was taken
 POLL_INTERVAL_S = 0.25
-FORCED_S = 60.0  # time that a run has to end after its lock was taken by force
+FORCED_S = 60.0  # time within which a run must end after its lock was taken by force
 
 
 class Holder(msgspec.Struct, frozen=True, kw_only=True):
     """A process that holds a lock, or has published the address of a run.
 
     Attributes:
-        machine: name of its machine.
-        boot: identifier of the boot of its kernel. Containers on one machine have the same.
-        namespace: number of its process namespace.
-        process: the process, as it is named in this namespace.
-        token: text that tells this lock from all others.
+        machine: name of the machine of the process.
+        boot: identifier of the boot of the machine's kernel. It is equal in all containers on one machine.
+        namespace: number of the process namespace of the process.
+        process: the process, with its id in this namespace.
+        token: text that distinguishes this lock from all others.
         heartbeat_s: time between two heartbeats, in seconds.
         free: True if the process has given the lock back.
     """
@@ -98,7 +99,7 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def life_of(holder: Holder) -> Life:
-    """Return whether a process lives, as far as this process can see it."""
+    """Return "alive" or "dead" for a process that this process can see, else "unseen"."""
     here = (_boot(), _namespace())
     if not all(here) or here != (holder.boot, holder.namespace) or not _sees_its_namespace():
         return "unseen"
@@ -108,13 +109,13 @@ def life_of(holder: Holder) -> Life:
         os.kill(holder.process.process_id, 0)
     except ProcessLookupError:
         return "dead"
-    except PermissionError:  # another user's, and /proc may hide it
+    except PermissionError:  # the process belongs to another user, and /proc may hide it
         return "dead" if Path(f"/proc/{holder.process.process_id}").exists() else "unseen"
-    return "dead"  # a zombie, or another process with its id
+    return "dead"  # a zombie, or a later process with the same id
 
 
 class _Lock(NamedTuple):
-    """A lock as its file describes it: the path, the number, and the process that has written the file.
+    """A lock as described by its file: the path, the number, and the process that has written the file.
 
     `holder` is None if the file cannot be read, for example because it has just been created.
     """
@@ -139,7 +140,7 @@ class _Lock(NamedTuple):
 
 
 def is_lock(name: str) -> bool:
-    """Return True if a file with this name in a run directory belongs to its lock. The file may be gone at once."""
+    """Return True if a file with this name belongs to the lock of its run directory. The file may vanish soon."""
     return name.startswith((LOCK, PROBE))
 
 
@@ -149,9 +150,10 @@ def newest_lock(run_dir: Path) -> int:
 
 
 def is_held(run_dir: Path) -> bool:
-    """Return True if a living process holds a run directory. This takes no time.
+    """Return True if a living process holds a run directory, without waiting.
 
-    A process that cannot be seen counts as alive until three of its heartbeats are missing, or if this cannot be told.
+    A process that cannot be seen counts as alive until three of its heartbeats are missing. If the time since its last
+    heartbeat is unknown, the process also counts as alive.
     """
     for lock in _locks(run_dir):
         life = lock.life
@@ -167,7 +169,7 @@ def is_held(run_dir: Path) -> bool:
 def silence_s(run_dir: Path) -> float | None:
     """Return the time since the newest heartbeat in a run directory, by the clock of its file server.
 
-    None if it is unknown, because there is no lock, or nothing can be written there.
+    None if this time is unknown, because there is no lock, or the directory is not writable.
     """
     with _Clock(run_dir) as clock:
         ages = [age_s for lock in _locks(run_dir) if (age_s := clock.age_s(lock.path)) is not None]
@@ -181,13 +183,13 @@ def await_free(
     look: Callable[[], object] = lambda: None,
     others_than: str = "",
 ) -> None:
-    """Return if no living process holds a run directory. This takes time only if the holder cannot be seen.
+    """Make sure that no living process holds a run directory. If the holder cannot be seen, this takes some seconds.
 
     Args:
         run_dir: the run directory.
-        tell: called with a sentence if this takes time. Default: a warning is logged.
-        look: called again and again while this takes time. What it raises ends the waiting.
-        others_than: token of a lock that does not count.
+        tell: function that is called with a sentence if the caller must wait. Default: a warning is logged.
+        look: function that is called repeatedly while the caller waits. If it raises an exception, the waiting ends.
+        others_than: token of a lock that is ignored.
 
     Raises:
         ConfigurationError: a living process holds the directory.
@@ -207,13 +209,13 @@ def await_free(
 
 
 class RunLock:
-    """The lock of this process on a run directory, returned by `take`. As a context manager, it ends with a release.
+    """The lock of this process on a run directory, returned by `take`. As a context manager, it is released on exit.
 
     Attributes:
         number: number of the lock.
-        token: text that tells this lock from all others.
-        lost: why the run of this process must end at once, because another process has taken the lock; "" if none
-            has.
+        token: text that distinguishes this lock from all others.
+        lost: a message that another process has taken the lock, so that the run of this process must end at once; ""
+            if no process has taken the lock.
     """
 
     def __init__(self, run_dir: Path, number: int, holder: Holder, *, own: bool) -> None:
@@ -234,15 +236,20 @@ class RunLock:
         tell: Callable[[str], object] | None = None,
         look: Callable[[], object] = lambda: None,
     ) -> RunLock:
-        """Take the lock on a run directory. If several processes do this at once, one of them has it afterwards.
+        """Take the lock on a run directory. If several processes call this at the same time, only one gets the lock.
 
         Args:
             run_dir: the run directory, which exists.
-            force: True to take it from a living process, too. The run of this process ends first.
-            after: number of the newest lock when the caller decided how the run goes on; None if it decides later.
-            token: token of a lock for which this process acts, too, because the holder has started it; "" for none.
-            tell: called with a sentence if something takes time, or breaks something. Default: a warning is logged.
-            look: called again and again while this takes time. What it raises ends the waiting.
+            force: True to take the lock even from a living process. This call then waits for the end of that process's
+                run.
+            after: number of the newest lock when the caller decided how the run goes on; None if the caller decides
+                later.
+            token: token of a lock that this process shares, because the holder of the lock has started this process;
+                "" for none.
+            tell: function that is called with a sentence if the caller must wait, or if another run is made to end.
+                Default: a warning is logged.
+            look: function that is called repeatedly while the caller waits. If it raises an exception, the waiting
+                ends.
 
         Raises:
             ConfigurationError: a living process has the lock, another run has begun meanwhile, or the directory
@@ -295,12 +302,12 @@ class RunLock:
         self.release()
 
     def look(self) -> str:
-        """Look whether another process has taken the lock, and return `lost`."""
+        """Check whether another process has taken the lock, and return `lost`."""
         if self.lost:
             return self.lost
         try:
             locks = _locks(self._run_dir)
-        except OSError:  # the directory is gone, or cannot be read; no other process has it
+        except OSError:  # the directory is gone, or cannot be read; no other process is known to have it
             return ""
         others = [each for each in locks if each.holder is None or each.holder.token != self.token]
         mine = len(others) < len(locks)
@@ -317,7 +324,7 @@ class RunLock:
         return self.lost
 
     def release(self) -> None:
-        """Give the lock back. The file stays, and says so."""
+        """Give the lock back. The file stays, and says that the lock is free."""
         if self._ended.is_set():
             return
         self._ended.set()
@@ -338,13 +345,13 @@ class RunLock:
                 due_s = now_s + self._holder.heartbeat_s
                 _refresh(self._run_dir)
                 with contextlib.suppress(OSError):
-                    os.utime(self._path)  # no time is named, so it is that of the file server
+                    os.utime(self._path)  # without an explicit time, the file server uses its own clock
             self._ended.wait(LOOK_INTERVAL_S)
 
     def _await_others(
         self, before: list[_Lock], tell: Callable[[str], object], look: Callable[[], object]
     ) -> None:
-        """Wait until the runs have ended whose locks this one replaces."""
+        """Wait until all runs have ended whose locks are replaced by this lock."""
         held = [each for each in before if each.life != "dead"]
         for each in held:
             tell(
@@ -371,7 +378,7 @@ class RunLock:
 
 
 class _Clock:
-    """The clock of the file server of a directory, which is read by means of a file there. A context manager."""
+    """The clock of the file server of a directory, read from the time of a temporary file. A context manager."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / f"{PROBE}{secrets.token_hex(6)}"
@@ -385,7 +392,7 @@ class _Clock:
         _remove(self._path)
 
     def age_s(self, path: Path) -> float | None:
-        """Return the time since a file in the directory was changed; None if this cannot be known."""
+        """Return the time since a file in the directory was changed; None if this time is unknown."""
         try:
             self._path.touch()
             os.utime(self._path)
@@ -424,7 +431,7 @@ def _await_sign_of_life(
 
 
 def _create(path: Path, holder: Holder) -> bool:
-    """Create a lock with its content, and return True; return False if there is such a file.
+    """Create a lock with its content, and return True; return False if the file already exists.
 
     Raises:
         ConfigurationError: the directory cannot be written.
@@ -436,7 +443,7 @@ def _create(path: Path, holder: Holder) -> bool:
         try:
             os.link(place, path)
         except FileExistsError:
-            # Over a network, the answer to a link that was made may be lost, and the repeated request fails.
+            # On a network file system, the answer to a successful link may be lost; the repeated request then fails.
             return place.stat().st_nlink == 2
         except OSError as error:
             if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV):
@@ -453,7 +460,7 @@ def _create(path: Path, holder: Holder) -> bool:
 
 
 def _create_without_links(path: Path, content: bytes) -> bool:
-    """Create a file on a file system without hard links. Until it is written, its holder cannot be named."""
+    """Create a lock on a file system without hard links. Until the file is written, the holder cannot be named."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     except FileExistsError:
@@ -480,7 +487,7 @@ def _lock_at(path: Path) -> _Lock:
     try:
         with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
             holder = msgspec.json.decode(read_regular(path), type=Holder)
-    except FileNotFoundError:  # it has just been replaced by a newer lock
+    except FileNotFoundError:  # the file has just been replaced by a newer lock
         gone = RunningProcess(0, 0)
         holder = Holder(machine="", boot="", namespace=0, process=gone, free=True)
     except OSError:
@@ -496,7 +503,7 @@ def _changed(path: Path) -> float | None:
 
 
 def _changed_s(path: Path) -> float:
-    """Return the time of a file. A network file system asks its server when a file is opened."""
+    """Return the time of a file. The file is opened, because network file systems then ask their servers."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.fstat(descriptor).st_mtime
@@ -510,7 +517,7 @@ def _remove(path: Path) -> None:
 
 
 def _refresh(folder: Path) -> None:
-    """Change a directory. A network file system remembers its entries, and asks its server again after a change."""
+    """Change a directory. A network file system caches the entries, and asks its server again after a change."""
     path = folder / f"{PROBE}{secrets.token_hex(6)}"
     with contextlib.suppress(OSError):
         path.touch()
@@ -547,14 +554,14 @@ def _sees_its_namespace() -> bool:
 
 # -- The states of processes as the kernel reports them, for the heartbeats of an agent ----------------------
 #
-# A process is named by its id and its start time. The kernel may give the id of a process that has ended to a
-# new one; the start time, which is read together with the state, tells the two apart.
+# A process is named by its id and its start time. The kernel may give the id of an ended process to a new process.
+# The start time, which is read together with the state, distinguishes the two processes.
 
 State = Literal["running", "stopped", "traced", "gone"]
 """The state of a process: "stopped" by a signal, "traced" if a debugger has stopped it, or "gone" if it has ended."""
 
 STATES: dict[str, State] = {"T": "stopped", "t": "traced", "Z": "gone", "X": "gone", "x": "gone"}
-"""The states that the kernel names with these letters. All others are kinds of running or sleeping."""
+"""The states that the kernel names with these letters. All other letters mean kinds of running or sleeping."""
 
 START_TIME = 22 - 3  # index of the start time in the fields of /proc/PID/stat that follow the name
 
@@ -579,14 +586,15 @@ class RunningProcess(msgspec.Struct, frozen=True):
     def of(cls, process_id: int) -> RunningProcess | None:
         """Return the process that has this id now; None if there is none.
 
-        The caller must know which process that is, for example because it is a child that has not been reaped.
+        The caller must know that the id still belongs to the intended process, for example because the process is a
+        child that has not been reaped.
         """
         fields = _fields(process_id)
         return None if fields is None else cls(process_id, int(fields[START_TIME]))
 
     @classmethod
     def this(cls) -> RunningProcess:
-        """Return this process. In /proc, it may have another id, which belongs to another process namespace."""
+        """Return this process. In /proc, the process may have a different id, if /proc shows another namespace."""
         fields = _fields("self")
         assert fields is not None
         return cls(os.getpid(), int(fields[START_TIME]))
@@ -594,7 +602,7 @@ class RunningProcess(msgspec.Struct, frozen=True):
     def state(self) -> State:
         """Return the state of the process. A process that has ended but has not been reaped is "gone".
 
-        The state is that of its main thread: signals and debuggers stop all threads of a process.
+        The state is read from the main thread, because signals and debuggers stop all threads of a process.
         """
         fields = _fields(self.process_id)
         if fields is None or int(fields[START_TIME]) != self.started:
@@ -612,10 +620,9 @@ def _fields(process_id: int | str) -> list[str] | None:
 
 # -- The file that a run leaves in its directory while it is in progress, so that its user can watch the run
 #
-# The file contains the address and the secret of the run, so only its owner may read it. It also names the
-# process of the launcher: if the launcher is killed, the file remains, and readers notice that this process
-# has ended. If they cannot see it, because it is on another machine or in another process namespace, they say
-# no more than its heartbeats tell (see `run_lock`).
+# The file contains the address and the secret of the run, so only its owner may read it. The file also names the
+# launcher's process: if the launcher is killed, the file remains, and readers notice that the launcher has ended.
+# Readers on another machine or in another process namespace cannot see the launcher. They use only its heartbeats.
 
 FILE_NAME = "running.json"
 RUNS = Path("runs")
@@ -645,8 +652,8 @@ class RunInProgress(msgspec.Struct, frozen=True):
     Attributes:
         address: address of the coordinator. See `paceline.wire.transports`.
         token: the secret of the run.
-        launcher: the process of its launcher.
-        dashboard: address of its dashboard for a browser; "" if there is none.
+        launcher: the process of the launcher.
+        dashboard: address of the dashboard for a browser; "" if there is none.
     """
 
     address: str
@@ -656,13 +663,13 @@ class RunInProgress(msgspec.Struct, frozen=True):
 
     @property
     def seen(self) -> bool:
-        """True if this process can see that of the launcher."""
+        """True if this process can see the launcher's process."""
         return life_of(self.launcher) != "unseen"
 
 
 @contextlib.contextmanager
 def published(run_dir: Path, address: str, token: str, dashboard: str = "") -> Iterator[None]:
-    """Return a context in which a run of this process has its file. If the file cannot be written, a warning says so.
+    """Return a context in which a run of this process has its file. If the file is not writable, a warning is logged.
 
     Args:
         run_dir: the directory of the run.
@@ -679,7 +686,7 @@ def published(run_dir: Path, address: str, token: str, dashboard: str = "") -> I
         yield
     finally:
         try:
-            # A run that has taken the directory from this one has a file of its own.
+            # If another run has taken the directory, the file may be the file of that run.
             if (found := _run_at(run_dir)) is not None and found.token == token:
                 file.unlink(missing_ok=True)
         except OSError as error:
@@ -687,10 +694,10 @@ def published(run_dir: Path, address: str, token: str, dashboard: str = "") -> I
 
 
 def run_in(run_dir: Path) -> RunInProgress:
-    """Return how to reach the run in a directory. Whether the run is in progress is unknown if it is not `seen`.
+    """Return how to reach the run in a directory. If the result is not `seen`, the run may already have ended.
 
     Raises:
-        ConfigurationError: the directory is not that of a run, or the run is that of another user.
+        ConfigurationError: the directory is not a run directory, or the run belongs to another user.
         PeerLostError: the run has ended, or has been cut off: its launcher was killed.
     """
     if not run_dir.is_dir():
@@ -714,17 +721,17 @@ def run_in(run_dir: Path) -> RunInProgress:
 
 
 def unreachable(run_dir: Path, found: RunInProgress) -> PacelineError:
-    """Return the error that says what is known of a run whose launcher can be neither seen nor reached from here."""
+    """Return the error about a run whose launcher can be neither seen nor reached from here."""
     quiet_s, launcher = silence_s(run_dir), found.launcher
     if quiet_s is not None and quiet_s <= MOST_MISSED * launcher.heartbeat_s:
         return ConfigurationError(
             f"the run in {run_dir} is in progress: its launcher, {launcher.words}, has just given a sign of life, "
-            "but cannot be reached from here. Call status there, in the same container if it runs in one."
+            "but cannot be reached from here. Call status on that machine, in the container of the launcher, if any."
         )
     last = "" if quiet_s is None else f" Its last sign of life was {quiet_s:.0f} s ago."
     return PeerLostError(
         f"whether the run in {run_dir} is in progress cannot be told from here: its launcher, {launcher.words}, can "
-        f"be neither seen nor reached.{last} Call status there"
+        f"be neither seen nor reached.{last} Call status on that machine"
     )
 
 
@@ -732,8 +739,8 @@ def newest_run(folder: Path = RUNS) -> Path:
     """Return the directory of the newest run in progress in a folder.
 
     Raises:
-        ConfigurationError: no run is in progress there.
-        PeerLostError: the same, and the newest run has been cut off.
+        ConfigurationError: no run is in progress in the folder.
+        PeerLostError: no run is in progress in the folder, and the newest run has been cut off.
     """
     cut_off: dict[Path, PeerLostError] = {}
     unseen: list[Path] = []
@@ -743,7 +750,7 @@ def newest_run(folder: Path = RUNS) -> Path:
         except PeerLostError as error:
             cut_off[file.parent] = error
         except ConfigurationError:
-            continue  # the run is that of another user
+            continue  # the run belongs to another user
         else:
             if found.seen:
                 return file.parent
@@ -760,7 +767,7 @@ def newest_run(folder: Path = RUNS) -> Path:
 
 
 def _write(file: Path, content: RunInProgress) -> None:
-    """Write the file at once, so that no process reads a part of it, and so that other users never may read it."""
+    """Write the file atomically, so that no process reads a part of it. Other users are never permitted to read it."""
     new = file.with_name(f".{FILE_NAME}-{secrets.token_hex(4)}")
     descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -773,7 +780,7 @@ def _write(file: Path, content: RunInProgress) -> None:
 
 
 def _run_at(run_dir: Path) -> RunInProgress | None:
-    """Return the content of the file; None if there is none, or if it is not such a file."""
+    """Return the content of the file; None if there is no such file, or if its content is not valid."""
     try:
         return msgspec.json.decode(read_regular(run_dir / FILE_NAME), type=RunInProgress)
     except PermissionError:

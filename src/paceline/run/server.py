@@ -102,11 +102,11 @@ from .traces import TEND_S, TEND_TICKS, SegmentedFile, parts_of, segmenting, tra
 
 log = logging.getLogger("paceline.server")
 
-# Maximum number of connections from readers, per shard. Each may hold a copy of a snapshot that is being sent.
+# Maximum number of connections from readers, per shard. Each connection may hold a copy of a snapshot on its way.
 READERS_PER_SHARD = 32
 
 Fetch = FetchSnapshot | FetchOptimizerState | FetchBuffers | FetchInitialBuffers | FetchFrozen | FetchStates
-"""The messages that a server answers without its core. It answers one at a time, so that the queue stays short."""
+"""The messages that a server answers without its core: one at a time for each peer, so that the queue stays short."""
 
 
 class ServerCaller(Caller):
@@ -115,7 +115,7 @@ class ServerCaller(Caller):
     Attributes:
         inboxes: shard -> (memory for this worker's pushes, the gradient in this memory as tensors).
         payload: the parts of the payload of the current message that are not stored in an inbox.
-        pulls: shard -> the parameter set that the worker has pulled last; None for all sets, as in its first pull.
+        pulls: shard -> the parameter set that the worker has pulled last; None for all sets, as in the first pull.
         answers: shard -> the last answer with a base of the weights.
     """
 
@@ -142,7 +142,7 @@ class ServerHost(Host):
 
     Args:
         place: the role of the process in its run.
-        listener: a listening socket, or what takes its place. The server takes ownership.
+        listener: a listening socket, or another source of connections. The server takes ownership.
         coordinator: a connection to the coordinator on which the greeting has been sent. The server closes it.
     """
 
@@ -152,7 +152,7 @@ class ServerHost(Host):
         self._device = CPU.own_name if place.device is None else place.device.own_name
         self._coordinator = ServerCaller.coordinator(coordinator)
         self._workers: dict[int, ServerCaller] = {}  # connected workers
-        self._carried: dict[int, Traffic] = {}  # worker -> traffic of its last connection that has ended
+        self._carried: dict[int, Traffic] = {}  # worker -> traffic of the worker's last ended connection
         self._recorders: dict[int, tuple[SegmentedFile, Recorder]] = {}  # shard -> its trace
         self._tend_ticks = 0  # time at which the traces are tended next
         self._core = core.Server(
@@ -190,7 +190,7 @@ class ServerHost(Host):
 
         Args:
             place: the role of the process in its run.
-            passed: the socket over which it receives its connections, if they come through the listener.
+            passed: the socket over which the server receives its connections, if a listener passes them to it.
 
         Raises:
             PeerLostError: the coordinator cannot be reached.
@@ -230,8 +230,8 @@ class ServerHost(Host):
             if self._told_to_end and self._machine is not msgspec.UNSET:
                 self._send_traces()
         except BaseException as error:
-            # Send the report before any connection is closed, so that it arrives before the workers' own reports that
-            # this server is lost.
+            # Send the report before any connection is closed, so that the report arrives before the workers report the
+            # loss of this server.
             self._hub.send(self._coordinator, _report_of(error))
             raise
         finally:
@@ -437,7 +437,8 @@ class ServerHost(Host):
     def _require_room(self, model: ModelSpec, shards: Sequence[ShardSlice], workers: int) -> None:
         """Raise `ConfigurationError` if this machine has too little memory for the shards of this server.
 
-        The coordinator has checked this for the servers on its own machine. Other servers here are not counted.
+        For the servers on the coordinator's machine, the coordinator has made this check. Other servers on this machine
+        are not counted.
         """
         if self._machine is msgspec.UNSET:
             return
@@ -447,7 +448,7 @@ class ServerHost(Host):
             raise ConfigurationError(reason)
 
     def _traffic(self) -> tuple[ConnectionTraffic, ...]:
-        """Return the traffic of the TCP connections to the workers, also of those that have ended."""
+        """Return the traffic of the TCP connections to the workers, including connections that have ended."""
         found: dict[int, Traffic | None] = {**self._carried}
         found |= {worker: traffic_of(peer.stream.sock) for worker, peer in self._workers.items()}
         return tuple(
@@ -455,7 +456,7 @@ class ServerHost(Host):
         )
 
     def _expect_end(self, worker: int) -> None:
-        """Let the connection to a worker end, if it is open, because the worker has left the run."""
+        """Let the connection to a worker that has left the run end. If there is no connection, do nothing."""
         if (peer := self._workers.get(worker)) is not None:
             self._hub.expect_end(peer)
 
@@ -500,7 +501,7 @@ class ServerHost(Host):
         self._hub.send(self._coordinator, CutCopied(request.number, request.shard, entries), buffers)
 
     def _tell_reports(self) -> None:
-        """Tell the coordinator what has become of copies."""
+        """Report to the coordinator what has happened to the copies of shards."""
         for report in self._copies.take_reports():
             self._hub.send(self._coordinator, report)
 
@@ -513,7 +514,7 @@ class ServerHost(Host):
         if not answer.in_place:
             memory = self._require_memory()
             inbox, _ = peer.inboxes[answer.shard]
-            # Until the worker has connected again, its memory has no room for parameters that were added.
+            # Until the worker has connected once more, its memory has no room for parameters that were added.
             pulled = of_set(inbox.gradient, peer.pulls.get(answer.shard))
             if inbox.weights is None:
                 part = peer.pulls.get(answer.shard)
@@ -527,12 +528,12 @@ class ServerHost(Host):
         self._hub.send(peer, answer, payload, lent=answer.shard)
 
     def _repeat_base(self, peer: ServerCaller, shard: int) -> None:
-        """Send a worker the last base once more, whole, because it has come to another one."""
+        """Send a worker the whole last base once more, because the base that the worker has computed differs."""
         answer = peer.answers.pop(shard, None)
         if answer is None:
             raise ProtocolError(f"it asks for the base of shard {shard}, which was not sent")
         self._answer(worker_peer(peer.index), replace(answer, codec="float32"))
-        del peer.answers[shard]  # once is enough: a caller that asks again and again would let the queue grow
+        del peer.answers[shard]  # repeat a base only once: repeated requests would let the queue grow
 
     def _send_to_coordinator(self, to: Peer, message: Snapshot) -> None:
         """Send the coordinator the current weights of a shard."""
@@ -547,27 +548,27 @@ class ServerHost(Host):
                 peer.stream.keep(shard)
 
     def _send_snapshot(self, peer: ServerCaller, index: int) -> None:
-        # The weights are lent, because the first bytes of a copy would leave only after all of it had been made.
+        # The weights are lent, because a copy would have to be complete before its first bytes could be sent.
         version, memory = self._core.shard(index).version, self._require_memory()
         frozen = self._frozen.kept if index == 0 else {}
         payload = [*memory.snapshot(index), *(memoryview(value) for value in frozen.values())]
         self._hub.send(peer, Snapshot(index, version, tuple(frozen)), payload, lent=index)
 
     def _pass_on_frozen(self) -> None:
-        """Answer those who wait for values of frozen parameters, or request the values from a worker."""
+        """Answer the peers that wait for values of frozen parameters, or request the values from a worker."""
         workers = sorted(self._workers, key=lambda worker: (worker != self._core.initializer, worker))
         for to, message, payload in self._frozen.due(workers):
             peer = self._workers[to] if isinstance(to, int) else to
             self._hub.send(peer, message, payload, lent=FrozenTensors)  # the values do not change
 
     def _extend(self) -> None:
-        """Store the extended model from now on, if it has not been done yet."""
+        """Store the extended model from now on, unless this server already stores it."""
         memory = self._require_memory()
         memory.extend()
         self._frozen.retain(memory.frozen_sizes())
 
     def _save_states(self) -> None:
-        """Write the states of tracked objects that were kept last, if this server has any, to the run directory."""
+        """If this server has states of tracked objects, write the latest ones to the run directory."""
         if self._memory is None or self._memory.states is None:
             return
         position, data = self._memory.states
@@ -581,7 +582,7 @@ class ServerHost(Host):
             self._warn(f"the states of tracked objects cannot be saved to {path}: {first_line(error)}")
 
     def _show_life(self) -> None:
-        """Send something to the coordinator, which waits for as long as it receives anything."""
+        """Send a message to the coordinator, which waits as long as messages arrive."""
         self._hub.send(self._coordinator, Bell())
 
     def _warn(self, text: str) -> None:
@@ -622,7 +623,7 @@ class ServerHost(Host):
         return self._recorders[shard][1]
 
     def _tend_traces(self, now_ticks: int) -> None:
-        """Write what is buffered, and begin new segments. No core is handling an event."""
+        """Write the buffered parts of the traces, and begin new segments. No core is handling an event."""
         self._tend_ticks = now_ticks + TEND_TICKS
         for shard, (file, recorder) in self._recorders.items():
             if file.tend():
@@ -638,7 +639,7 @@ class ServerHost(Host):
                     self._hub.send(self._coordinator, TracePart(shard, last), [memoryview(part)])
                     self._hub.drain(self._coordinator)
                     if self._coordinator.stream.backlog:
-                        return  # the coordinator does not wait for it any more
+                        return  # the coordinator no longer waits for the trace
             except OSError as error:
                 self._warn(f"the trace of shard {shard} cannot be read: {error}")
 
@@ -667,7 +668,7 @@ def _report_of(error: BaseException) -> Failed:
 
 
 def _load_classes(model: ModelSpec) -> None:
-    """Load the classes of optimizers that are not torch's. If one cannot be loaded, this fails before it is used."""
+    """Load the classes of optimizers that are not torch's, so that an import that fails is noticed before training."""
     for optimizer in model.optimizers:
         if ":" in optimizer.name:
             class_of(optimizer.name)
@@ -676,14 +677,14 @@ def _load_classes(model: ModelSpec) -> None:
 # -- The times of the optimizers' steps, from which the cost of a step follows: see `look.step_cost` -----------
 
 REPORTED_STEPS = 5
-"""Number of steps of one optimizer at one shard after which they are reported for the first time."""
+"""Number of steps of one optimizer at one shard before the first report."""
 
 MOST_STEPS = 625
 """Maximum number of steps between two reports."""
 
 
 class StepMeter:
-    """Measures the steps of a server, and reports them more and more rarely.
+    """Measures the steps of a server, and reports them at increasing intervals.
 
     >>> meter = StepMeter()
     >>> meter.note(0, {0}, 0.0, 5.0)  # the first step prepares what later ones use
@@ -695,20 +696,21 @@ class StepMeter:
     """
 
     def __init__(self) -> None:
-        self._until = REPORTED_STEPS  # number of steps after which they are reported
+        self._until = REPORTED_STEPS  # number of steps before the next report
         self._since_s: float | None = None  # end of the last step that was reported
         self._busy_s = 0.0
-        # (shard, parameter set) -> the times of its steps
+        # (shard, parameter set) -> the times of the steps
         self._took_s: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
 
     def note(self, shard: int, sets: Iterable[int], begun_s: float, ended_s: float) -> StepsTimed | None:
-        """Note an update of a shard. Return the report that is due; None if none is.
+        """Note an update of a shard. Return a report if one is due, else None.
 
         Args:
             shard: index of the shard.
-            sets: the parameter sets that were updated. The time of an update of several sets belongs to none of them.
+            sets: the parameter sets that were updated. If there are several, the time of the update is not assigned to
+                any set.
             begun_s: time at which the update has begun, in seconds.
-            ended_s: time at which it has ended.
+            ended_s: time at which the update has ended, in seconds.
         """
         if self._since_s is None:
             self._since_s = ended_s
@@ -729,12 +731,12 @@ class StepMeter:
         return report
 
 
-# -- The values of frozen parameters at the server of shard 0, which passes them on from one worker to others
+# -- The values of frozen parameters at the server of shard 0, which passes the values from one worker to others
 #
-# Every worker loads the frozen parameters itself, so a server has only their digests. A worker that has other
-# values than the run requests those of the run. The server then requests them from a worker that has them:
-# the initializer or, if it is gone, any other worker. It keeps the values, because several workers may
-# request the same.
+# Every worker loads the frozen parameters itself, so a server has only their digests. A worker whose values differ
+# from those of the run requests the values of the run. The server then requests them from a worker that has them:
+# the initializer or, if the initializer is gone, any other worker. The server keeps the values, because several
+# workers may request the same values.
 
 Waiter = TypeVar("Waiter")
 
@@ -745,7 +747,7 @@ class FrozenSend(NamedTuple, Generic[Waiter]):
     Attributes:
         to: a peer that has requested values, or the index of a worker.
         message: the message.
-        payload: its payload, which does not change.
+        payload: the payload of the message, which does not change.
     """
 
     to: Waiter | int
@@ -754,7 +756,7 @@ class FrozenSend(NamedTuple, Generic[Waiter]):
 
 
 class FrozenValues(Generic[Waiter]):
-    """The values of frozen parameters that have been requested, and the peers that wait for some.
+    """The values of frozen parameters that have been requested, and the peers that wait for such values.
 
     Attributes:
         kept: digest -> value, for the values that have arrived.
@@ -772,7 +774,7 @@ class FrozenValues(Generic[Waiter]):
         """Note the request of a peer. `sizes` contains the size in bytes of each frozen parameter, by its digest.
 
         Raises:
-            ProtocolError: the model has no such parameter, or the peer waits already.
+            ProtocolError: the model does not have these parameters, or the peer is already waiting for values.
         """
         if peer in self._waiting or len(set(digests)) != len(digests) or not sizes.keys() >= set(digests):
             raise ProtocolError("it requested values of frozen parameters that the model does not have")
@@ -783,28 +785,28 @@ class FrozenValues(Generic[Waiter]):
         """Return the sizes of the values that a worker is about to send.
 
         Raises:
-            ProtocolError: they were not requested.
+            ProtocolError: the values were not requested.
         """
         if len(set(digests)) != len(digests) or not self._sizes.keys() >= set(digests):
             raise ProtocolError("it sent values of frozen parameters that were not requested")
         return [self._sizes[digest] for digest in digests]
 
     def arrived(self, worker: int, digests: Sequence[str], values: Sequence[bytearray]) -> None:
-        """Keep the values that a worker has sent. It does not have the others for which it was asked."""
+        """Keep the values that a worker has sent. The worker does not have the other values that were requested."""
         for digest, value in zip(digests, values, strict=True):
             self.kept.setdefault(digest, value)  # an earlier value may be on its way to a peer
         if worker == self._source:
             self._source = -1
 
     def gone(self, worker: int) -> None:
-        """Note that the connection to a worker has ended, perhaps because there is a new one."""
+        """Note that the connection to a worker has ended, perhaps because the worker has a new connection."""
         for tried in self._tried.values():
             tried.discard(worker)
         if worker == self._source:
             self._source = -1
 
     def forget(self, peer: Waiter) -> None:
-        """Note that a peer does not wait any more."""
+        """Note that a peer no longer waits."""
         self._waiting.pop(peer, None)
 
     def retain(self, digests: Iterable[str]) -> None:
@@ -814,10 +816,10 @@ class FrozenValues(Generic[Waiter]):
         self._sizes = {digest: size for digest, size in self._sizes.items() if digest in wanted}
 
     def due(self, workers: Sequence[int]) -> list[FrozenSend[Waiter]]:
-        """Return what must be sent now.
+        """Return the messages that must be sent now.
 
         Args:
-            workers: the connected workers, in the order in which they are asked.
+            workers: the connected workers, in the order in which they are to be asked for missing values.
         """
         missing = [
             digest

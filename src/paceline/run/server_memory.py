@@ -48,12 +48,12 @@ from .registration import require_groups
 
 
 class _Plan(NamedTuple):
-    """A model, and what a server needs in order to store its part of it.
+    """A model, and what a server needs in order to store its part of the model.
 
     Attributes:
         model: the model.
         slices: shard -> its slice, for each shard of the server.
-        master: the shared memory that contains the weights; None if they are in the server's own memory.
+        master: the shared memory that contains the weights; None if the weights are in the server's own memory.
         groups: for each parameter set, the decoder of its hyper-parameters.
     """
 
@@ -79,7 +79,7 @@ class ServerMemory:
         model: the model to train.
         slices: the slice of each of the server's shards.
         servers: number of servers of the run.
-        master: the shared memory that contains the weights; None to keep them in the server's own memory.
+        master: the shared memory that contains the weights; None to keep the weights in the server's own memory.
         before_update: function that is called with the index of a shard before the shard's weights change.
         wire: the format in which gradients and weights travel.
         device: the device on which optimizers that need whole tensors make their steps, in torch's notation.
@@ -87,8 +87,8 @@ class ServerMemory:
     Attributes:
         stores: shard -> the store of this shard, for shards whose initial weights have arrived.
         weights: shard -> the bytes of this shard's weights, for shards whose initial weights have arrived.
-        states: the position and the states of tracked objects that were kept last. Only the server of shard 0 has
-            them.
+        states: the latest states of tracked objects, with their position in the loop. Only the server of shard 0 has
+            such states.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class ServerMemory:
         self._before_update = before_update
         self._wire = wire
         self._device = torch.device(device)
-        # shard -> by codec, its weights, and those of its vectors that have not changed since they were encoded
+        # shard -> codec -> (encoder of the shard's weights, vectors that have not changed since they were encoded)
         self._encoded: dict[int, dict[str, tuple[Sender, set[str]]]] = {}
         self._bases: dict[int, BaseSender] = {}  # shard -> the common base of its weights, if there is one
         self._plan = _Plan.of(model, slices, master)
@@ -153,7 +153,7 @@ class ServerMemory:
         return None if descriptor is None else Region.attach(self._plan.model.layout, descriptor)
 
     def inboxes(self, region: Region | None) -> dict[int, tuple[Inbox, Vectors]]:
-        """Return, for each shard, an inbox in `region` or in new memory, and its gradient as tensors."""
+        """Return, for each shard, an inbox in `region` or in new memory, and the inbox's gradient as tensors."""
         inboxes: dict[int, tuple[Inbox, Vectors]] = {}
         for index, shard in self._plan.slices.items():
             shared = None if region is None else SharedInbox(region, shard)
@@ -208,19 +208,20 @@ class ServerMemory:
         """Create the store of a shard from its initial weights, or keep the initial weights of its new parameters."""
         if self._next is not None:
             self._added[index] = payload
-            # If this process is killed, the new shared memory already contains the weights.
+            # Place the weights now, so that the new shared memory contains them even if this process is killed.
             self._place_weights(index, payload)
             return
         self._put(index, payload)
 
     def load(self, index: int, checkpoint: Checkpoint, initial: Sequence[bytearray] | None = None) -> None:
-        """Create or extend the store of a shard from a checkpoint, which may be of another number of shards.
+        """Create or extend the store of a shard from a checkpoint, whose number of shards may be different.
 
         Args:
             index: index of the shard.
             checkpoint: the checkpoint.
-            initial: the payload of `InitialWeights`, with the values of what the checkpoint lacks; None if it lacks
-                nothing. An initial optimizer state counts where the checkpoint has none.
+            initial: the payload of `InitialWeights`, with the values of the parameters and buffers that the checkpoint
+                lacks; None if the checkpoint lacks nothing. Where the checkpoint has no optimizer state, the initial
+                state is used.
         """
         plan = self._next or self._plan
         bounds, vectors, buffers = plan.slices[index], self._new_vectors(index), self._new_buffers()
@@ -247,13 +248,13 @@ class ServerMemory:
         self.begin(index, [bytearray(part) for part in parts])
 
     def prepare(self, model: ModelSpec, slices: Sequence[ShardSlice], master: Region | None) -> None:
-        """Prepare to store an extended model. If this method is called again, what has arrived since is forgotten."""
+        """Prepare to store an extended model. Initial values that have arrived for an earlier call are forgotten."""
         self._next = _Plan.of(model, slices, master)
         self._states.clear()
         self._added.clear()
 
     def extend(self) -> None:
-        """Store the extended model from now on, if it has not been done yet. All initial weights have arrived."""
+        """Store the extended model from now on, unless this is already so. All initial weights must have arrived."""
         if self._next is None:
             return
         if self._added.keys() != self._next.slices.keys():
@@ -293,9 +294,9 @@ class ServerMemory:
             valid.clear()
 
     def _place_weights(self, index: int, payload: Sequence[bytearray]) -> Vectors:
-        """Return the weights of a shard: those of its store, and those that it does not have yet.
+        """Return the weights of a shard: the weights in its store, and the new weights in `payload`.
 
-        If the weights are in shared memory, they are copied there.
+        If the server keeps its weights in shared memory, all these weights are copied to that memory.
         """
         _, slices, master, _ = self._next or self._plan
         bounds, before = slices[index], self.stores.get(index)
@@ -309,7 +310,7 @@ class ServerMemory:
         return {vector: weights[vector] for vector in bounds.bounds}
 
     def _new_vectors(self, index: int) -> list[str]:
-        """Return the names of the vectors of a shard whose initial weights have to be sent."""
+        """Return the names of a shard's vectors whose initial weights have to be sent."""
         bounds = (self._next or self._plan).slices[index].bounds
         return [vector for vector in bounds if vector not in self.weights.get(index, {})]
 
@@ -329,7 +330,7 @@ class ServerMemory:
         """
         content = commit.content
         if commit.empty and content is not None:
-            return None  # perhaps from a worker that does not know yet that the model was extended
+            return None  # not checked, because the worker may not know yet that the model was extended
         if content is None or len(content.present) != len(self._plan.model.layout.parameters):
             raise ProtocolError("a commit does not state for each parameter whether it has a gradient")
         if commit.edit is not None:
@@ -361,12 +362,12 @@ class ServerMemory:
     ) -> tuple[list[memoryview], int]:
         """Return the bytes of some vectors of a shard's weights, and the checksum of their base.
 
-        Weights that do not change meanwhile are encoded once for all workers. The bytes stay as they are until the
-        weights are about to change.
+        As long as weights do not change, they are encoded once for all workers. The returned bytes do not change before
+        the next call of `before_update` for the shard.
 
         Args:
-            answer: the answer that says how they travel.
-            part: the parameter set to which the vectors belong; None if they are those of all sets.
+            answer: the answer that says how the weights travel.
+            part: the parameter set to which the vectors belong; None for the vectors of all sets.
             vectors: the vectors.
         """
         index, weights = answer.shard, self.stores[answer.shard].weights
@@ -375,7 +376,8 @@ class ServerMemory:
                 self._bases[index] = BaseSender(self._wire.weights, weights)
             based = self._bases[index]
             if based.numbers.get(part, 0) != answer.base:
-                self._before_update(index)  # also here, because a base may change without the weights
+                # This is also needed here, because a base may change although the weights do not.
+                self._before_update(index)
                 based.advance(part, answer.base, vectors)
             return based.payload(vectors, whole=answer.codec == "float32"), based.checksum(vectors)
         encoded = self._encoded.setdefault(index, {})
@@ -387,7 +389,7 @@ class ServerMemory:
         return sender.memory(sender.ranges(vectors)), 0
 
     def snapshot(self, index: int) -> list[memoryview]:
-        """Return the weights of a shard that are evaluated and, for shard 0, the pooled buffers of the model."""
+        """Return the weights with which a shard is evaluated and, for shard 0, the pooled buffers of the model."""
         weights = [bytes_of(vector) for vector in self.stores[index].evaluated().values()]
         return [*weights, *(self.pooled_buffers() if index == 0 else [])]
 
@@ -403,7 +405,7 @@ class ServerMemory:
         return pack([pooled[spec.name] for spec in self._plan.model.buffers])
 
     def initial_buffers(self, *, unless: int) -> list[memoryview] | None:
-        """Return the initial values of the buffers that were added last; None if their checksum is `unless`."""
+        """Return the initial values of the most recently added buffers; None if their checksum is `unless`."""
         if self._slots is None or self._slots.checksum == unless:
             return None
         return pack([*self._slots.added.values()])
@@ -421,8 +423,8 @@ def _are_some_of(indices: Sequence[int], count: int) -> bool:
 
 # -- A server's view of one worker's region, limited to one shard: an inbox for each pair of worker and shard
 #
-# In both kinds, `gradient` maps each dtype to the slice of the gradient that the worker pushes, as bytes, and
-# `weights` to the slice of the weights that the worker reads. It is None if the weights must be sent.
+# In both kinds, `gradient` maps each dtype to the slice of the gradient that the worker pushes, as bytes. `weights`
+# maps each dtype to the slice of the weights that the worker reads, or is None if the weights must be sent.
 
 
 class SharedInbox:
@@ -433,7 +435,7 @@ class SharedInbox:
         self.weights: dict[str, memoryview] | None = cut(region.weights, shard)
 
     def places(self, pieces: Sequence[int], codec: str = "float32") -> list[memoryview]:
-        """Raise `ProtocolError` if a message names pieces of a gradient."""
+        """Return no memory. Raise `ProtocolError` if a message names pieces of a gradient."""
         if pieces:
             raise ProtocolError("pieces of a gradient were sent although the gradient is in shared memory")
         return []
@@ -446,11 +448,11 @@ class SharedInbox:
 
 
 class StreamedInbox:
-    """An inbox in the server's memory, which is filled from the stream piece by piece.
+    """An inbox in the server's memory, which is filled piece by piece from the stream.
 
     Args:
         shard: the slice of the shard.
-        codec: the codec of gradients. Some of them, such as those of an edit, travel as they are.
+        codec: the codec of gradients. Some pushes, such as those of an edit, are not encoded.
 
     Attributes:
         pieces: the pieces of a gradient, in order.
@@ -467,7 +469,7 @@ class StreamedInbox:
         self.missing = set(range(len(self.pieces)))
         vectors = tensors_over(self.gradient)
         self._codecs = {name: Receiver(name, vectors) for name in {"float32", codec}}
-        # The ranges of a whole gradient, since most messages bring one.
+        # The ranges of a whole gradient, because most messages contain a whole gradient.
         self._whole = tuple(range(len(self.pieces))), ranges_of(self.pieces)
 
     def places(self, pieces: Sequence[int], codec: str = "float32") -> list[memoryview]:
@@ -518,17 +520,17 @@ Inbox = SharedInbox | StreamedInbox
 
 
 class SharedWeights:
-    """The shared memory for the weights of the model in force, and for those of a model that is being agreed on.
+    """The shared memory for the weights of the model in force, and for the weights of a model that is not yet in force.
 
     Attributes:
         master: the memory for the model in force; None if there is none.
-        passed: True if the new model has been passed to workers, so that it is in force.
+        passed: True if the new model has been passed to workers, and therefore is in force.
     """
 
     def __init__(self) -> None:
         self.master: Region | None = None
         self.passed = False
-        self._new: Region | None = None  # the same until it has been passed to all processes
+        self._new: Region | None = None  # the memory of a new model, until all processes have received it
 
     def create(self, layout: Layout) -> None:
         """Create the memory for a new model, unless it exists."""
@@ -541,7 +543,7 @@ class SharedWeights:
         return None if self._new is None else self._new.descriptor
 
     def settle(self) -> None:
-        """If the new model is in force, keep its memory, and close the descriptor: every process has received it."""
+        """If the new model is in force, keep its memory, and close the descriptor, which every process has received."""
         if self.passed and self._new is not None:
             self._new.close()
             self.master, self._new = self._new, None

@@ -1,8 +1,8 @@
-"""Files that a run writes while it goes on: traces and records in segments, metrics, and logs.
+"""Files that are written during a run: traces and records in segments, metrics, and logs.
 
-Servers on other machines send their traces at the end of a run. The coordinator writes each of them to the run
-directory as it arrives, and gives the file its name when it is complete. So a file that a server has written to the
-same directory, which several machines may share, stays complete as well.
+Servers on other machines send their traces at the end of a run. The coordinator writes each trace to a temporary file
+in the run directory, and renames the file when the trace is complete. Several machines may share the run directory. In
+this case, the server itself has already written this trace there, and the file is complete at every moment.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def trace_path(run_dir: Path, shard: int) -> Path:
 
 
 def parts_of(path: Path) -> Iterator[tuple[bytes, bool]]:
-    """Yield the parts of a trace that is complete, and for each one whether it is the last one.
+    """Yield the parts of a complete trace, each with True if the part is the last one.
 
-    If the trace is in several segments, they become one: only the first header is kept.
+    If the trace is in several segments, the segments are joined: only the first header is kept.
 
     Raises:
         OSError: the trace cannot be read.
@@ -56,7 +56,7 @@ def parts_of(path: Path) -> Iterator[tuple[bytes, bool]]:
 
 
 class TraceFiles:
-    """Writes the traces that arrive.
+    """Writes the traces that servers on other machines send.
 
     Args:
         run_dir: the run directory.
@@ -90,7 +90,7 @@ class TraceFiles:
         return [memoryview(self._parts[message.shard])] if size_bytes else []
 
     def arrived(self, message: TracePart) -> None:
-        """Write a part that has been received. If this fails, nothing is left of the trace."""
+        """Write a part that has been received. If this fails, the incomplete trace is removed."""
         shard, data = message.shard, self._parts.pop(message.shard, b"")
         if message.last:
             self._complete.add(shard)
@@ -104,7 +104,8 @@ class TraceFiles:
             file.write(data)
             if message.last:
                 file.close()
-                # If the machines share the directory, the server has written these segments, which are in the trace.
+                # If the machines share the directory, these segments are those that the server has written there. The
+                # new trace contains them.
                 for segment in earlier_segments(trace_path(self._run_dir, shard)).values():
                     segment.unlink()
                 unfinished.finish()
@@ -122,24 +123,24 @@ class TraceFiles:
     def _discard(self, shard: int) -> None:
         if shard in self._files:
             unfinished, file = self._files.pop(shard)
-            with contextlib.suppress(OSError):  # what is still buffered cannot be written either
+            with contextlib.suppress(OSError):  # data that is still buffered cannot be written either
                 file.close()
             unfinished.discard()
 
 
 # -- The thread that writes the metrics of a run to its directory while the run goes on ----------------------
 #
-# The coordinator's own thread must not wait for a disk, so it only merges the metrics, in memory.
+# The coordinator's own thread must not wait for a disk. So that thread only merges the metrics in memory.
 
 WRITING_INTERVAL_S = 2.0
 """Minimum time between two writes."""
 
 WRITING_SHARE = 0.02
-"""Maximum share of the time that the writes take."""
+"""Maximum share of the time that is spent on writes."""
 
 
 class MetricsWriter:
-    """Writes the metrics to `metrics.jsonl` when there are new ones. If nothing is logged, there is no file.
+    """Writes the metrics to `metrics.jsonl` when new metrics have arrived. If nothing is logged, there is no file.
 
     Args:
         history: the metrics.
@@ -188,7 +189,7 @@ class MetricsWriter:
             )
 
 
-# -- Writes the files that grow with a run in segments, so that the oldest ones can be deleted: see `trace.recording`
+# -- Files that grow during a run are written in segments, so that the oldest can be deleted: see `trace.recording`
 
 TEND_S = 0.25
 """Interval in seconds at which the hosts call `SegmentedFile.tend`."""
@@ -198,10 +199,10 @@ TEND_TICKS = round(TEND_S * TICKS_PER_S)
 LEAST_BYTES = 2**14
 """Minimum size of a segment in bytes."""
 
-# The sizes of what is written for an iteration of a worker, in relation to one another. In the traces, which contain
-# all workers: entries for the push and the pull at each shard, and at most one at the coordinator.
+# Relative sizes of the entries for one iteration of one worker. In the traces, which contain the entries of all
+# workers, these are entries for the push and the pull at each shard, and at most one entry at the coordinator.
 PART_OF_MERGED = {"shard": 4, "coordinator": 1}
-PART_OF_OWN = 2  # in the records of the worker
+PART_OF_OWN = 2  # relative size of the entry in the records of the worker
 
 
 class Segmenting(NamedTuple):
@@ -209,8 +210,8 @@ class Segmenting(NamedTuple):
 
     Attributes:
         size_bytes: size at which a segment is full.
-        kept: number of full segments that are kept by the process that writes the file, which deletes the others.
-            None if another process deletes them, after it has digested them.
+        kept: number of full segments that are kept. The process that writes the file deletes older segments. None if
+            another process deletes segments after it has digested them.
     """
 
     size_bytes: int
@@ -226,8 +227,9 @@ def segmenting(
 
     Args:
         job: the configuration of the run.
-        kind: what writes the file.
-        machine: index of its machine. On machine 0, the launcher's, segments are digested before they are deleted.
+        kind: the kind of process that writes the file.
+        machine: index of the process's machine. On machine 0, the launcher's, segments are digested before they are
+            deleted.
     """
     if job.traces.kept != "recent":
         return None
@@ -240,8 +242,8 @@ def segmenting(
 
 # -- Optional output files of a run: logs and traces. Training continues even if these files cannot be written
 #
-# Others read these files while the run goes on, and a process that is killed loses what is buffered. So data
-# is not buffered, except in files to which so much is written that their owners flush them regularly instead.
+# Other processes read these files during the run, and a process that is killed loses its buffered data. So data is
+# not buffered. Exceptions are files to which much is written: their owners flush them regularly instead.
 
 
 class BestEffortFile:
@@ -253,7 +255,7 @@ class BestEffortFile:
         append: True to append to the file instead.
 
     Attributes:
-        buffered: True if the owner calls `flush` again and again.
+        buffered: True if data is buffered, so that the owner must call `flush` regularly.
     """
 
     buffered = False
@@ -323,7 +325,7 @@ class SegmentedFile(BestEffortFile):
     Args:
         path: path of the file, which is overwritten if it exists.
         failed: called once with an error message when the file cannot be opened, written or closed.
-        segmenting: how it is written in segments; None to write one that never ends.
+        segmenting: how the file is written in segments; None to write one segment that never ends.
         append: True to append to the file instead.
     """
 
@@ -341,7 +343,7 @@ class SegmentedFile(BestEffortFile):
         self._segmenting = segmenting
 
     def tend(self) -> bool:
-        """Write the buffered data. Return True if the segment was full, so that another one has begun."""
+        """Write the buffered data. If the segment is full, begin a new one, and return True."""
         self.flush()
         if self._segmenting is None or self.size_bytes < self._segmenting.size_bytes:
             return False
@@ -356,6 +358,6 @@ class SegmentedFile(BestEffortFile):
             return False
         if (kept := self._segmenting.kept) is not None:
             for segment in list(earlier_segments(self._path).values())[:-kept]:
-                with contextlib.suppress(OSError):  # the next call tries it again
+                with contextlib.suppress(OSError):  # the next call tries to delete the segment again
                     segment.unlink()
         return True

@@ -3,11 +3,11 @@
 The session runs on the script's thread. `paceline.core.worker` determines which messages are sent and awaited. The
 parts of the session do the rest:
 
-    links       the connections, and the waiting for what arrives on them
-    memory      the memory for the weights and gradients, and how they get to and from the servers
+    links       the connections, and the waiting for messages
+    memory      the memory for the weights and gradients, and their transfer to and from the servers
     servers     what the worker requests from the servers besides the weights
     iterations  the times of the iterations, and their records
-    status      what the worker tells the coordinator for display
+    status      the reports to the coordinator for display
 """
 
 from __future__ import annotations
@@ -64,17 +64,19 @@ from .worker_links import WAITING_S, InitialModel, Links, SlowLink, WorkerMemory
 
 log = logging.getLogger("paceline.worker")
 
-# Minimum time between two checks for messages from the coordinator: very short iterations skip most of them.
+# Minimum time between two checks for messages from the coordinator. Most very short iterations pass without a check.
 HEARING_INTERVAL_S = 200e-6
-# Minimum time in a call of all workers before the worker pushes without a gradient, or gives its script's state.
+# After waiting this long in a call that all workers make, a worker pushes without a gradient, and may give its
+# script's state.
 COMBINING_S = 0.5
-# Maximum time between two looks at what the coordinator has sent, while the script is not training.
+# Maximum time between two checks for messages from the coordinator while the script is not training.
 LOOKING_S = 0.1
 LEAST_IDLE_S = 1e-3  # minimum time between two pushes while the script is not training
-# Minimum times between two pushes that are observed, and between two reports of what was seen. They bound the
-# cost of the guard: a push takes about 15 us to observe, and as long to judge (see `python -m benchmarks guard`).
+# Minimum times between two pushes that are observed, and between two reports of observations. These times bound the
+# cost of the guard: observing a push takes about 15 us, and judging a push also takes about 15 us (see
+# `python -m benchmarks guard`).
 OBSERVING_INTERVAL_S, REPORTING_INTERVAL_S = 2e-3, 10e-3
-# Minimum time between two reports of what the script has logged.
+# Minimum time between two reports of the metrics that the script has logged.
 LOGGING_INTERVAL_S = 0.1
 
 
@@ -82,7 +84,7 @@ class WorkerSession(Session):
     """The session of a worker in a live run. See `paceline.train.session.Session`.
 
     Attributes:
-        links, memory, servers, iterations, status: see the top of this file. `memory` is None before `begin`.
+        links, memory, servers, iterations, status: see the docstring of this module. `memory` is None before `begin`.
     """
 
     servers: Fetches
@@ -117,12 +119,12 @@ class WorkerSession(Session):
         emulated = job.pace or job.slowdown
         self._emulation = Emulation(job, place.index) if emulated else None
         self._thread = 0  # the thread that trains; 0 before the training
-        self._queued_ticks = 0  # until the training
+        self._queued_ticks = 0  # what `queued_ticks` returned when the training began
         self._slow_link: SlowLink | None = None  # set if the servers are on other machines
-        self._held = b""  # what the script held at the beginning of an evaluation
+        self._held = b""  # the state of the script at the beginning of an evaluation
         self._stand_in_s = math.inf  # when to push next during an evaluation
-        # when the coordinator was last heard; when a push was last observed, and reported to the guard; and when the
-        # coordinator was last told what the script has logged
+        # the times of the last check for messages from the coordinator, of the last observed push, of the last report
+        # to the guard, and of the last report of logged metrics
         self._heard_s = self._observed_s = self._reported_s = self._logged_s = -math.inf
 
     @classmethod
@@ -215,7 +217,7 @@ class WorkerSession(Session):
         buffers: Sequence[torch.Tensor],
         state_of: Callable[[ShardSlice], Vectors],
     ) -> Callable[[InitialWeights], None]:
-        """Return the function that sends a shard its part of the initial model, or of what an extension adds."""
+        """Return the function that sends a shard its part of the initial model, or its part of an extension."""
         values_of = self.callbacks.frozen
         initial = InitialModel(
             self._job, self.links, shards, weights, buffers, state_of, model.frozen, values_of
@@ -246,7 +248,7 @@ class WorkerSession(Session):
             self._connect(model, core.extended.shards)
             core.await_extended_weights()
             self._await_answers()
-        # only now, because a server that sees no connection of a worker considers the worker as lost
+        # Disconnect only now: a server considers a worker without a connection as lost.
         links.disconnect(before)
         return ""
 
@@ -290,7 +292,10 @@ class WorkerSession(Session):
         return self.core.restart_ordered
 
     def hold_back(self, *, droppable: bool) -> bool:
-        """Sleep until the emulated machine would have finished. Return False if the computation must be aborted."""
+        """Sleep until the emulated machine would have finished its computation.
+
+        Return False if the computation must be aborted.
+        """
         job, iterations = self._job, self.iterations
         droppable = droppable and self.core.may_restart
         iterations.computed_s = now_s = job.now_s()
@@ -308,7 +313,7 @@ class WorkerSession(Session):
         return not (droppable and self.restart_ordered())
 
     def _busy_s(self, lap: Lap) -> float:
-        """Return how long the worker has loaded and computed for its current gradient."""
+        """Return how long the worker has loaded data and computed for its current gradient."""
         return (lap.busy if self.iterations.restarted is None else lap.computing) / TICKS_PER_S
 
     @exclusive
@@ -330,7 +335,7 @@ class WorkerSession(Session):
             self._await_answers()
 
     def _forget_staged(self) -> None:
-        """Forget which parts of the gradient have been sent early. They will be sent again."""
+        """Forget which parts of the gradient have been sent early. These parts will be sent again."""
         if self.memory is not None and self.memory.outbox is not None:
             self.memory.outbox.restart()
 
@@ -341,7 +346,7 @@ class WorkerSession(Session):
         now_s = self._job.now_s()
         if now_s - self._heard_s > HEARING_INTERVAL_S:
             self._heard_s = now_s
-            if links.orders.poll(0):  # costs less than an attempt to receive
+            if links.orders.poll(0):  # polling costs less than an attempt to receive
                 links.hear_coordinator()
         self.iterations.write_unwritten(logged.earlier_loss)
         self.status.note_loss(logged)
@@ -405,7 +410,7 @@ class WorkerSession(Session):
 
     def _wait_while_paused(self) -> None:
         """Wait while the run has too few workers."""
-        log.warning("the run is paused, because it has too few workers; it continues when others have joined")
+        log.warning("the run is paused, because it has too few workers; it continues when more have joined")
         with self.status.doing("paused"):
             while self.core.paused:
                 self.links.leave_if_asked()
@@ -414,7 +419,7 @@ class WorkerSession(Session):
         log.warning("the run continues")
 
     def _watch_link(self, watch: SlowLink, computing_s: float) -> None:
-        """Report a link to the servers that is too slow for the model."""
+        """If the link to the servers is too slow for the model, report this."""
         servers = self.links.servers
         sendings = [sending for server in servers if (sending := sending_of(server.sock)) is not None]
         if warning := watch.iterated(sendings, computing_s):
@@ -442,7 +447,7 @@ class WorkerSession(Session):
         links, memory, core = self.links, self.memory, self.core
         assert memory is not None
         links.hear_coordinator()
-        self._forget_staged()  # a part of a gradient may have been sent early; it will be sent again
+        self._forget_staged()  # a part of a gradient may have been sent early; that part will be sent again
         contents, links.payloads = memory.contents(present, b"", buffers, empty=not core.edits, exact=True)
         self.iterations.computed_s = pushed_s = self._job.now_s()
         self.iterations.lap = self.status.stopwatch.push(round(pushed_s * TICKS_PER_S))
@@ -458,7 +463,7 @@ class WorkerSession(Session):
 
     @contextlib.contextmanager
     def idle(self) -> Iterator[None]:
-        # This is a copy, because the script changes what it holds in the meantime.
+        # This is a copy, because the script changes its state in the meantime.
         self._held = (
             b"".join(self.callbacks.state(False)) if self._may_be_cut and self.callbacks.state else b""
         )
@@ -479,7 +484,10 @@ class WorkerSession(Session):
 
     @exclusive
     def _idle_turn(self) -> None:
-        """While the script evaluates, give what it held if this is wanted, and push when it is time."""
+        """Do the work that is due while the script evaluates.
+
+        If a cut wants the state of the script, give the state from before the evaluation. If a push is due, push.
+        """
         self.links.hear_coordinator()
         if self.core.owes_state and self._held:
             self.servers.keep_worker_state([memoryview(self._held)])
@@ -488,7 +496,7 @@ class WorkerSession(Session):
             self._stand_in_s = now_s + self._idle_interval_s
 
     def _give_state(self, *, ended: bool = False) -> None:
-        """Give the state of the script, which waits or has ended, if a cut wants it."""
+        """If a cut wants the state of the script, give it. The script must be waiting, or must have ended."""
         if self.core.owes_state and self.callbacks.state is not None:
             self.servers.keep_worker_state(self.callbacks.state(ended))
 
@@ -508,7 +516,9 @@ class WorkerSession(Session):
         return self.core.combined
 
     def _wait_in_call(self, ended: Callable[[], bool], *, servers: bool = False) -> None:
-        """Wait for a call that all workers make to end. Meanwhile, push without a gradient if others may wait.
+        """Wait until a call that all workers make has ended.
+
+        Meanwhile, push without a gradient if other workers may be waiting for a push.
 
         Args:
             ended: function that returns True once the call has ended.
@@ -520,7 +530,7 @@ class WorkerSession(Session):
         due_s = began_s + max(interval_s, COMBINING_S)
         while not ended():
             links.leave_if_asked()
-            # After a short wait, the script soon asks for its next batch, and its state at that point is better.
+            # If the wait is short, the script will soon ask for its next batch, which is a better moment for its state.
             if job.now_s() - began_s >= COMBINING_S:
                 self._give_state()
             wait_s = min(max(due_s - job.now_s(), LEAST_IDLE_S), WAITING_S)
@@ -550,7 +560,7 @@ class WorkerSession(Session):
             self._wait_while_paused()
 
     def _push_nothing(self, ask: Callable[[Sequence[Any]], Sequence[Request]]) -> None:
-        """Push without a gradient, and pull. `ask` returns the requests for these contents."""
+        """Push without a gradient, and pull. `ask` returns the requests for the contents of the push."""
         links, core = self.links, self.core
         assert self.memory is not None
         self._forget_staged()
@@ -605,7 +615,7 @@ class WorkerSession(Session):
         if links.finished:
             return
         links.finished = True
-        # A pull that a leaving worker or a lost server has not finished may have changed weights, which is no edit.
+        # If this worker leaves or a server was lost, an unfinished pull may have changed weights. This is no edit.
         unfinished = links.asked_to_leave or bool(self.core.waiting_for)
         if not unfinished:
             self._give_state(ended=True)
@@ -614,7 +624,7 @@ class WorkerSession(Session):
         if memory is not None and memory.in_place:
             memory.take_over()  # the servers may change the weights while the script still reads them
             self._move(memory, in_place=False)
-        with contextlib.suppress(PeerLostError, DeadlineError):  # a lost coordinator keeps no metrics
+        with contextlib.suppress(PeerLostError, DeadlineError):  # a lost coordinator receives no metrics
             self._send_rest()
         self.iterations.flush()
         spent = self.status.stopwatch.read(self._job.now_ticks())
@@ -635,7 +645,7 @@ class WorkerSession(Session):
         """
         coordinator = self.links.coordinator
         with contextlib.suppress(PeerLostError, DeadlineError):  # a lost coordinator cannot be notified
-            with contextlib.suppress(RuntimeError):  # a device that has failed is no longer read
+            with contextlib.suppress(RuntimeError):  # values cannot be read from a device that has failed
                 self._send_rest()
             coordinator.send(Failed(reason, traceback, consequence))
             coordinator.drain()
@@ -648,14 +658,14 @@ class WorkerSession(Session):
             self.memory.close()
 
 
-# -- The times of a worker's iterations, which it also writes to `worker-<index>.jsonl` in the run directory
+# -- The times of a worker's iterations. The worker also writes them to `worker-<index>.jsonl` in the run directory
 
 LEAST_NOTED_S = 1e-6  # shorter times are left out of the records
 USUAL_ITERATIONS = 15  # number of iterations whose median is the usual computing time
 
 
 class Iterations:
-    """The times of one worker's iterations. All are in seconds on the clock of the run.
+    """The times of one worker's iterations. All times are in seconds on the clock of the run.
 
     Args:
         place: the worker's place in the run.
@@ -664,8 +674,8 @@ class Iterations:
     Attributes:
         begun_s: when the weights for the current iteration arrived; None before the first iteration.
         computed_s: when the current gradient was complete.
-        lap: what the worker has done in the current iteration until its push.
-        begins_pass: True if this push is the first one of a pass over its loader.
+        lap: how the worker has spent its time in the current iteration until its push.
+        begins_pass: True if the current push is the first one of a pass over the worker's loader.
         restarted: when the current iteration was aborted and restarted; None if it was not aborted.
     """
 
@@ -677,7 +687,7 @@ class Iterations:
         self.restarted: tuple[float, float] | None = None
         # the computing times of the latest iterations
         self._computing_s: deque[float] = deque(maxlen=USUAL_ITERATIONS)
-        # the record of the last iteration, if the script logs the loss of an iteration after its step
+        # the record of the last iteration, if the script may still log the loss of that iteration
         self._unwritten: IterationRecord | None = None
         self._machine = place.machine or msgspec.UNSET
         self._file: SegmentedFile | None = None  # the records; None if there are none
@@ -706,8 +716,8 @@ class Iterations:
         """Record that a push begins.
 
         Args:
-            lap: what the worker has done in the iteration.
-            busy_s: how long it has loaded and computed for the push.
+            lap: how the worker has spent its time in the iteration.
+            busy_s: how long the worker has loaded data and computed for the push.
         """
         self.lap = lap
         self._computing_s.append(busy_s)
@@ -724,14 +734,14 @@ class Iterations:
         """Record the iteration that has ended, and begin the next one.
 
         Args:
-            commit: the commit that it has ended with.
-            pushed_s: when its push began.
-            answered_ticks: when it ended.
-            loss: its loss, if that is known.
-            follows: True if the loss may become known before the next push. The record is then written after that.
+            commit: the commit of the iteration.
+            pushed_s: when the push of the iteration began.
+            answered_ticks: when the iteration ended.
+            loss: the loss of the iteration, if known.
+            follows: True if the loss may become known before the next push. If so, the record is written later.
 
         Returns:
-            When the next iteration has begun.
+            The time at which the next iteration has begun.
         """
         answered_s = answered_ticks / TICKS_PER_S
         if self._file is not None:
@@ -754,7 +764,7 @@ class Iterations:
         outside_s, loading_s = self.lap.outside / TICKS_PER_S, self.lap.loading / TICKS_PER_S
         known_s = outside_s + loading_s + self.lap.computing / TICKS_PER_S
         lasted_s = (dropped_s or pushed_s) - self.begun_s
-        # An aborted computation is not part of the lap, so exchanges before it are not known.
+        # An aborted computation is not part of the lap, so the time of exchanges before the abort is unknown.
         exchanged_s = lasted_s - known_s if dropped_s is None else 0.0
         return IterationRecord(
             iteration=commit.iteration,
@@ -775,7 +785,7 @@ class Iterations:
         )
 
     def write_unwritten(self, loss: float | None = None) -> None:
-        """Write the record that has waited for its loss, if there is one."""
+        """If a record has waited for its loss, write this record."""
         record, self._unwritten = self._unwritten, None
         if record is not None and self._file is not None:
             if loss is not None:
@@ -802,19 +812,19 @@ class Iterations:
 
 
 def _noted(seconds: float) -> float | msgspec.UnsetType:
-    """Return a time as it is recorded."""
+    """Return a time, rounded, as the records contain it. A very short time is left out of the records."""
     return round(seconds, 9) if seconds >= LEAST_NOTED_S else msgspec.UNSET
 
 
-# -- What a worker tells the coordinator for display: what it does, its last loss, and what it spends its time on
+# -- What a worker tells the coordinator for display: its state, its last loss, and how it spends its time
 
 STATUS_INTERVAL_S = 0.1  # minimum time between two reports
 
 
 def queued_ticks() -> int:
-    """Return how long the main thread of this process could run, but had no core, in ticks; 0 if this is unknown.
+    """Return how long the main thread of this process was ready to run, but had no CPU, in ticks; 0 if unknown.
 
-    Linux counts this for each thread.
+    Linux counts this time for each thread.
     """
     try:
         return int(Path("/proc/self/schedstat").read_text().split()[1]) * TICKS_PER_S // 10**9
@@ -830,8 +840,9 @@ class StatusReporter:
         links: the worker's connections.
 
     Attributes:
-        stopwatch: measures what the worker spends its time on.
-        away: True while the script is outside of training whatever it does, for example inside `evaluating`.
+        stopwatch: measures how the worker spends its time.
+        away: True while the script is outside of training, for example inside `evaluating`. The attribute stays True
+            during exchanges in the meantime.
     """
 
     def __init__(self, job: Job, links: Links) -> None:
@@ -840,13 +851,13 @@ class StatusReporter:
         self._job = job
         self._links = links
         self._reported_s = -math.inf
-        # What was shown last; the state is "" before the first time.
+        # The state that was shown last; "" before the first report.
         self._shown: Literal["", "computing", "waiting", "pulling", "paused"] = ""
-        self._loss: float | None = None  # the last one that is known
-        self._guessed = False  # True if it is a guess
+        self._loss: float | None = None  # the last known loss
+        self._guessed = False  # True if this loss is a guess
 
     def note_loss(self, logged: Settled) -> None:
-        """Keep the last loss that is known."""
+        """Keep the last known loss."""
         if logged.shown is not None:
             self._loss, self._guessed = logged.shown, logged.guessed
 
@@ -861,7 +872,7 @@ class StatusReporter:
             self._report()
 
     def _report(self) -> None:
-        """Send the state that is shown, and what the worker has spent its time on."""
+        """Send the state that is shown, and how the worker has spent its time."""
         if not self._shown:
             return
         spent = self.stopwatch.read(self._job.now_ticks())
@@ -884,14 +895,15 @@ class StatusReporter:
     def doing(self, activity: Activity) -> Iterator[None]:
         """Return a context in which the worker spends its time on this activity.
 
-        What takes the worker away from its training may take long, so the coordinator is told of it at once.
+        An activity outside of training may take long, so the coordinator is told of such an activity at once.
         """
         away = self.away
         with self._links.lock:
             self.away = away or activity == "outside"
             before = self.stopwatch.enter(activity, self._job.now_ticks())
             if activity == "outside":
-                with contextlib.suppress(PeerLostError):  # the next exchange notices it, and knows the reason
+                # If the coordinator is lost, the next exchange notices this, and finds the reason.
+                with contextlib.suppress(PeerLostError):
                     self._report()
         try:
             yield
@@ -908,7 +920,7 @@ class Repeating:
     """A context in which a background thread calls a function repeatedly.
 
     On exit, the context waits for the end of a call that is in progress. If a call raises an exception, there are no
-    further calls, and the exception is raised on exit, unless the context ends with another exception.
+    further calls. The exception is raised on exit, unless the body of the context has raised an exception itself.
 
     Args:
         function: the function to call.
@@ -944,7 +956,7 @@ class Repeating:
 
 
 class Emulation:
-    """Determines when the machine that a worker emulates would have computed a gradient.
+    """Determines when the machine that a worker emulates would have finished a gradient.
 
     Args:
         job: the configuration of the run, with the pace and the slowdown of each worker.
@@ -961,8 +973,8 @@ class Emulation:
 
         Args:
             begun_s: when the computation began.
-            now_s: the current time, at which it has ended on this machine.
-            work: what was computed.
+            now_s: the current time, at which the computation has ended on this machine.
+            work: the amount of data for which the gradient was computed.
         """
         job, computed_s = self._job, now_s - begun_s
         factor = 1 + job.jitter * self._jitter.uniform(-1, 1)

@@ -1,9 +1,9 @@
-"""The connections of a worker, its memory, and how weights and gradients get from one to the other.
+"""The connections of a worker, its memory, and how weights and gradients get from memory to connections and back.
 
-The connections carry out the requests of the core, and pass on what arrives.
+The connections carry out the requests of the core, and pass on the messages that arrive.
 
-What the coordinator and the servers send goes to the core, `paceline.core.worker`. The table `handlers` names the
-messages of servers that something else handles. The table `targets` names the messages that have a payload.
+Messages of the coordinator and the servers go to the core, `paceline.core.worker`. The exceptions are the messages of
+servers in the table `handlers`. The table `targets` names the messages that have a payload.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ from .hub import SPIN_S, fall_asleep, spin, wake_up
 from .job import Assignment, Job
 
 WAITING_S = 0.1
-"""How often a worker that waits shows that it waits, and checks whether it has been asked to leave."""
+"""Interval at which a waiting worker reports that it waits, and checks whether it has been asked to leave."""
 
 # The payload of a commit need not be copied, because it does not change until the commit is answered.
 LENT: Final = "until the answer"
@@ -93,7 +93,7 @@ class Linked(Protocol):
 
 
 def exclusive(method: Method) -> Method:
-    """Let only one thread at a time use the connections: a script may iterate over its loader on another thread.
+    """Let only one thread at a time use the connections, because a script may read its loader on a second thread.
 
     If a connection is lost because this worker was taken out of the run, the method raises `TakenOutError`.
     """
@@ -120,11 +120,11 @@ class Links(Host):
     Args:
         core: the worker's core.
         coordinator: the connection to the coordinator.
-        callbacks: what the session calls in the front end.
+        callbacks: the functions of the front end that the session calls.
 
     Attributes:
         servers: the connections to the servers, in order; [] before `connect`.
-        handlers: message type -> function that handles the messages of this type from servers, in place of the core.
+        handlers: message type -> function that handles messages of this type from servers, instead of the core.
         targets: message type -> function of (message, size in bytes) that returns the memory for the payload.
         payloads: shard -> payload of the push that is being committed.
         orders: watches only the connection to the coordinator.
@@ -154,7 +154,8 @@ class Links(Host):
         self._selector.register(coordinator, selectors.EVENT_READ)
         self.orders = select.poll()
         self.orders.register(coordinator, select.POLLIN)
-        self._writing: set[Stream[Any]] = set()  # the streams of which the selector also watches the writing
+        # the streams that the selector also watches for room to write
+        self._writing: set[Stream[Any]] = set()
         self._ringed: list[Stream[Message]] = []  # the streams that use rings
         close_in_forks(self)
 
@@ -258,7 +259,7 @@ class Links(Host):
             self.post(self.coordinator, Warned(text))
 
     def _watch(self, stream: Stream[Any]) -> None:
-        """Let the selector also watch the writing to a stream while there is a backlog."""
+        """While a stream has a backlog, let the selector also watch whether the stream has room to write."""
         backlog = stream.backlog
         if backlog != (stream in self._writing):
             (self._writing.add if backlog else self._writing.discard)(stream)
@@ -303,7 +304,7 @@ class Links(Host):
             self.hear(timeout_s=WAITING_S)
 
     def hear(self, timeout_s: float | None) -> bool:
-        """Wait for messages for at most `timeout_s`, and handle them. Return False if this time has passed."""
+        """Wait for messages for at most `timeout_s`, and handle them. Return False if none has arrived in this time."""
         if self._ringed:
             streams = spin(self._ringed, SPIN_S if timeout_s != 0 else 0.0)
             for ringed in streams:
@@ -328,9 +329,10 @@ class Links(Host):
         return bool(ready)
 
     def hear_coordinator_first(self, timeout_s: float) -> None:
-        """Wait for messages of the coordinator for at most `timeout_s`; then handle those of the servers, too.
+        """Wait for messages of the coordinator for at most `timeout_s`, and handle them.
 
-        A server may request a frozen parameter, for a worker without which this worker's wait does not end.
+        If none has arrived in this time, handle messages of the servers: a server may request a frozen parameter for a
+        worker that joins, and this worker may be waiting for the joining worker.
         """
         if not self.coordinator.backlog and self.orders.poll(1000 * timeout_s):
             self.hear_coordinator()
@@ -338,7 +340,7 @@ class Links(Host):
             self.hear(timeout_s=timeout_s if self.coordinator.backlog else 0.0)
 
     def hear_coordinator(self) -> None:
-        """Handle what the coordinator has sent."""
+        """Handle the messages that the coordinator has sent."""
         for message in self.coordinator.receive():
             if type(message) is Started or type(message) is ModelExtended:
                 self.coordinator.takes_descriptor = False
@@ -352,7 +354,7 @@ class Links(Host):
                 self.carry_out(self.core.handle(message))
 
     def _hear_weights(self, answer: Answer) -> None:
-        """Handle an answer whose weights have travelled."""
+        """Handle an answer whose weights have arrived as its payload."""
         assert self._memory is not None
         if not self._memory.decode(answer):
             if answer.codec == "float32":
@@ -366,7 +368,7 @@ class Links(Host):
         self.carry_out(self.core.handle(answer))
 
     def _tell_arrived(self, message: Message, missing_bytes: int = 0) -> None:
-        """Tell the front end which part of the weights has arrived, unless it has yet to be decoded."""
+        """Tell the front end which part of the weights has arrived, unless this part has yet to be decoded."""
         told = self._callbacks.on_arrived
         if type(message) is Answer and told is not None:
             assert self._memory is not None
@@ -382,8 +384,8 @@ class Links(Host):
     def raise_if_taken_out(self, error: PeerLostError) -> None:
         """If this worker was taken out of the run, raise an exception that says why.
 
-        The coordinator says it once. A script may call the session again after that, for example when it leaves a
-        `with paceline.evaluating():`, and must not see the closed connections instead of the reason.
+        The coordinator states the reason only once. A script may call the session again afterwards, for example when it
+        leaves a `with paceline.evaluating():`. The exception must then state the reason, not the closed connection.
         """
         if self.taken_out is None:
             try:
@@ -400,12 +402,12 @@ class Links(Host):
     # -- the end ------------------------------------------------------------------------------------------
 
     def say_goodbye(self, requests: Iterable[Request]) -> None:
-        """Send the last messages of this worker to those who still receive them."""
+        """Send the last messages of this worker to the peers that still receive messages."""
         _Goodbyes(self).carry_out(requests)
 
 
 class _Goodbyes(Host):
-    """Sends the last messages of a worker, to those who still receive them."""
+    """Sends the last messages of a worker to the peers that still receive messages."""
 
     def __init__(self, links: Links) -> None:
         self._links = links
@@ -422,16 +424,16 @@ class _Goodbyes(Host):
 
 # -- Finds out in the first iterations of a worker whether its link to the servers is too slow for the model
 
-# Number of iterations that are not measured, because connections are slow in the beginning.
+# Number of iterations that are not measured, because connections are slow at the beginning.
 SKIPPED_ITERATIONS = 5
 WATCHED_ITERATIONS = 15  # number of iterations after which the measurement ends
-LEAST_BYTES = 65_536  # the time for less data depends on the latency of the link, not on its rate
-FACTOR = 2.0  # sending may take this many times as long as computing before the worker reports it
+LEAST_BYTES = 65_536  # the time to send less data depends on the latency of the link, not on its rate
+FACTOR = 2.0  # a link is too slow if sending takes more than this many times as long as computing
 ESTIMATE = "the gradients, because the way of the weights is not measured"
 
 
 class SlowLink:
-    """Compares the time for which gradients are on their way with the time that a worker computes. It does so once.
+    """Compares, in a single measurement, the time to send a gradient with the time to compute a gradient.
 
     Args:
         advice: the wire format that is recommended for the run, if any.
@@ -457,8 +459,8 @@ class SlowLink:
         """Record an iteration. Return a warning at the end of the measurement if the link is too slow, else "".
 
         Args:
-            sendings: what the connections to the servers have sent so far.
-            computing_s: time that the worker took to compute the gradient, in seconds.
+            sendings: for each connection to a server, the bytes sent so far, and the time that sending took.
+            computing_s: time that the worker took to compute the gradient.
         """
         self._computing_s.append(computing_s)
         if len(self._computing_s) == SKIPPED_ITERATIONS:
@@ -469,7 +471,7 @@ class SlowLink:
         iterations = WATCHED_ITERATIONS - SKIPPED_ITERATIONS
         both = list(zip(self._before, sendings, strict=False))
         sent_bytes = sum(after.sent - before.sent for before, after in both) / iterations
-        # The connections send at the same time.
+        # All connections send at the same time, so the time of the slowest one counts.
         busy_s = max((after.busy_s - before.busy_s for before, after in both), default=0.0) / iterations
         usual_s = median(self._computing_s[SKIPPED_ITERATIONS:])
         if busy_s <= FACTOR * usual_s or sent_bytes < LEAST_BYTES:
@@ -485,11 +487,11 @@ class SlowLink:
         )
 
 
-# -- What a worker sends to the servers if they take the initial model from it -------------------------------
+# -- What a worker sends to the servers if it provides the initial model -------------------------------------
 
 
 class InitialModel:
-    """The initial model, or what an extended model has in addition.
+    """The initial model, or the parts that an extension adds to a model.
 
     Args:
         job: the configuration of the run.
@@ -499,8 +501,8 @@ class InitialModel:
         buffers: the initial values of the model's buffers.
         state_of: function that returns a shard's part of the initial optimizer state.
         frozen: the frozen parameters, which are written to files.
-        values_of: function that returns the bytes of the frozen parameter with a digest, in parts; None if there is
-            none.
+        values_of: function that takes a digest and returns the bytes of the frozen parameter with this digest, in
+            parts; None if there is no such parameter.
     """
 
     def __init__(
@@ -536,7 +538,7 @@ class InitialModel:
         links.to_shard(shard.index, message, pack([*weights, *(self._buffers if shard.index == 0 else ())]))
 
     def _write_frozen(self) -> None:
-        """Write the frozen parameters to the run directory, if it is the launcher's."""
+        """Write the frozen parameters to the run directory, unless this is a run that machines join."""
         job = self._job
         if job.joined:
             return
@@ -551,10 +553,10 @@ class InitialModel:
             )
 
 
-# -- The memory of a worker for the weights and gradients of a model, and how both get to and from the servers
+# -- The memory of a worker for the weights and gradients of a model, and their transfer to and from the servers
 #
-# With shared memory, the servers read and write the memory of the worker. Otherwise, an `Outbox` sends the
-# gradients, and the weights arrive as payload.
+# With shared memory, the servers read and write the memory of the worker. Without shared memory, an `Outbox` sends
+# the gradients, and the weights arrive as the payload of messages.
 
 
 class WorkerMemory:
@@ -563,14 +565,14 @@ class WorkerMemory:
     Args:
         job: the configuration of the run.
         model: the model.
-        shards: the slices of its shards, in order.
+        shards: the slices of the model's shards, in order.
         local: for each server, True if it is on this machine.
-        descriptors: the descriptors that the coordinator has passed. The last one, that of the shared memory in which
-            the servers update the weights, is taken from this list if the run uses shared memory.
+        descriptors: the descriptors that the coordinator has passed. If the run uses shared memory, the last
+            descriptor, of the memory in which the servers update the weights, is removed from this list.
         stage: function that sends a piece of a gradient. See `Outbox`.
         busy: function that returns True if data for a shard is still queued.
         awaits: function that returns True if the worker waits for an answer from a shard.
-        accelerated: True if the parameters are on an accelerator, so that they are no views of this memory.
+        accelerated: True if the parameters are on an accelerator, and therefore are not views of this memory.
 
     Attributes:
         model, shards: see above.
@@ -580,9 +582,9 @@ class WorkerMemory:
         in_place: True while the weights are read in the memory that the servers update.
         shared: True if the servers read gradients and write weights in memory that is shared with them.
         pulls: the parameter set that is being pulled; None for all sets.
-        place: where servers on this machine find the region; None if they need not look for it.
+        place: where servers on this machine find the region; None if the region is not offered to them.
         passed: the descriptor of the region, if it is passed to the servers.
-        passed_bytes: the size of the region if its descriptor is passed; else 0.
+        passed_bytes: the size of the region if the descriptor of the region is passed; else 0.
         follows: True if the weights may be read in the memory that the servers update.
     """
 
@@ -614,7 +616,7 @@ class WorkerMemory:
         self.region = region = job.carrier.place(model.layout, servers=len(local), offered=offered, name=name)
         self.gradients = tensors_over(region.gradients)
         self.outbox: Outbox | None = None
-        # by codec: shard -> its slice of the weights
+        # codec -> shard -> decoder of the shard's weights
         self._codecs: dict[str, Mapping[int, Receiver | BaseReceiver]] = {}
         self._bases: dict[int, BaseReceiver] = {}  # shard -> the base of its weights, if differences travel
         if not self.shared:
@@ -643,8 +645,8 @@ class WorkerMemory:
         self.place = MemoryPlace(os.getpid(), own, name) if offered and own else None
         self.passed = [own] if self.shared and own is not None else []
         self.passed_bytes = region.size_bytes if self.passed else 0
-        # With several parameter sets, another worker may push another set in the same round. In the servers' memory,
-        # it would then change under a graph that the script still uses.
+        # With several parameter sets, another worker may push a different set in the same round. If the script read
+        # weights in the servers' memory, the weights of that set would change while a graph still uses them.
         self.follows = self._master is not None and not model.further
 
     def _slices(self, vectors: Mapping[str, memoryview]) -> dict[int, Vectors]:
@@ -654,7 +656,7 @@ class WorkerMemory:
 
     @property
     def encodes_weights(self) -> bool:
-        """True if the weights of some shards do not travel as they are."""
+        """True if the weights of some shards are encoded when they are sent."""
         return len(self._codecs) > 1 and len(self._attached) < len(self.shards)
 
     def weights(self, *, in_place: bool) -> Vectors:
@@ -671,7 +673,7 @@ class WorkerMemory:
             target[:] = self._master.weights[dtype]
 
     def edited(self) -> bool | None:
-        """Return True if the script has changed the weights since the last pull, None if this is not known."""
+        """Return whether the script has changed the weights since the last pull; None if this is unknown."""
         return self._master.edited() if self.in_place and self._master is not None else None
 
     def restore(self) -> bool:
@@ -709,7 +711,7 @@ class WorkerMemory:
             payloads[shard.index] = payload + pack(list(changed.values())) if changed else payload
         return contents, payloads
 
-    # -- what the servers send ----------------------------------------------------------------------------
+    # -- answers of the servers ---------------------------------------------------------------------------
 
     def attach(self, message: MemoryAttached) -> None:
         """Record that the server of some shards uses the region."""
@@ -725,7 +727,7 @@ class WorkerMemory:
         return self.codec(answer).memory(self._pulled(shard))
 
     def codec(self, answer: Answer) -> End:
-        """Return this end of the way of the weights that come with an answer."""
+        """Return the decoder of the weights that come with an answer."""
         if answer.codec not in self._codecs:
             raise ProtocolError(
                 f"a server sent weights with the codec {answer.codec!r}, which the run does not use"
@@ -733,7 +735,7 @@ class WorkerMemory:
         return self._codecs[answer.codec][answer.shard]
 
     def decode(self, answer: Answer) -> bool:
-        """Decode the weights that have come with an answer. Return False if they are not the server's base."""
+        """Decode the weights that have come with an answer. Return False if their checksum is wrong."""
         if self.shared or answer.shard in self._attached:
             return True
         ranges = self._pulled(answer.shard)
@@ -744,7 +746,12 @@ class WorkerMemory:
         return True
 
     def arrived(self, shard: int, missing_bytes: int) -> list[Range]:
-        """Return the ranges of the region that an answer to the current pull fills, except for its last bytes."""
+        """Return the ranges of the region that an answer to the current pull has filled.
+
+        Args:
+            shard: the shard that answers.
+            missing_bytes: number of bytes at the end of the answer that have not arrived yet.
+        """
         bounds = of_set(self.shards[shard].bounds, self.pulls)
         return without_last(
             [(vector, start, stop) for vector, (start, stop) in bounds.items()], missing_bytes
@@ -771,7 +778,7 @@ class WorkerMemory:
 # checksum of its bits has changed. If a script changes its gradients after the backward pass, early sending
 # saves no time and is suspended for a while.
 #
-# A piece is encoded when it is sent (see `core.layout`), so checksums are those of the bits before.
+# A piece is encoded when it is sent (see `core.layout`). The checksums are computed before the encoding.
 
 Send = Callable[[int, Message, Sequence[memoryview]], None]
 """A function of (shard, message, payload) that sends the message to the server that holds the shard."""
@@ -785,9 +792,9 @@ class Outbox:
         gradients: mapping from dtype to the bytes of the whole vector of gradients.
         send: function that sends a message to the server of a shard. Any payload that is still queued when the
             function returns must be copied, because the gradient may change.
-        codecs: for each shard, this end of the way of its slice of the gradients.
-        busy: function that returns True if data for a shard is still queued on the connection. Further pieces then
-            wait in this object, so that they do not delay the commit, for which other workers may be waiting.
+        codecs: for each shard, the encoder of its slice of the gradients.
+        busy: function that returns True if data for a shard is still queued on the connection. In this case, further
+            pieces wait in this object, so that they do not delay the commit, for which other workers may be waiting.
         early: True to send pieces before the commit.
     """
 
@@ -807,12 +814,11 @@ class Outbox:
         self._codecs = codecs
         self._gradients = {shard.index: cut(gradients, shard) for shard in shards}
         self._pieces = {shard.index: shard.pieces(PIECE_BYTES) for shard in shards}
-        # The ranges of a whole gradient, since most commits send one.
+        # The ranges of a whole gradient, because most commits send whole gradients.
         self._whole = {shard: ranges_of(pieces) for shard, pieces in self._pieces.items()}
-        # A piece is identified by (shard, number of the piece in the shard).
-        # The number of parameters in each piece.
+        # The number of parameters in each piece. A piece is identified by (shard, number of the piece in the shard).
         self._parameter_counts: dict[tuple[int, int], int] = {}
-        # For each parameter, the pieces that contain a part of it.
+        # For each parameter, the pieces that contain a part of the parameter.
         self._pieces_of: dict[int, list[tuple[int, int]]] = {}
         # Go through the shards in the order in which they are committed, from the highest index to the lowest.
         for shard, pieces in reversed(self._pieces.items()):
@@ -833,7 +839,7 @@ class Outbox:
         self._begin()
 
     def leave_out(self, shards: Collection[int]) -> None:
-        """Send nothing more to these shards, which read the gradients from memory. Call it before the first piece."""
+        """Send no gradients to these shards, which read them from memory. Call this method before the first piece."""
         for shard in shards:
             del self._gradients[shard], self._pieces[shard]
         self._parameter_counts = {
@@ -851,13 +857,13 @@ class Outbox:
         return self._early and not self._pause.is_on
 
     def restart(self) -> None:
-        """Prepare for the restart of the current iteration. What has been sent is not used."""
+        """Prepare for the restart of the current iteration. The pieces that have been sent are not used."""
         for shard in self._pieces:
             self.drop(shard)
         self._begin()
 
     def drop(self, shard: int) -> None:
-        """Forget what encoding has taken from the gradients of a shard, because a gradient is left out."""
+        """Tell the encoder of a shard that the current gradient is left out. See `Sender.drop`."""
         if shard in self._pieces:
             self._codecs[shard].drop()
 
@@ -897,7 +903,7 @@ class Outbox:
         Args:
             shard: index of the shard.
             set_index: the parameter set whose pieces are sent; None for all sets.
-            exact: True to send them as they are; no piece may then have been sent early.
+            exact: True to send the pieces unencoded. If so, no piece may have been sent early.
             absent: the parts of the shard's vectors that have no gradient.
         """
         if shard not in self._pieces:
@@ -912,7 +918,7 @@ class Outbox:
                 continue
             if sent is not None:
                 self._changed = True
-                self._codecs[shard].drop(ranges_of([piece]))  # it belongs to what was sent before
+                self._codecs[shard].drop(ranges_of([piece]))  # the earlier encoding is not used
             pieces.append(number)
         if exact:
             self.drop(shard)

@@ -1,4 +1,4 @@
-"""Views of memory that other processes write to: one that detects edits by this process, and one that forbids them.
+"""Views of memory that other processes write to. One view detects edits by this process, and one view forbids edits.
 
 At the end: how forked children close the descriptors that they inherit.
 
@@ -9,8 +9,9 @@ takes half a millisecond for 100 MB. If a copied page has the same content as th
 This happens, for example, after a script has temporarily replaced the weights with averaged weights. If the content
 differs, the script has edited its weights.
 
-The parameters of a script on an accelerator are no views of this memory. There, the memory is mapped read-only and
-shared. Only such a view can be locked for the device: a private page that is locked no longer follows the servers.
+If a script trains on an accelerator, its parameters are not views of this memory. In this case, the memory is mapped
+read-only and shared. Only a shared mapping can be locked for the device: a locked private page would no longer follow
+the servers.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import numpy as np
 
 PAGE_BYTES = mmap.PAGESIZE
 ENTRY_BYTES = 8  # size of the pagemap entry of one page
-# the last byte of each entry, which is its most significant one
+# the last byte of each entry, which is the most significant byte
 TOP = slice(ENTRY_BYTES - 1, None, ENTRY_BYTES)
 PRESENT, SHARED = 0x80, 0x20  # bits of this byte
 WITH_SHARED = bytes(byte for byte in range(256) if byte & SHARED)
@@ -102,7 +103,7 @@ class MappedMemory:
     """A read-only mapping of shared memory.
 
     Args:
-        descriptor: file descriptor of the memory, which is closed.
+        descriptor: file descriptor of the memory. The constructor closes it.
         size_bytes: size of the memory.
 
     Attributes:
@@ -118,10 +119,10 @@ class MappedMemory:
         return False
 
     def discard(self) -> None:
-        """There are no private copies."""
+        """Do nothing, because there are no private copies."""
 
     def close(self) -> None:
-        """The memory stays mapped until nothing refers to it."""
+        """Do nothing. The memory stays mapped until nothing refers to it."""
 
 
 def _byte_ranges(pages: Iterable[int]) -> list[tuple[int, int]]:
@@ -138,10 +139,10 @@ def _byte_ranges(pages: Iterable[int]) -> list[tuple[int, int]]:
 # -- Closes inherited file descriptors in forked child processes ---------------------------------------------
 #
 # A script may fork, for example by using a `DataLoader` with workers. The child inherits every file
-# descriptor, and a connection stays open while any process holds its descriptor: those of a killed worker,
-# until all of its children have exited. Therefore, each object that owns descriptors registers itself here,
-# and a forked child closes these descriptors before it runs any code of the script. Shared memory stays
-# mapped in the child, because the script may read the model's weights there.
+# descriptor, and a connection stays open while any process holds its descriptor. So the connections of a
+# killed worker would stay open until all of its children have exited. Therefore, each object that owns
+# descriptors registers itself here, and a forked child closes these descriptors before it runs any code of
+# the script. Shared memory stays mapped in the child, because the child may read the model's weights.
 #
 # A program that is started with `exec` inherits no descriptors, because Python's descriptors are close-on-exec.
 
@@ -168,7 +169,7 @@ def close_in_forks(owner: Owner) -> None:
 
 def _close_all() -> None:
     for owner in list(_owners):
-        # These errors are raised if the descriptors are already closed.
+        # These exceptions mean that the descriptors have already been closed.
         with contextlib.suppress(OSError, ValueError):
             owner.close_in_fork()
     _owners.clear()

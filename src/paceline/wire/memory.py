@@ -11,20 +11,20 @@ change only inside its own `step()`: the server writes only while a pull is outs
 slices are sent as the payload of messages.
 
 Over TCP, a connection cannot pass a descriptor. If a worker and a server run on the same machine, the worker states
-where its memory is instead: the server opens the descriptor of the worker's process in /proc. The memory has a random
-name, by which the server recognizes it. If the server does not find it there, for example because it runs in another
-container or as another user, the slices are sent as payload.
+the place of its memory instead: the server opens the descriptor of the worker's process in /proc. The memory has a
+random name, by which the server recognizes the memory. If the server cannot find the memory, for example because the
+server runs in another container or as another user, the slices are sent as payload.
 
-If all workers run in lockstep, even the weights need not be copied. With shared memory, there is another region, the
+If all workers run in lockstep, even the weights need not be copied. With shared memory, there is a second region, the
 *master*, which contains the weights that the servers update. The coordinator creates the master, and all processes
-map it. As long as no update is applied while a worker could be computing with the weights, pulls are answered *in
-place*: the workers read the weights in the master. Workers map the master privately (see `follow`). So if a script
+map the master. As long as no update is applied while a worker could be computing with the weights, pulls are answered
+*in place*: the workers read the weights in the master. Workers map the master privately (see `follow`). So if a script
 edits its weights, which is an error, it changes only its own copy.
 
-A `Region` is one block of memory, divided into vectors. It handles only bytes, not tensors. `run.server_memory` has the
-server's view of it.
+A `Region` is one block of memory, divided into vectors. It handles only bytes, not tensors. `run.server_memory`
+contains the server's view of a region.
 
-At the end: how a process that listens passes connections on to another one.
+At the end of this module: how a listening process passes connections on to another process.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Region:
 
     @staticmethod
     def size_of(layout: Layout, kinds: Sequence[Kind] = WORKER, *, channels: int = 0) -> int:
-        """Return the size of a region in bytes. A limit on the size of files holds for shared memory, too."""
+        """Return the size of a region in bytes. In shared memory, the size is limited by `file_limit`."""
         return _places(layout, kinds)[1] + channels * CHANNEL_BYTES
 
     @classmethod
@@ -195,7 +195,7 @@ class Master:
         Args:
             layout: layout of the model.
             descriptor: the descriptor of the memory.
-            read_only: True for a view that cannot be edited; else, edits are private to this process.
+            read_only: True for a view that cannot be edited; False for a view whose edits are private to this process.
         """
         _, size_bytes = _places(layout, MASTER)
         try:
@@ -254,7 +254,7 @@ def find_memory(process: int, descriptor: int, name: str) -> int | None:
             return found
     except OSError:
         pass  # /proc belongs to a process namespace that does not contain this process
-    os.close(found)  # it is not known to be the memory: the other process may have replaced it meanwhile
+    os.close(found)  # this may be a different file: the other process may have replaced the memory meanwhile
     return None
 
 
@@ -282,15 +282,15 @@ def _places(layout: Layout, kinds: Sequence[Kind]) -> tuple[dict[tuple[Kind, str
 
 # -- Passes connected sockets to another process, over a pair of Unix sockets --------------------------------
 #
-# The process that listens has one end of the pair, and the process that the connections are for has the other
-# one. A socket that is under way belongs to no process: if the process ends before it has received the socket,
-# the system closes the connection.
+# The listening process has one end of the pair, and the target process of the connections has the other end. A
+# socket that has been sent, but not received, belongs to no process: if the target process ends before it has
+# received the socket, the system closes the connection.
 
 MARK = b"+"
 
 
 class ConnectionSource(Protocol):
-    """Where a host gets its connections from: a listening socket, or the sockets that another process passes on."""
+    """The source of a host's connections: a listening socket, or the sockets that another process passes on."""
 
     def fileno(self) -> int:
         """Return the descriptor that is readable when a connection is waiting."""
@@ -308,7 +308,7 @@ class ConnectionSource(Protocol):
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Return the end that passes sockets on, and the end that receives them. The first one never blocks."""
+    """Return the end that passes sockets on, and the end that receives them. The former never blocks."""
     sender, receiver = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     sender.setblocking(False)
     return sender, receiver
@@ -318,7 +318,7 @@ def pass_on(sock: socket.socket, sender: socket.socket) -> None:
     """Pass a socket to the process at the other end. The caller must close its own descriptor.
 
     Raises:
-        BlockingIOError: the process has not received the earlier ones yet, and there is no room for more.
+        BlockingIOError: the process has not received the earlier sockets yet, and there is no room for more.
         BrokenPipeError: the process has ended.
     """
     try:

@@ -1,15 +1,15 @@
-"""The preface of a TLS connection, which names the process that the connection is for.
+"""The preface of a TLS connection, which names the target process of the connection.
 
-Below: for how long a transfer may stand still, and the bytes that a connection has carried.
+At the end of this module: for how long a transfer may stand still, and the bytes that a connection has carried.
 
 A machine listens on one port for all of its processes. Each connection begins with a preface of fixed size, as plain
-bytes, so that the listener can pass the socket to the right process, which then does the TLS handshake. The plain
-preface is not authenticated. So the client sends it again inside TLS, and the process answers with the preface of
-connections to itself. Both sides compare them: an attacker in between cannot redirect a connection to another process
-of the run.
+bytes, so that the listener can pass the socket to the target process, which then does the TLS handshake. The plain
+preface is not authenticated. So the client sends the preface once more inside TLS, and the target process answers with
+the preface of connections to itself. Both sides compare the two prefaces. So an attacker in between cannot redirect a
+connection to another process of the run.
 
 A connection that cannot be passed on is refused with an alert of TLS (RFC 8446, section 6), which the TLS library of
-the client reports. It is not authenticated: an attacker who could forge it could also cut the connection.
+the client reports. The alert is not authenticated: an attacker who could forge the alert could also cut the connection.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ COORDINATOR = -1
 
 
 class Preface(NamedTuple):
-    """What a connection begins with.
+    """The first bytes of a connection.
 
     Attributes:
         target: `COORDINATOR`, or the index of a server.
-        mark: the mark of the run, 8 bytes; `ANY_RUN` if the client does not know it.
+        mark: the mark of the run, 8 bytes; `ANY_RUN` if the client does not know the mark.
     """
 
     target: int
@@ -51,15 +51,15 @@ class Preface(NamedTuple):
         return "the coordinator" if self.target == COORDINATOR else f"server {self.target}"
 
     def encode(self) -> bytes:
-        """Return the preface as it is sent."""
+        """Return the preface in the format in which it is sent."""
         return FORMAT.pack(MAGIC, VERSION, self.target + 1, self.mark)
 
     @classmethod
     def decode(cls, data: bytes) -> Preface | None:
-        """Return the preface that has been received; None if it is one of another version of the protocol.
+        """Return the preface that has been received; None if it has another version of the protocol.
 
         Raises:
-            ProtocolError: the data are not a preface.
+            ProtocolError: the data is not a preface.
 
         >>> Preface.decode(Preface(3).encode()).target
         3
@@ -70,7 +70,10 @@ class Preface(NamedTuple):
         return cls(number - 1, mark) if version == VERSION else None
 
     def is_for(self, process: Preface) -> bool:
-        """Return True if a connection with this preface is for the process that has the other one.
+        """Return True if a connection with this preface is for the given process.
+
+        Args:
+            process: the preface of connections to the process.
 
         >>> Preface(COORDINATOR).is_for(Preface(COORDINATOR, b"run no 2"))
         True
@@ -94,7 +97,7 @@ class Refusal(NamedTuple):
     name: str
 
     def encode(self) -> bytes:
-        """Return the refusal as it is sent: a TLS record with a fatal alert."""
+        """Return the refusal in the format in which it is sent: a TLS record with a fatal alert."""
         return bytes([21, 3, 3, 0, 2, 2, self.alert])
 
 
@@ -105,14 +108,14 @@ OTHER_RUN = Refusal("another run is served there", 49, "TLSV1_ALERT_ACCESS_DENIE
 OTHER_VERSION = Refusal("another version of Paceline is running there", 70, "TLSV1_ALERT_PROTOCOL_VERSION")
 
 REFUSALS = {refusal.name: refusal for refusal in (BUSY, ENDED, UNKNOWN, OTHER_RUN, OTHER_VERSION)}
-"""OpenSSL's name for an alert -> what it means here."""
+"""OpenSSL's name for an alert -> the meaning of this alert in a run."""
 
 
 # -- The only rule by which this package gives up a transfer: nothing has moved for too long -----------------
 #
-# A transfer takes as long as its size and the link require. So no limit applies to its duration, and none to
-# the time between two messages, which may be large. Progress is counted in bytes: as long as bytes move in
-# either direction, the other side is alive and the link works.
+# A transfer takes as long as its size and the link require. So its duration is not limited. The time between two
+# messages is not limited either, because a message may be large. Progress is counted in bytes: as long as bytes
+# move in any direction, the other side is alive and the link works.
 
 SILENCE_S = 30.0
 """Time in seconds for which a transfer may stand still.
@@ -133,10 +136,10 @@ class Patience:
 
     Args:
         moved_bytes: function that returns the number of bytes that have moved so far, in both directions.
-        limit_s: number of seconds for which nothing may move. Default: `SILENCE_S`.
+        limit_s: longest permitted time without a moved byte, in seconds. Default: `SILENCE_S`.
 
     Attributes:
-        quiet_s: number of seconds for which nothing had moved when `look` was last called.
+        quiet_s: number of seconds without a moved byte, as of the last call of `look`.
 
     """
 
@@ -147,7 +150,7 @@ class Patience:
         self._moved, self._looked_s = moved_bytes(), time.monotonic()
 
     def look(self) -> bool:
-        """Count the bytes. Return True if some have moved since the previous call."""
+        """Count the bytes. Return True if any bytes have moved since the previous call."""
         before, before_s = self._moved, self._looked_s
         self._moved, self._looked_s = self._moved_bytes(), time.monotonic()
         if self._moved != before:
@@ -192,7 +195,7 @@ class Traffic(NamedTuple):
 
 
 class Sending(NamedTuple):
-    """What a connection has sent so far.
+    """The bytes that a connection has sent so far, and the time for which it has been busy.
 
     Attributes:
         sent: number of bytes that were sent and that the other side has acknowledged.
@@ -204,7 +207,7 @@ class Sending(NamedTuple):
 
 
 class Optioned(Protocol):
-    """A socket, or a TLS connection over one."""
+    """A socket, or a TLS connection over a socket."""
 
     @property
     def family(self) -> int:
@@ -215,13 +218,13 @@ class Optioned(Protocol):
 
 
 def traffic_of(sock: Optioned) -> Traffic | None:
-    """Return the traffic of a connection; None if it is no TCP connection, or the kernel does not count it."""
+    """Return the traffic of a connection; None if it is no TCP connection, or if the kernel does not count bytes."""
     info = _info(sock, COUNTERS_START + COUNTERS.size)
     return None if info is None else Traffic(*COUNTERS.unpack_from(info, COUNTERS_START))
 
 
 def sending_of(sock: Optioned) -> Sending | None:
-    """Return what a connection has sent; None if it is no TCP connection, or the kernel does not measure it."""
+    """Return what a connection has sent; None if it is no TCP connection, or if the kernel does not measure this."""
     info = _info(sock, BUSY_START + BUSY_TIME.size)
     if info is None:
         return None
@@ -231,7 +234,7 @@ def sending_of(sock: Optioned) -> Sending | None:
 
 
 def _info(sock: Optioned, size: int) -> bytes | None:
-    """Return the beginning of a connection's struct tcp_info; None if it has not as many bytes."""
+    """Return the first `size` bytes of a connection's struct tcp_info; None if the kernel returns fewer bytes."""
     if sock.family not in (socket.AF_INET, socket.AF_INET6) or not hasattr(socket, "TCP_INFO"):
         return None
     try:

@@ -7,14 +7,15 @@ marks itself as *asleep* in the ring and then blocks. The writer wakes such a re
     word 0    total number of bytes written so far
     word 8    total number of bytes read so far
     word 16   1 while the reader is asleep, else 0
-    then      frames, each with its length and its bytes, padded to whole words. The length of an empty frame is 0. If
+    from 24   frames, each with its length and its bytes, padded to whole words. The length of an empty frame is 0. If
               a frame does not fit before the end of the ring, the length 2**64 - 1 marks the rest as unused.
 
 Each of the three words has its own cache line and is written by one end only. On x86-64, stores become visible in
 program order, so it is sufficient to write the bytes of a frame before the count. Falling asleep requires a stronger
 guarantee: the reader's flag (word 16) must be visible before the reader checks the ring for the last time, and the
-writer's count (word 0) must be visible before the writer reads the flag. This requires a memory fence. Python has
-none, but acquiring a lock acts as one. On processors other than x86-64, rings are not used (see `available`).
+writer's count (word 0) must be visible before the writer reads the flag. This requires a memory fence. Python has no
+memory fence, but acquiring a lock acts as a fence. On processors other than x86-64, rings are not used (see
+`available`).
 
 The peer can write anything into this memory at any time. So each end keeps its own counts, reads each of the peer's
 words only once per operation, and raises `ValueError` if a correct peer could not have written the value. Whatever
@@ -55,11 +56,11 @@ class Ring:
     def __init__(self, memory: memoryview) -> None:
         self._words = memory.cast("Q")
         self._bytes = memory[HEADER_BYTES:RING_BYTES]
-        # The numbers of bytes that this end has written and read. They are not read back from the shared memory,
-        # because the peer could have changed them there.
+        # The numbers of bytes that this end has written and read. These numbers are never read from the shared memory,
+        # because the peer could have changed them in that memory.
         self._written = 0
         self._read = 0
-        # The number of bytes that the reader had read at the time of the last `write`.
+        # The number of bytes that the reader had read when `write` was last called.
         self._taken = 0
 
     # -- the writer's end ---------------------------------------------------------------------------------

@@ -41,14 +41,14 @@ LOST = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)  # the con
 class SecureSocket:
     """One end of a TLS connection.
 
-    The handshake takes place in the first calls of `recv_into` and `sendmsg`, or in `shake_hands`. Then the client
-    sends its preface, and the server answers with its own, so that a connection cannot be redirected. The server has
-    admitted the client when the client has received this answer.
+    The handshake takes place in the first calls of `recv_into` and `sendmsg`, or in `shake_hands`. After the handshake,
+    the client sends its preface, and the server answers with its own one, so that a connection cannot be redirected.
+    When the client has received this answer, the server has admitted the client.
 
     Args:
         sock: a connected TCP socket, of which this object takes ownership.
         known: the TLS contexts of the run.
-        preface: at the server, the preface of connections to itself; at the client, the one that it has sent.
+        preface: at the server, the preface of connections to this server; at the client, the preface that it has sent.
         server_side: True for the side that has accepted the connection.
     """
 
@@ -62,7 +62,7 @@ class SecureSocket:
         self._preface = preface
         self._server_side = server_side
         self._sent = False  # True after our preface has been sent
-        self._received = b""  # what has been received of the other side's preface
+        self._received = b""  # the received part of the other side's preface
         self._ready = False  # True after the handshake and the prefaces
 
     def shake_hands(self, timeout_s: float) -> None:
@@ -70,9 +70,9 @@ class SecureSocket:
 
         Raises:
             BlockingIOError: the other side accepts no more connections at present.
-            OSError: the connection was lost, the handshake has taken longer than `timeout_s`, or the process that the
-                connection is for has ended.
-            ProtocolError: the other side does not have the key of the run, or is another process.
+            OSError: the connection was lost, the handshake has taken longer than `timeout_s`, or the target process of
+                the connection has ended.
+            ProtocolError: the other side does not have the key of the run, or is not the target process.
         """
         deadline_s = time.monotonic() + timeout_s
         while True:
@@ -93,7 +93,7 @@ class SecureSocket:
         return self._tls.fileno()
 
     def pending(self) -> int:
-        """Return the number of bytes that have been decrypted, which a selector cannot see."""
+        """Return the number of bytes that have been decrypted but not read. A selector cannot see these bytes."""
         return self._tls.pending()
 
     def getpeername(self) -> tuple[str, int]:
@@ -132,7 +132,8 @@ class SecureSocket:
             while count < target.nbytes:
                 received = self._tls.recv_into(target[count:])
                 count += received
-                # Less than a full record usually means that nothing else has arrived, and asking costs a system call.
+                # If less than a full record was received, usually no more data has arrived. Another attempt to receive
+                # would cost a system call.
                 if received < RECORD_BYTES and not self._tls.pending():
                     break
         except BLOCKED as blocked:
@@ -163,7 +164,7 @@ class SecureSocket:
     def sendmsg(self, parts: Sequence[memoryview]) -> int:
         """Send as much of the parts as the socket accepts, and return the number of bytes.
 
-        If it raises `BlockingIOError`, the next call must begin with the same bytes, which may have moved.
+        If this method raises `BlockingIOError`, the next call must begin with the same bytes, at any address.
         """
         self._shake()
         count = 0
@@ -236,7 +237,7 @@ def _meaning(error: ssl.SSLError) -> Exception:
 
 
 def _chunk(parts: Sequence[memoryview]) -> bytes | memoryview:
-    """Return the first bytes of the parts: a large part as it is, or small parts together."""
+    """Return the first bytes of the parts: of one large part without copying, or of small parts joined together."""
     if parts[0].nbytes >= RECORD_BYTES or len(parts) == 1:
         return parts[0][:WRITE_BYTES]
     small = bytearray()
@@ -249,19 +250,20 @@ def _chunk(parts: Sequence[memoryview]) -> bytes | memoryview:
 
 # -- Authenticated and encrypted connections between the machines of a run: TLS 1.3 with keys from the run's secret
 #
-# All processes of a run derive the same Ed25519 key pair from the secret, and from it the same self-signed
-# certificate, bit by bit. Each side of a connection proves that it holds the key, and accepts only this
-# certificate. So exactly those who know the secret can connect; there is no certificate authority, no
-# file with a key, and nothing to renew.
+# All processes of a run derive the same Ed25519 key pair from the secret, and from the key pair the same
+# self-signed certificate, bit by bit. Each side of a connection proves that it holds the key, and accepts only this
+# certificate. So exactly those who know the secret can connect. There is no certificate authority, no file with
+# a key, and nothing to renew.
 #
-# Time plays no part: a certificate is compared as a whole, so its dates say nothing, and a machine whose
+# Time does not matter: a certificate is compared as a whole, so its dates are not checked, and a machine whose
 # clock is wrong can join a run.
 #
-# The traffic is encrypted with keys that are new for each connection. An attacker who records it and learns the
-# secret later cannot decrypt it. There are no session tickets, so a connection cannot be resumed without the key.
+# The traffic is encrypted with keys that are new for each connection. An attacker who records the traffic and learns
+# the secret later cannot decrypt the recording. There are no session tickets, so a connection cannot be resumed
+# without the key.
 
 PURPOSE = b"paceline tls 1"
-"""Part of the derived key. A new version of the protocol uses another one."""
+"""Input of the derivation of the key. A new version of the protocol must use another value."""
 
 BEGIN = datetime.datetime(2000, 1, 1)
 END = datetime.datetime(9999, 12, 31)
@@ -270,7 +272,7 @@ NO_CHECK_TIME = 0x200000  # X509_V_FLAG_NO_CHECK_TIME of OpenSSL, which the ssl 
 
 
 class Contexts(NamedTuple):
-    """What the two sides of a connection use.
+    """The TLS contexts of both sides of a run's connections, and the values that both sides compare.
 
     Attributes:
         server: the context of the side that accepts a connection.
@@ -334,7 +336,7 @@ def _context(purpose: int, certificate: bytes, both: bytes) -> ssl.SSLContext:
     context.options |= ssl.OP_NO_COMPRESSION | ssl.OP_NO_TICKET
     if purpose == ssl.PROTOCOL_TLS_SERVER:
         context.num_tickets = 0
-    # The ssl module reads a key only from a file. This one is in memory, and is gone when it is closed.
+    # The ssl module reads a key only from a file. This file is in memory, and vanishes when it is closed.
     descriptor = os.memfd_create("paceline-key")
     try:
         os.write(descriptor, both)
@@ -344,15 +346,15 @@ def _context(purpose: int, certificate: bytes, both: bytes) -> ssl.SSLContext:
     return context
 
 
-# -- The secret of a run whose workers are on several machines. All who know it can join the run ------------
+# -- The secret of a run whose workers are on several machines. All who know the secret can join the run ----
 #
 # A secret consists of 32 random bytes, written as 64 hexadecimal digits. It is read from the environment or
 # from a file, never from the command line, which other users of a machine can see. A passphrase is refused:
 # an attacker who records the traffic could try many of them.
 #
-# A program that takes the secret from its environment removes it there, so that what the program starts does
-# not inherit it. The kernel shows the memory of the initial environment in `/proc/PID/environ`, and would go
-# on to show the secret after `unsetenv`. So this memory is overwritten, too.
+# A program that takes the secret from its environment removes the secret from the environment, so that programs
+# which it starts do not inherit the secret. The kernel shows the memory of the initial environment in
+# `/proc/PID/environ`, and would still show the secret after `unsetenv`. So this memory is overwritten.
 
 VARIABLE = "PACELINE_SECRET"
 """The environment variable that contains the secret."""
@@ -373,11 +375,11 @@ def new_secret() -> str:
 def take_secret(environment: MutableMapping[str, str], file: Path | None = None) -> str:
     """Return the secret in a file or, without a file, in the environment; "" if there is none in the environment.
 
-    In either case, the environment does not contain a secret afterwards.
+    In both cases, the environment does not contain a secret afterwards.
 
     Args:
-        environment: the variables of the environment. For `os.environ`, the initial environment of this process,
-            which the kernel shows to its user, is changed as well.
+        environment: the variables of the environment. If this is `os.environ`, the memory of this process's initial
+            environment is overwritten as well, because the kernel shows it to the user.
         file: the file that contains the secret.
 
     Raises:
@@ -410,7 +412,7 @@ def without_secret(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _checked(text: str, where: str) -> str:
-    """Return the secret in a text, which has been found at `where`. The error message does not contain it."""
+    """Return the secret in a text that was found at `where`. The error message does not contain the text."""
     text = text.strip()
     if not FORMAT.fullmatch(text):
         raise ConfigurationError(f"{where} contains {len(text)} characters that are not a secret; {HOW}.")

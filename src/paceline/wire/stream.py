@@ -8,7 +8,7 @@ into memory that the receiver provides. The same system call may also receive la
 Sending never blocks: data that the socket does not accept immediately is queued, so that a peer that reads slowly
 does not delay other peers. Callers keep the queue bounded by sending at most one bulk message per peer and shard at a
 time. A *lent* payload is not copied, but sent from its original memory. Before this memory changes, its owner must
-call `keep`, which copies the parts that are still queued. In most cases, all parts have been sent by then.
+call `keep`, which copies the parts that are still queued. In most cases, all parts have already been sent.
 
 Two peers that share memory can send small messages through a pair of rings (see `ring`). A message with a payload or
 a large header is still sent through the socket, and an empty frame in the ring marks its position in the order of the
@@ -17,8 +17,8 @@ memory for a payload only after it has reached the position of the message in th
 messages.
 
 One call of `receive` does a bounded amount of work, no matter how much a peer sends: it receives from the socket at
-most `FILLS` times. Each time, both before and afterwards, it also reads the data that the ring contains at that
-moment. No complete message is left in the buffer, so a level-triggered selector reports reliably whether there is
+most `FILLS` times. Before and after each of these times, it also reads the data that the ring contains at that
+moment. No complete message is left in the buffer, so a level-triggered selector reliably reports whether there is
 more to receive.
 """
 
@@ -84,7 +84,7 @@ def _decoder(kinds: tuple[type[Message], ...]) -> Callable[[bytes | memoryview],
 
 
 class _Tagged(msgspec.Struct):
-    """The part of every header that names its class."""
+    """The part of every header that names the class of the message."""
 
     type: str
 
@@ -102,7 +102,7 @@ class QueuedBytes(NamedTuple):
 
     Attributes:
         data: the bytes.
-        lent: the argument `lent` with which the message was sent, the key for `Stream.keep`; None if there was none.
+        lent: the argument `lent` with which the message was sent, which is the key for `Stream.keep`.
         kept: True if the bytes are in memory that belongs to the stream.
     """
 
@@ -116,7 +116,8 @@ class Stream(Generic[T]):
 
     Args:
         sock: a connected stream socket or TLS connection, of which the stream takes ownership.
-        phase: the phase of the connection, which says what the peer may send. See `paceline.core.messages.table`.
+        phase: the phase of the connection, which determines the messages that the peer may send. See
+            `paceline.core.messages.table`.
         sink: function that returns the memory into which a payload is received.
         trusted: False until the peer has sent the token. Only a small header is accepted from an untrusted peer.
         takes_descriptor: True while the peer may pass one file descriptor (AF_UNIX only).
@@ -136,13 +137,13 @@ class Stream(Generic[T]):
     ) -> None:
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:
-            # The connection may be lost already, as the first message will say.
+            # If the connection is already lost, sending or receiving the first message raises an exception.
             with contextlib.suppress(OSError):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 if sock.getpeername()[0].startswith("127."):
                     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LOOPBACK_BUFFER_BYTES)
         self.sock = cast(socket.socket, sock)  # both have the methods that are used here
-        # the number of received bytes that a selector cannot see, because they have been decrypted
+        # the number of received bytes that a selector cannot see, because they have already been decrypted
         self._pending: Callable[[], int] = sock.pending if isinstance(sock, SecureSocket) else int
         self.trusted = trusted
         self.takes_descriptor = takes_descriptor
@@ -158,13 +159,13 @@ class Stream(Generic[T]):
         self._start = self._end = 0
         # The part of the current payload that has not been received yet.
         self._wanted = memoryview(bytearray())
-        # The message of the current payload, and the size in bytes of what follows the part that is being received.
+        # The message of the current payload, and the number of payload bytes after the part that is being received.
         self._incoming: T | None = None
         self._following_bytes = 0
         self._frames = self._read_frames()
         self._ring_out: Ring | None = None
         self._ring_in: Ring | None = None
-        # The number of bytes that were passed to the socket and received from it.
+        # The number of bytes that were passed to the socket, and the number of bytes received from the socket.
         self._sent_bytes = self._received_bytes = 0
         # Frames that wait for room in the ring, each with the argument `lent` of its message.
         self._ring_queue: deque[tuple[bytes, Hashable]] = deque()
@@ -173,7 +174,7 @@ class Stream(Generic[T]):
         close_in_forks(self)
 
     def expect(self, phase: Phase) -> None:
-        """From now on, decode what the peer may send in this phase, and follow the phases after it."""
+        """From now on, decode the messages that the peer may send in this phase, and in the phases that follow."""
         self._phase = phase
         self._decode: Callable[[bytes | memoryview], T] = decoder(phase)
         self._next_phases = {kind: after for kind, after in expected(phase).items() if after != phase}
@@ -194,15 +195,15 @@ class Stream(Generic[T]):
 
     @property
     def traffic(self) -> Traffic:
-        """The bytes that the connection has carried, as counted by the kernel or, if it does not count, by the stream.
+        """The bytes that the connection has carried, as counted by the kernel or, if it cannot count, by the stream.
 
-        The kernel counts what the peer has acknowledged, so sent data that is only in a buffer here does not count.
+        The kernel counts the data that the peer has acknowledged, so data that is still in a buffer here is left out.
         """
         return traffic_of(self.sock) or Traffic(self._sent_bytes, self._received_bytes)
 
     @property
     def incoming(self) -> tuple[T, int] | None:
-        """The message whose payload is being received, and how many of its bytes are missing; None if there is none.
+        """The message whose payload is being received, and the number of missing bytes; None if there is none.
 
         The bytes that have arrived are in the memory that the sink has returned.
         """
@@ -211,11 +212,11 @@ class Stream(Generic[T]):
         return self._incoming, self._wanted.nbytes + self._following_bytes
 
     def patience(self, silence_s: float | None = None) -> Patience:
-        """Return what measures for how long the connection has carried nothing. See `Patience`."""
+        """Return an object that measures for how long the connection has carried nothing. See `Patience`."""
         return Patience(lambda: sum(self.traffic), silence_s)
 
     def owes(self, lent: Hashable) -> bool:
-        """Return True if a part of a message that was sent with `lent` is still queued."""
+        """Return True if any part of a message that was sent with this `lent` is still queued."""
         queued = [part.lent for part in self._queue]
         return lent in queued or any(key == lent for _, key in self._ring_queue)
 
@@ -272,7 +273,7 @@ class Stream(Generic[T]):
         self._queue.extend(self._copied(waiting) if lent is None and waiting else waiting)
 
     def keep(self, lent: Hashable) -> None:
-        """Copy the queued parts of memory that was sent with `lent`, so that this memory may change."""
+        """Copy the queued parts of the memory that was sent with this `lent`, so that the memory may change."""
         indices = [index for index, part in enumerate(self._queue) if part.lent == lent and not part.kept]
         if not indices:
             return
@@ -280,7 +281,7 @@ class Stream(Generic[T]):
             self._queue[index] = part
 
     def _copied(self, parts: Sequence[QueuedBytes]) -> list[QueuedBytes]:
-        """Return copies of the parts, all of which must have the same `lent`. Memory for large copies is reused."""
+        """Return copies of the parts. All parts must have the same `lent`. Memory for large copies is reused."""
         lent = parts[0].lent
         size_bytes = sum(part.data.nbytes for part in parts)
         memory = self._kept.get(lent, b"")
@@ -309,13 +310,13 @@ class Stream(Generic[T]):
                 self._queue[0] = self._queue[0]._replace(data=left[0])
 
     def drain(self, silence_s: float | None = None) -> None:
-        """Block until all queued data has been sent, however long this takes.
+        """Block until all queued data has been sent, no matter how long this takes.
 
         Args:
             silence_s: number of seconds for which the connection may carry nothing. Default: `SILENCE_S`.
 
         Raises:
-            DeadlineError: it has carried nothing for this time.
+            DeadlineError: the connection has carried nothing for this time.
             PeerLostError: the connection is lost.
         """
         patience = self.patience(silence_s)
@@ -346,7 +347,7 @@ class Stream(Generic[T]):
             try:
                 fills = fills - 1 if self._fill(most) else 0
                 if not fills and (most := self._pending()):
-                    fills = 1  # read what has been decrypted, and nothing else, so that other peers have their turn
+                    fills = 1  # read only the decrypted data, so that other peers have their turn
             except PeerLostError:
                 # Yield the messages that the peer wrote to the ring before the connection was lost.
                 if self._ring_in is not None:
@@ -378,13 +379,13 @@ class Stream(Generic[T]):
                 self._on_socket = True
 
     def wait(self, silence_s: float | None = None) -> T:
-        """Block until a message has arrived, however long its transfer takes, and return this message.
+        """Block until a message has arrived, no matter how long its transfer takes, and return the message.
 
         Args:
             silence_s: number of seconds for which the connection may carry nothing. Default: `SILENCE_S`.
 
         Raises:
-            DeadlineError: it has carried nothing for this time.
+            DeadlineError: the connection has carried nothing for this time.
             PeerLostError: the connection is lost.
             ProtocolError: the peer has violated the protocol.
         """
@@ -404,7 +405,7 @@ class Stream(Generic[T]):
         self.sock.close()
         # Free the memory of payloads and rings now, not when the garbage collector finds the cycle of references.
         self.sink, self._ring_in, self._ring_out = no_payload, None, None
-        with contextlib.suppress(ValueError):  # this method was called while a frame is being read
+        with contextlib.suppress(ValueError):  # raised if this method is called while a frame is being read
             self._frames.close()
 
     def close_in_fork(self) -> None:
@@ -412,7 +413,7 @@ class Stream(Generic[T]):
         self.sock.close()
 
     def _await(self, events: int, patience: Patience) -> bool:
-        """Wait until one of the events occurs, but only for a short time. Return True if one has occurred.
+        """Wait for a short time until one of the events occurs. Return True if an event has occurred.
 
         Raises:
             DeadlineError: nothing has moved for too long.
@@ -420,7 +421,7 @@ class Stream(Generic[T]):
         poller = select.poll()
         poller.register(self.sock, events)
         occurred = bool(poller.poll(math.ceil(1000 * patience.wait_s)))
-        # A socket accepts data at any time while the ring, whose reader is slow or gone, does not.
+        # The socket may be writable all the time although the ring, whose reader is slow or gone, accepts no frames.
         if patience.look() or not patience.over:
             return occurred
         with contextlib.suppress(OSError):
@@ -490,7 +491,7 @@ class Stream(Generic[T]):
         except OSError as error:
             raise PeerLostError(f"connection lost: {error}") from error
         if not count:
-            raise PeerLostError("the connection ended")  # by whom, and whether on purpose, is not known
+            raise PeerLostError("the connection ended")  # it is unknown which side ended it, and why
         self._received_bytes += count
         self._wanted = self._wanted[count:]
         self._end += max(0, count - wanted.nbytes)

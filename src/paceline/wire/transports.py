@@ -1,11 +1,11 @@
-"""What a run asks of a transport: to connect its processes, and to place the memory of its workers.
+"""The transports, which connect the processes of a run and determine where the memory of its workers lies.
 
 A transport is a subclass of `Transport`: TCP, AF_UNIX sockets, or shared memory. `TRANSPORTS`, at the end, is the
-table of all transports. No other code tells them apart by their names: it asks for the attributes below. So a new
-transport is a class and a row of this table.
+table of all transports. No other code distinguishes transports by name: other code reads the attributes of `Transport`.
+So a new transport is a class and a row of this table.
 
-Messages travel over the connections in frames (see `stream`). What a transport costs in memory and descriptors
-follows from `shares_memory`; see `paceline.run.footprint`.
+Messages travel over the connections in frames (see `stream`). The memory and the descriptors that a transport needs
+follow from `shares_memory`; see `paceline.run.footprint`.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Transport(ABC):
     """A way in which the processes of a run are connected.
 
     Attributes:
-        name: the name by which users choose it.
-        words: what it is, for users.
-        kinds: the kinds of its addresses: the parts in front of the first colon.
-        shares_memory: True if servers map the memory of workers, whose descriptors its connections pass. Then
-            gradients and weights do not travel.
-        spans_machines: True if the processes may run on several machines. Then it has hosts and ports.
-        needs: what it needs of the system, for users; "" if every system has it.
+        name: the name by which users choose the transport.
+        words: a description of the transport, for users.
+        kinds: the kinds of the transport's addresses: the parts before the first colon.
+        shares_memory: True if servers map the memory of workers, so that gradients and weights do not travel. The
+            connections pass the descriptors of the memory.
+        spans_machines: True if the processes may run on several machines, so that the addresses have hosts and ports.
+        needs: the feature of the system that the transport needs, for users; "" if every system has it.
     """
 
     name: ClassVar[str]
@@ -61,12 +61,12 @@ class Transport(ABC):
     def listen(
         self, host: str = "127.0.0.1", port: int = 0, *, secure: bool = False
     ) -> tuple[ConnectionSource, str]:
-        """Return what accepts new connections, without blocking, and its address.
+        """Return a source of new connections that never blocks, and its address.
 
         Args:
             host: address of this machine, if the transport spans machines.
             port: port, if the transport spans machines; 0 for any free port.
-            secure: True if the address says that the connections use TLS. What listens does not encrypt anything.
+            secure: True if the returned address says that the connections use TLS. The source itself encrypts nothing.
 
         Raises:
             ConfigurationError: the port is in use or not permitted, the host is not an address of this machine, or
@@ -79,7 +79,7 @@ class Transport(ABC):
 
         Raises:
             OSError: no connection was made within `timeout_s`.
-            ProtocolError: the process that listens there is not one of the run.
+            ProtocolError: the process that listens at the address does not belong to the run.
         """
 
     def place(self, layout: Layout, *, servers: int, offered: bool, name: str) -> Region:
@@ -87,9 +87,9 @@ class Transport(ABC):
 
         Args:
             layout: layout of the model.
-            servers: number of servers, with each of which the worker may exchange messages through the memory.
+            servers: number of servers. The worker may exchange messages with each server through the memory.
             offered: True if servers on this machine may find the memory, although its descriptor is not passed.
-            name: name of the memory, by which they recognize it.
+            name: name of the memory, by which servers recognize the memory.
         """
         return Region.create(layout, shared=offered, name=name)
 
@@ -102,12 +102,12 @@ class Transport(ABC):
         return address
 
 
-# -- TCP sockets on one or several machines. TLS encrypts them in a run with a secret (see `secure`)
+# -- TCP sockets on one or several machines. In a run with a secret, the connections use TLS (see `secure`)
 #
 # tcp:host:port     the address of a socket
 # tls:host:port     a socket whose connections use TLS, for the coordinator
 # tls:host:port/k   the same socket, for server k of the machine (see `preface`)
-# tls:/k            the same, on the host and port at which the coordinator was reached
+# tls:/k            a socket for server k, on the host and port at which the coordinator was reached
 #
 # An IPv6 address is written in brackets, as in "tls:[::1]:29600".
 
@@ -136,8 +136,8 @@ class Tcp(Transport):
             if isinstance(error, socket.gaierror) or getattr(error, "errno", None) == errno.EADDRNOTAVAIL:
                 raise ConfigurationError(
                     f"cannot listen on {_in_brackets(host)}:{port}, because {host!r} is not an address of this "
-                    f"machine: {error}. Its addresses are {', '.join(own_addresses())}; 0.0.0.0 stands for all of "
-                    "them."
+                    f"machine: {error}. The addresses of this machine are {', '.join(own_addresses())}; 0.0.0.0 stands "
+                    "for all of them."
                 ) from error
             in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
             why = "it is in use" if in_use else str(error)
@@ -220,7 +220,7 @@ def _route_to(host: str) -> tuple[str, str]:
 
 
 def _in_brackets(host: str) -> str:
-    """Return a host as it is written in an address."""
+    """Return a host in the notation of an address."""
     return f"[{host}]" if ":" in host else host
 
 
@@ -269,11 +269,11 @@ NAME = "socket"
 
 
 class UnixListener(socket.socket):
-    """A listening AF_UNIX socket to which only processes of the same user, and root, can connect.
+    """A listening AF_UNIX socket to which only processes of the same user, and of root, can connect.
 
-    The name of the socket is removed as soon as the socket exists, so nothing remains even after SIGKILL. The process
-    keeps a descriptor of the name's inode, and others connect through this descriptor in /proc, which they may only
-    follow if they run as the same user. For others, the kernel refuses to connect: this process does not notice them.
+    The name of the socket is removed as soon as the socket exists, so no file remains even after SIGKILL. The process
+    keeps a descriptor of the name's inode, and other processes connect through this descriptor in /proc. The kernel
+    permits this only to processes of the same user and of root. This process does not notice refused attempts.
 
     Attributes:
         path: the path to which clients connect.
@@ -289,7 +289,8 @@ class UnixListener(socket.socket):
             self.path = f"{self._folder}/{NAME}"
             self.bind(self.path)
             self._place = os.open(self.path, os.O_PATH | os.O_CLOEXEC)
-            # A process that has changed its user without exec does not let others of its user look into /proc.
+            # If this process has changed its user without exec, other processes of its user cannot look into its /proc
+            # entry.
             if os.stat("/proc/self/fd").st_uid == os.geteuid():
                 self.path = f"/proc/{self._process}/fd/{self._place}"
                 self._remove_folder()
@@ -304,7 +305,7 @@ class UnixListener(socket.socket):
         place, self._place = self._place, None
         if place is not None:
             os.close(place)
-        if os.getpid() == self._process:  # a fork closes its own copy only
+        if os.getpid() == self._process:  # a forked child closes only its own copy
             self._remove_folder()
 
     def _remove_folder(self) -> None:
@@ -353,9 +354,9 @@ UNIX = Unix()
 
 
 def _private_folder() -> str:
-    """Create a folder that only its owner may enter, in memory if possible: a full disk should not matter.
+    """Create a folder that only its owner may enter: in memory if possible, so that a full disk does not matter.
 
-    Its name says which process has created it. So a process that finds what a killed process has left knows its owner.
+    The name of the folder contains the id of this process, so that the folders of killed processes can be recognized.
     """
     prefix = f"paceline-{os.getpid()}-"
     try:
@@ -366,8 +367,8 @@ def _private_folder() -> str:
 
 # -- Shared memory: servers map the memory of the workers, and small messages pass through rings in it -------
 #
-# The connections are AF_UNIX sockets, which pass the descriptors of the memory. They carry what does not fit
-# into a ring, wake a process that sleeps, and tell that the other process has ended.
+# The connections are AF_UNIX sockets, which pass the descriptors of the memory. They carry messages that do not fit
+# into a ring, wake a sleeping process, and show when the other process has ended.
 
 
 class SharedMemory(Unix):
@@ -390,7 +391,7 @@ SHM = SharedMemory()
 
 # -- The transports of a run, and their addresses, which share one notation: a kind, a colon and the rest ----
 #
-# The kind says which transport an address belongs to; see the sections above for what follows it.
+# The kind determines the transport to which an address belongs. The sections above describe the rest of an address.
 
 TRANSPORTS: dict[str, Transport] = {each.name: each for each in (SHM, UNIX, TCP)}
 """Name -> transport, the best one first."""
@@ -422,9 +423,8 @@ def connect(
         known: the TLS contexts of the run, if the address uses TLS.
 
     Raises:
-        PeerLostError: no connection was made within `timeout_s`, for example because no process listens there.
-        ProtocolError: the process that listens there does not have the key of the run, or the address is not that of
-            the process that was reached.
+        PeerLostError: no connection was made within `timeout_s`, for example because no process listens at the address.
+        ProtocolError: the process that was reached does not have the key of the run, or has a different address.
     """
     try:
         return _transport_of(address).connect(address, timeout_s, known)
@@ -433,19 +433,20 @@ def connect(
 
 
 def is_here(address: str) -> bool:
-    """Return True if an address belongs to this machine. It may also be the end of a tunnel to another one."""
+    """Return True if an address belongs to this machine. The address may be the end of a tunnel to another machine."""
     return _transport_of(address).is_here(address)
 
 
 def seen_from(address: str, reached: str) -> str:
     """Return the address of a process as another machine sees it.
 
-    A process that listens on all addresses of its machine does not know which of them the other machine can reach. If
-    the other machine reaches the coordinator through a tunnel, it reaches the servers through the same one.
+    A process that listens on all addresses of its machine does not know which of these addresses the other machine can
+    reach. If the other machine reaches the coordinator through a tunnel, it reaches the servers through this tunnel.
 
     Args:
         address: the address on which the process listens.
-        reached: the address at which the other machine has reached the coordinator, on the same machine.
+        reached: the address at which the other machine has reached the coordinator. The process runs on the machine of
+            the coordinator.
 
     >>> seen_from("tcp:0.0.0.0:4000", "tcp:10.0.0.1:29600")
     'tcp:10.0.0.1:4000'
