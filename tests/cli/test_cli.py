@@ -195,9 +195,9 @@ RUN_OPTIONS = {
     "--keep": "Number of the newest checkpoints that are kept",
     "--checkpoint-dir": "Directory for the run's checkpoints",
     "--resume": "Go on with the run in this directory",
-    "--accept-changes": "Resume although the script has changed",
-    "--trust": "Do what the directory says",
-    "--force": "Use the run directory although a run that is in progress holds it",
+    "--accept-changes": "Resume even if the script has changed",
+    "--trust": "Do what the run directory says",
+    "--force": "Use the run directory even if a run in progress holds it",
     "--on-server-loss": "if a server is lost, the run goes on from its last checkpoint",
     "--workers": "Number of workers",
     "--devices": "Devices of the workers, one worker for each",
@@ -221,12 +221,12 @@ RUN_OPTIONS = {
     "--wire": "Codec with which gradients and weights travel",
     "--split": "How paceline.distribute divides an epoch",
     "--batch": "Sizes of the batches",
-    "--joint-batch": "The batch size in the script is that of",
+    "--joint-batch": "The batch size in the script is the size of",
     "--pace": "Minimum duration of an iteration in seconds",
     "--slowdown": "Factors >= 1",
     "--jitter": "uniform random factor",
     "--dashboard": "Serve the report of the run as a live page",
-    "--tensorboard": "Write what the script logs, the speed",
+    "--tensorboard": "Write TensorBoard files with the metrics",
     "--metrics-port": "Serve the state of the run as OpenMetrics",
     "--dry-run": "show what would be started",
 }
@@ -353,7 +353,7 @@ BAD_INPUT = {
     **{
         f"{text} with auto": (
             ["--sync", text, "train.py"],
-            "'auto' is not a sync model, but chooses them for the whole run",
+            "'auto' is not a sync model, but chooses the models for the whole run",
         )
         for text in (
             "auto,bsp@3",

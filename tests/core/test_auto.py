@@ -303,7 +303,7 @@ def test_the_report_says_whether_the_goals_are_met() -> None:
 )
 def test_it_stands_alone(sync: str) -> None:
     with pytest.raises(
-        ConfigurationError, match="'auto' is not a sync model, but chooses them for the whole run"
+        ConfigurationError, match="'auto' is not a sync model, but chooses the models for the whole run"
     ):
         read_schedule(sync)
 

@@ -607,7 +607,7 @@ def test_a_script_that_asks_torch_for_what_its_version_lacks_is_told_the_version
     with pytest.raises((AttributeError, ImportError)) as caught:
         exec(statement, {"torch": torch})
     reason = with_advice(first_line(caught.value), [caught.value])
-    assert f": this machine has torch {torch.__version__}. Install a version that has what" in reason
+    assert f": this machine has torch {torch.__version__}. Install a version that has this" in reason
     assert with_advice("no", [AttributeError("no")]) == with_advice("no", [ImportError("no")]) == "no"
 
 

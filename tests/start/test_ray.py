@@ -502,7 +502,8 @@ thread.join()
     require_closed(summary(), 1)
     words = " ".join(ended.stderr.split())
     assert (
-        "about to take away its node, which serves the run. It will go on from its newest checkpoint" in words
+        "about to take away its node, which serves the run. The run will go on from its newest checkpoint"
+        in words
     )
     assert "servers was lost: " in words
 

@@ -137,7 +137,7 @@ FAKE = {
     ("variables", "arguments", "words"),
     [
         ({}, ["--slurm"], "this process is not a task of a Slurm job step. Use, for example, `srun"),
-        (FAKE, ["--slurm"], "the secret of the job is unknown. Write one to a file"),
+        (FAKE, ["--slurm"], "the secret of the job is unknown. Write a secret to a file"),
         (FAKE, ["--slurm", "--servers", "0"], "servers is 0"),
         (
             {**FAKE, "SLURM_PROCID": "0", "PACELINE_SECRET": "0" * 64},

@@ -105,7 +105,7 @@ def test_torchrun_starts_a_failed_job_again_as_another_job(mark: str) -> None:
     ("variables", "options", "words"),
     [
         ({}, [], "torchrun has not started this process"),
-        ({"WORLD_SIZE": "2"}, [], "the secret of the job is unknown. Write one to a file"),
+        ({"WORLD_SIZE": "2"}, [], "the secret of the job is unknown. Write a secret to a file"),
         ({}, ["--sync", "bps"], "'bps'"),
         *chaos(({}, ["--workers", "4:2"], "the least number of workers is 4 and the largest is 2")),
     ],

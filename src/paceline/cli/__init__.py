@@ -107,7 +107,7 @@ def _help(command: Callable[..., None]) -> str:
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 
 
-# The help text lists the commands in the order below. Arguments after the script's name are those of the script.
+# The help text lists the commands in the order below. Arguments after the script's name belong to the script.
 for with_script in (run, check):
     app.command(
         cls=RunCommand,

@@ -38,7 +38,7 @@ EXIT_INTERRUPTED = 130
 def command_line(app: typer.Typer) -> Any:
     """Return the command of a command line, whose help texts are shown as they are.
 
-    They contain extras such as paceline[report], and rich takes what stands in brackets for the name of a style.
+    They contain extras such as paceline[report], and rich takes a word in brackets for the name of a style.
     """
     command = typer.main.get_command(app)
     for each in (command, *getattr(command, "commands", {}).values()):
@@ -221,7 +221,7 @@ def new_folder(out: Path | None, what: str) -> Path:
     if out.exists() and not out.is_dir():
         raise ConfigurationError(f"{str(out)!r} is a file; choose a folder with --out.")
     if out.exists() and any(out.iterdir()):
-        raise ConfigurationError(f"the folder {str(out)!r} is not empty; choose another with --out.")
+        raise ConfigurationError(f"the folder {str(out)!r} is not empty; choose another folder with --out.")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -235,7 +235,7 @@ MOST_NAMED = 5  # number of runs that a message names
 
 
 def require_no_folder_of_runs(folder: Path, command: str, or_else: str = "") -> None:
-    """Raise `ConfigurationError` if a folder is no run, but contains runs. The error names some of them.
+    """Raise `ConfigurationError` if a folder is not a run, but contains runs. The error names some of the runs.
 
     Args:
         folder: the folder.

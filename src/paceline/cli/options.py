@@ -1,6 +1,7 @@
 """The options of the commands.
 
-First, how their values are read. Then the settings of a run as options, and the options that several commands share.
+This module reads the values of options, makes options of the settings of a run, and has the options that several
+commands share.
 """
 
 from __future__ import annotations
@@ -76,16 +77,16 @@ def whole_number(text: str) -> int:
     return int(text)
 
 
-# -- Options whose value may be left out, such as --dashboard. The library for the command line does not know them
+# -- Options whose value may be left out, such as --dashboard. The library for the command line does not support them
 
 PORT = re.compile(r"(\S+:)?[0-9]+")
 
 OPTIONAL = {"--dashboard": PORT}
-"""Option -> what its value looks like. In a command with a script, anything else that follows is the script."""
+"""Option -> pattern of its value. In a command with a script, any other word that follows is the script."""
 
 
 class OptionalValues(TyperCommand):
-    """A command which understands an option of `OPTIONAL` without a value. Its value is then ""."""
+    """A command that accepts an option of `OPTIONAL` without a value, and takes the value to be ""."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, self.completed(ctx, args))
@@ -107,7 +108,7 @@ def completed(args: Sequence[str], valued: Collection[str], *, mixed: bool = Fal
     Args:
         args: the arguments.
         valued: the names of all options that have values.
-        mixed: True if options may also follow other arguments; False if these belong to a script.
+        mixed: True if options may also follow other arguments; False if other arguments begin a script.
 
     >>> completed(["-n", "4", "--dashboard", "train.py", "--dashboard"], ["-n", "--dashboard"])
     ['-n', '4', '--dashboard=', 'train.py', '--dashboard']
@@ -134,8 +135,9 @@ def completed(args: Sequence[str], valued: Collection[str], *, mixed: bool = Fal
 
 # -- The options of the settings of a run, which are made from the table of settings -------------------------
 #
-# A command takes them as `**settings`, and passes them on to `make_job` in the same way. The options
-# accept any value. The table checks them, so that a wrong one is rejected with the same message as in Python.
+# A command takes these options as `**settings`, and passes them on to `make_job` in the same way. The options
+# accept any value. The table checks the values, so that a wrong value is rejected with the same message as in
+# Python.
 
 Command = Callable[..., None]
 
@@ -180,7 +182,7 @@ def option_of(name: str) -> Any:
 def takes_settings(name: str, *, before: str) -> Callable[[Command], Command]:
     """Return a decorator which gives a command an option for each of its settings, in place of `**settings`.
 
-    A parameter of the command itself takes the place of the setting with its name.
+    If the command itself has a parameter with the name of a setting, this parameter replaces the option.
 
     Args:
         name: name of the command in `Setting.commands`.
@@ -247,7 +249,7 @@ DevicesOption = Annotated[
         "--devices",
         metavar="auto|DEVICE,...",
         help="Devices of the workers, one worker for each: cuda:0,cuda:1,cpu. A device may occur several times, and "
-        "a single one is used by all --workers. Default: auto, all accelerators of the kind that torch chooses, or "
+        "a single device is used by all --workers. Default: auto, all accelerators of the kind that torch chooses, or "
         "the CPU if there is none.",
         show_default=False,
         rich_help_panel="Run",
@@ -268,7 +270,7 @@ RemoteServers = Annotated[
         "--remote-servers",
         least=0,
         metavar="M",
-        help="Number of these servers that other machines bring (paceline join --servers K), so that their links "
+        help="Number of the --servers that other machines bring (paceline join --servers K), so that their links "
         "share the traffic. The other servers, at least one, run on this machine.",
         rich_help_panel="Run",
     ),
@@ -277,7 +279,7 @@ Trusted = Annotated[
     bool,
     typer.Option(
         "--trust",
-        help="Import the modules that the directory names, although you have not made the run with the same home "
+        help="Import the modules that the directory names, even if you have not made the run, or had another home "
         "directory.",
     ),
 ]
@@ -297,7 +299,7 @@ AsModule = Annotated[
     bool,
     typer.Option(
         "-m",
-        help="Run a module, as python -m does: give its name (package.module) in the place of the script.",
+        help="Run a module, as python -m does: give its name (package.module) instead of the script.",
         show_default=False,
         rich_help_panel="Run",
     ),
@@ -328,8 +330,8 @@ ChangedWorkers = Annotated[
     whole_number_option(
         "--workers",
         least=1,
-        help="Simulate this number of workers. The additional ones are like the others, in turn; their times are "
-        "resampled from the recorded ones.",
+        help="Simulate this number of workers. The additional workers are like the other workers, in turn; their "
+        "times are resampled from the recorded times.",
         show_default=False,
         rich_help_panel=_CHANGES,
     ),
@@ -369,8 +371,8 @@ RecordedBandwidth = Annotated[
     typer.Option(
         "--recorded-bandwidth",
         metavar="RATE",
-        help="Bandwidth of each machine in the recorded run. Its transfers are then simulated, instead of "
-        "counting as latency.",
+        help="Bandwidth of each machine in the recorded run. If given, the transfers of this run are simulated, "
+        "instead of counting as latency.",
         show_default=False,
         rich_help_panel=_CHANGES,
     ),
@@ -380,8 +382,8 @@ SimulatedWire = Annotated[
     typer.Option(
         "--wire",
         metavar=SETTINGS["wire"].metavar,
-        help="Simulate this format of float32 gradients and weights, as for paceline run. Default: that of the "
-        "recorded run, else float32.",
+        help="Simulate this format of float32 gradients and weights, as for paceline run. Default: the format "
+        "of the recorded run, else float32.",
         show_default=False,
         rich_help_panel=_CHANGES,
     ),

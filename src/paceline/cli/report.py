@@ -95,7 +95,7 @@ def report(
 
 
 def _print(report: RunReport, console: Console, *, name: bool) -> None:
-    """Print what a report begins with."""
+    """Print the beginning of a report."""
     if name:
         print(f"{report.name}:")
     print_sentence(console, report.headline)
@@ -124,7 +124,7 @@ class _Teller:
         self._told: set[Path] = set()
 
     def look(self, run_dir: Path) -> None:
-        """Say which run is being read, unless this was said, or reading has only begun."""
+        """Say which run is being read, unless this has been said already, or reading has only just begun."""
         if time.monotonic() > self._due_s and run_dir not in self._told:
             self._told.add(run_dir)
             print(f"reading {run_dir} ...", file=sys.stderr, flush=True)
@@ -156,7 +156,7 @@ def replay(
         typer.Option(
             "--sync",
             metavar="NAME:KEY=VALUE,...",
-            help="Another synchronization model. It is told what the shards have received, at the recorded times.",
+            help="Another synchronization model. It receives the recorded events of the shards, at the recorded times.",
             show_default=False,
         ),
     ] = None,
@@ -178,7 +178,7 @@ def replay(
         raise ConfigurationError(f"{str(run_dir)!r} {wrong}; give the directory of a run.")
     require_no_folder_of_runs(run_dir, "replay")
     load_named_models("", imports)
-    load_kept_models(run_dir, trust=trust)  # --sync may name its models
+    load_kept_models(run_dir, trust=trust)  # --sync may name models of the run
     load_named_models(sync or "", None)
     model = None if sync is None else parse(sync)
     traces = read_run(run_dir)
@@ -252,14 +252,18 @@ def replay(
         first = other.differs_s
         console.print(
             f"shard {index}: {other.sync} decides "
-            + ("the same." if first is None else f"otherwise than {recorded.sync}, first at {first:.6g} s."),
+            + (
+                "like the recorded model."
+                if first is None
+                else f"otherwise than {recorded.sync}, first at {first:.6g} s."
+            ),
             highlight=False,
         )
     early = sorted({worker for _, other in pairs for worker in other.too_early})
     if early:
         console.print(
-            f"Under {sync}, workers {', '.join(map(str, early))} would have waited longer, so what they sent later "
-            f"would have come later still. To see how the run would have gone on: paceline simulate {run_dir} "
+            f"Under {sync}, workers {', '.join(map(str, early))} would have waited longer, so their later messages "
+            f"would have come later, too. To see how the run would have gone on: paceline simulate {run_dir} "
             f"--sync {sync}",
             highlight=False,
             soft_wrap=not console.is_terminal,
@@ -279,7 +283,7 @@ class _Place(NamedTuple):
     Attributes:
         address: address of its coordinator.
         token: its secret.
-        run_dir: its directory, if it has been found there; else None.
+        run_dir: its directory, if the run was found by this directory; else None.
         notes: sentences about the run that its state does not contain.
     """
 
@@ -323,7 +327,7 @@ def status(
         _in_progress(place),
         contextlib.closing(Observer(place.address, place.token)) as observer,
     ):
-        # Each call asks the servers for the answers that the next state contains; rates need two of them.
+        # Each call asks the servers for the answers that the next state contains. Rates need two answers.
         for pause_s in (RATE_S, SETTLED_S):
             observer.fetch()
             time.sleep(pause_s)
@@ -337,7 +341,7 @@ def status(
 
 
 def _place(run: str | None, secret_file: Path | None) -> _Place:
-    """Return where the run is that the user names.
+    """Return where to find the run that the user names.
 
     Raises:
         ConfigurationError: there is no such run, or its secret is unknown.
@@ -371,7 +375,7 @@ def _last_resumption(run_dir: Path) -> list[str]:
 
 @contextlib.contextmanager
 def _in_progress(place: _Place) -> Iterator[None]:
-    """If a connection is lost in this context, say how the run has ended, or what can be seen of it from here."""
+    """If a connection is lost in this context, raise an error that says how the run has ended, or what is known."""
     from ..run.run_lock import run_in, unreachable
 
     try:
@@ -386,7 +390,7 @@ def _in_progress(place: _Place) -> Iterator[None]:
 def _watch(observer: Observer, state: JobStatus, notes: Sequence[str]) -> None:
     """Show the state of a run every second until the run is over or the reader of standard output has gone.
 
-    A terminal shows only the latest state. Anything else, such as a file, receives one after another.
+    A terminal shows only the latest state. Any other output, such as a file, receives every state.
     """
     from rich.live import Live
 

@@ -1,4 +1,4 @@
-"""Commands that resume a run: their options, and their script, are those of the run unless they are given anew."""
+"""Commands that resume a run: they repeat the options and the script of the run, unless new ones are given."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from ..trust import printable
 from .options import OptionalValues
 
 HIDDEN = "..."
-"""What stands for a secret in the description of a run."""
+"""Replaces a secret in the description of a run."""
 
 FLAGS = ("--accept-changes", "--force", "--trust")
 NOT_REPEATED = ("--resume", "--run-dir", "--command", *FLAGS)
 """Options that concern only one start of a run. The `FLAGS` have no value."""
 
 OWN_TRUSTED = {"listen": "--listen", "observer": "--observer", "announce_to": "--announce"}
-"""Options of commands that are no settings, for which `Setting.trusted` would be True."""
+"""Options that are not settings, but for which `Setting.trusted` would be True."""
 
 CONDITION = re.compile(r"=[^,|@]*:")
 """Matches a condition of a sync model, such as "pull=module:function", whose module is imported."""
@@ -35,7 +35,7 @@ CONDITION = re.compile(r"=[^,|@]*:")
 class Resumable(OptionalValues):
     """A command which, with --resume, repeats the options and the script of the run that is resumed.
 
-    Options that are given anew follow the earlier ones, and the last value of an option counts.
+    New options follow the earlier options, and the last value of an option counts.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -52,11 +52,11 @@ class Resumable(OptionalValues):
         given: Mapping[str, Any],
         resumed: str,
     ) -> list[str]:
-        """Return the arguments after those of the earlier run, with its script if no `program` is given.
+        """Return the earlier arguments, followed by the new arguments. Without a new script, the earlier one is used.
 
         Args:
             options: the options that are given.
-            given: the options, the script and its arguments that are given, by their names.
+            given: the given options, and the given script and its arguments, by their names.
             resumed: the directory of the earlier run, or the URL of the bucket with its checkpoints.
 
         Raises:
@@ -122,7 +122,7 @@ class Resumable(OptionalValues):
 def _require_trusted(
     file: RunFile, run_dir: Path, found: Mapping[str, Any], given: Mapping[str, Any]
 ) -> list[str]:
-    """Require that what a directory says may be done. At a terminal, ask the user whether it is trusted.
+    """Require that a directory is trusted if it names code, places or addresses. At a terminal, ask the user.
 
     Args:
         file: the description of the run in the directory.
@@ -131,7 +131,7 @@ def _require_trusted(
         given: the options and the script that the user has given, which replace those in the command.
 
     Returns:
-        ["--trust"] if the user says so now; [] if no answer was needed.
+        ["--trust"] if the user has trusted the directory now; [] if no answer was needed.
 
     Raises:
         ConfigurationError: the directory is not trusted.
@@ -153,7 +153,10 @@ def _require_trusted(
     except ConfigurationError:
         if not _can_ask():
             raise
-        print(f"You have not started the run in {printable(str(run_dir))}. It would use:", file=sys.stderr)
+        print(
+            f"You have not started the run in {printable(str(run_dir))}. Resuming it would use:",
+            file=sys.stderr,
+        )
         for name, value in named.items():
             print(f"  {name}: {printable(value)}", file=sys.stderr)
         if not typer.confirm("Is this what you want?", err=True):
@@ -167,9 +170,9 @@ def _can_ask() -> bool:
 
 
 def _still_counting(found: Any, given: Any) -> str:
-    """Return what counts of an earlier value of an option, as a text; "" if nothing does.
+    """Return the part of an earlier value that still has an effect, as a text; "" if there is none.
 
-    A value that is given anew replaces the earlier one. The values of an option that can be repeated add up.
+    A new value replaces the earlier value. The values of an option that can be repeated add up.
     """
     if isinstance(found, list | tuple):
         return ", ".join(str(each) for each in found if each not in (given or ()))
@@ -187,7 +190,7 @@ def _without_dashes(options: Sequence[str]) -> list[str]:
 
 
 def _without(options: Sequence[str], left_out: Collection[str] = NOT_REPEATED) -> list[str]:
-    """Return the options without some of them: by default, those that a resumed run repeats."""
+    """Return the options without those in `left_out`; by default, the options that a resumed run repeats."""
     kept: list[str] = []
     left = _without_dashes(options)
     while left:

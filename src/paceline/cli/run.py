@@ -1,4 +1,4 @@
-"""Commands that train: `paceline run` and `demo` on this machine, `serve` and `join` on several."""
+"""Commands that train: `paceline run` and `demo` on this machine, `serve` and `join` on several machines."""
 
 from __future__ import annotations
 
@@ -248,9 +248,9 @@ def demo(
 ) -> None:
     """Compare four sync models, and bsp with balanced batches, by training on handwritten digits.
 
-    Each model has the learning rate and momentum of bsp, translated, and in another run its own best ones. One of the
-    four workers is three times slower than the others. The demo takes about three minutes on two cores and ends with
-    a table and a page that shows the runs side by side.
+    Each model is trained twice: with the translated learning rate and momentum of bsp, and with its own best learning
+    rate and momentum. One of the four workers is three times slower than the others. The demo takes about three minutes
+    on two cores and ends with a table and a page that shows the runs side by side.
     """
     from ..lab.demo import EVERY_SETTING, QUICK, QUICK_SETTINGS, SETTINGS, run_demo
     from ..trace.run_dir import require_usable
@@ -320,8 +320,9 @@ def serve(
             "--workers",
             "-n",
             metavar="N|MIN:MAX",
-            help="Number of workers. With MIN:MAX, training begins with MIN workers and pauses below MIN, and others "
-            "may join until there are MAX. With N, training begins with N workers and continues with at least one.",
+            help="Number of workers. With MIN:MAX, training begins with MIN workers and pauses while there are fewer, "
+            "and more workers may join until there are MAX. With N, training begins with N workers and continues with "
+            "at least one.",
             rich_help_panel="Run",
         ),
     ] = "2",
@@ -343,8 +344,8 @@ def serve(
             "--wait",
             metavar="SECONDS",
             least=0,
-            help="How long to wait for others to join while there are too few workers. Then the run ends, and its "
-            "weights are saved. Default: no limit.",
+            help="How long to wait for more workers to join while there are too few. After this time, the run ends, "
+            "and its weights are saved. Default: no limit.",
             show_default=False,
             rich_help_panel="Run",
         ),
@@ -387,7 +388,7 @@ def serve(
             earlier = earlier_run(Path(job.run_dir), force=True)
             if not settings["trust"]:
                 require_trust(earlier, Path(job.run_dir), {"the secret in": str(file)})
-            token = read_secret(file)  # the machines that had joined the run know it
+            token = read_secret(file)  # the machines that had joined the run know this secret
         job = with_server_devices(
             structs.replace(job, version=VERSION, token=token or new_secret(), secure=True)
         )
@@ -440,7 +441,7 @@ def join(
             "--workers",
             "-n",
             least=0,
-            help="Number of workers on this machine. Default: one for each of its accelerators; 1 if it has none.",
+            help="Number of workers on this machine. Default: one for each of its accelerators; 1 if there is none.",
             show_default=False,
         ),
     ] = None,
@@ -462,7 +463,7 @@ def join(
             "--listen",
             metavar="ADDRESS",
             help="Address of this machine on which the workers reach its servers; 0.0.0.0 for all its addresses. "
-            "Default: the one from which it reaches HOST.",
+            "Default: the address from which this machine reaches HOST.",
             show_default=False,
             rich_help_panel="Servers on this machine",
         ),
@@ -501,8 +502,8 @@ def join(
             "--rejoin",
             metavar="N",
             least=0,
-            help="How often workers of this machine join again after they were taken out, because they were stopped "
-            "or could not be reached.",
+            help="How many times workers of this machine join again after they were taken out of the run because they "
+            "were stopped or could not be reached.",
         ),
     ] = 10,
     secret_file: SecretFile = None,
@@ -534,7 +535,7 @@ def join(
         if script is not None:
             path = find_script(script, as_module=as_module)
             order = ["module", str(script)] if as_module else ["script", str(path)]
-        # The servers look here for the modules that --import has named, as those of `serve` do.
+        # The servers look here for the modules that --import has named, as the servers of `serve` do.
         sys.path.append(os.getcwd())
         assigned = assign_devices(devices, workers, usual=1, imports=imports or ())
         of_servers = devices_of_servers(server_device, assigned.devices, imports or ())
@@ -595,7 +596,7 @@ def _tell_how_to_join(address: str, job: Job, announce_to: int | None, *, is_new
     print(f"  {known} paceline join {place} SCRIPT [ARGUMENTS]", file=sys.stderr, flush=True)
     if job.remote_servers:
         print(
-            f"and on machines that bring servers, {job.remote_servers} in all, the same with `join --servers N`",
+            f"on machines that bring servers ({job.remote_servers} in all), run the same with `join --servers N`",
             file=sys.stderr,
             flush=True,
         )
@@ -627,7 +628,7 @@ def require_processes(
 
 
 def require_own_address(listen: str) -> None:
-    """Raise `ConfigurationError` unless this machine can listen on an address. "" stands for any."""
+    """Raise `ConfigurationError` unless this machine can listen on an address. "" stands for any address."""
     if listen:
         TCP.listen(listen)[0].close()
 
@@ -652,7 +653,7 @@ def address_of(text: str) -> str:
 
 # -- `python -m paceline.join` and `paceline join --slurm`: training in a job that a scheduler has started ---
 
-PROCESSES = "Each of them runs one worker, and the first one also runs the coordinator and the servers."
+PROCESSES = "Each of them runs one worker, and the first of them also runs the coordinator and the servers."
 
 TORCHRUN = f"""Run a script in the processes that torchrun has started. {PROCESSES}
 
@@ -663,8 +664,8 @@ SLURM = f"""Run a script in the tasks of a Slurm job step. {PROCESSES} --slurm m
 srun --ntasks 4 paceline join --slurm --sync elastic-bsp train.py --epochs 10"""
 
 HOW_TO_SHARE_SECRET = (
-    "Write one to a file that only you may read, `(umask 077; openssl rand -hex 32 > paceline-secret)`, copy it to "
-    f"all machines, and add --secret-file paceline-secret; or set {VARIABLE} on all machines."
+    "Write a secret to a file that only you may read, `(umask 077; openssl rand -hex 32 > paceline-secret)`, copy it "
+    f"to all machines, and add --secret-file paceline-secret; or set {VARIABLE} on all machines."
 )
 
 
@@ -686,9 +687,10 @@ def scheduled_join(scheduler: str) -> Callable[..., None]:
                 "--workers",
                 "-n",
                 metavar="N|MIN:MAX",
-                help="Number of workers. With MIN:MAX, training begins with MIN workers and pauses below MIN, and "
-                "others may join until there are MAX. With N, training begins with N workers and continues with at "
-                "least one. Default: the number of processes that the scheduler has started. Each runs one worker.",
+                help="Number of workers. With MIN:MAX, training begins with MIN workers and pauses while there are "
+                "fewer, and more workers may join until there are MAX. With N, training begins with N workers and "
+                "continues with at least one. Default: the number of processes that the scheduler has started. Each "
+                "process runs one worker.",
                 show_default=False,
                 rich_help_panel="Run",
             ),
@@ -698,8 +700,8 @@ def scheduled_join(scheduler: str) -> Callable[..., None]:
             typer.Option(
                 "--listen",
                 metavar="ADDRESS",
-                help="Address of the machine of the first process on which the others reach it; 0.0.0.0 for all its "
-                "addresses. Default: the one that the scheduler's name of this machine stands for.",
+                help="Address on which the other processes reach the machine of the first process; 0.0.0.0 for all its "
+                "addresses. Default: the address that belongs to the scheduler's name of this machine.",
                 show_default=False,
                 rich_help_panel="Run",
             ),
@@ -712,8 +714,8 @@ def scheduled_join(scheduler: str) -> Callable[..., None]:
                 "--wait",
                 metavar="SECONDS",
                 least=0,
-                help="How long to wait for the first process if it does not answer, and for others to join while "
-                "there are too few workers. Then the job fails.",
+                help="How long to wait for the first process if it does not answer, and for more workers to join while "
+                "there are too few. After this time, the job fails.",
             ),
         ] = 60.0,
         secret_file: SecretFile = None,
@@ -740,7 +742,7 @@ def scheduled_join(scheduler: str) -> Callable[..., None]:
             SETTINGS["port"].value(port)
             if place.serves:
                 require_own_address(listen)
-            # Every process checks the settings, so that all of them say what is wrong.
+            # Every process checks the settings, so that each process says what is wrong.
             make_job(
                 workers=most,
                 least=least,

@@ -74,7 +74,7 @@ def simulate(
         whole_number_option(
             "--samples",
             least=1,
-            help="Number of samples in an epoch. Every model then runs for whole epochs instead of a fixed time, "
+            help="Number of samples in an epoch. If given, every model runs for whole epochs instead of a fixed time, "
             "with equal and with balanced batches, and the models are ranked by the time per epoch.",
             show_default=False,
         ),
@@ -91,8 +91,8 @@ def simulate(
         bool,
         typer.Option(
             "--joint-batch",
-            help="The batch size is that of the joint batch, which is divided among the workers, as for paceline "
-            "run. The compute times of the cluster are those of whole batches. Only with --samples or --script.",
+            help="The batch size is the size of the joint batch, which is divided among the workers, as for paceline "
+            "run. The compute times of the cluster are for undivided batches. Only with --samples or --script.",
         ),
     ] = False,
     script: Annotated[
@@ -101,7 +101,8 @@ def simulate(
             "--script",
             metavar="'train.py ARGS'",
             help="Training script, with its arguments. The script is run in virtual time under each sync model, and "
-            "the losses are compared. It writes its files as in a live run, so they replace those with the same names.",
+            "the losses are compared. The script writes its files as in a live run, and replaces files of the same "
+            "names.",
             show_default=False,
         ),
     ] = None,
@@ -200,8 +201,8 @@ def simulate(
         if script is not None:
             print_sentence(
                 console,
-                f"{path} writes its files as in a live run: give it names that no earlier run has used, for example "
-                "with its arguments, or start this command in another directory.",
+                f"{path} writes its files as in a live run: let it use names that no earlier run has used, for example "
+                "by its arguments, or start this command in another directory.",
             )
             result = comparison.train_and_compare(
                 machines,
@@ -295,7 +296,7 @@ def advise(
     wire = None if wire is None else str(WireFormat.read(wire))
     require_no_folder_of_runs(run_dir, "advise")
     load_named_models("", imports)
-    load_kept_models(run_dir, trust=trust)  # --sync may name its models
+    load_kept_models(run_dir, trust=trust)  # --sync may name models of the run
     load_named_models(sync, None)
     with interruptible("all processes have ended"), counting() as tell:
         report = advice.advise(run_dir, read_syncs(sync), tell, changes, wire)

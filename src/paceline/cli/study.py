@@ -45,7 +45,7 @@ def study(
         typer.Option(
             "--out",
             metavar="DIR",
-            help="Folder for tables and figures. If it contains a part of the same study, the study goes on. "
+            help="Folder for tables and figures. If the folder contains a part of the same study, the study goes on. "
             "Default: ./runs/ with the name of the file.",
             show_default=False,
         ),
@@ -97,9 +97,9 @@ def study(
 
 
 def failure_lines(failures: Sequence[Failure]) -> list[str]:
-    """Return the text of the first failure, a line for each of some others, and one for the rest.
+    """Return the text of the first failure, a line for each of a few more failures, and one line for all others.
 
-    The text contains the traceback of the training function. The rest is in the summary.
+    The text contains the traceback of the training function. The summary contains all failures.
     """
     texts = [f"failed: {name}: {_text(error)}" for name, error in failures[:MOST_SHOWN]]
     more = len(failures) - len(texts)
@@ -111,7 +111,7 @@ def failure_lines(failures: Sequence[Failure]) -> list[str]:
 
 
 def _text(error: BaseException) -> str:
-    """Return the message of an exception, which names its type only if it is not one of Paceline's."""
+    """Return the message of an exception. It includes the type, unless the exception is one of Paceline's."""
     return str(error) if isinstance(error, PacelineError) else first_line(error)
 
 
@@ -153,12 +153,11 @@ def check(
 ) -> None:
     """Check whether a script is ready for several workers.
 
-    The script runs for a few iterations, first in one process and then with several workers. Listed are the places
-    where workers would do the same work, write the same file, use the wrong length of an epoch, or fail. It also says
-    how many samples an update has. The script runs in the current directory, so files that it writes in its first
-    iterations are written.
+    The script runs for a few iterations, first in one process and then with several workers. The command
+    lists the places where workers would do the same work, write the same file, use the wrong length of an epoch, or
+    fail, and says how many samples an update has. The script runs in the current directory, and writes its files there.
 
-    Exit code: 0 if there is nothing but notes, 1 otherwise.
+    Exit code: 0 if the list contains at most notes, 1 otherwise.
 
     paceline check train.py --epochs 10
     """

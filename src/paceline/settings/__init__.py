@@ -1,7 +1,7 @@
 """The settings of a run, in a table.
 
 Each row has the type, the default, the help texts and the check of a setting. The argument of `launch`, the option of
-the commands and the line in the report follow from it. What several settings mean together is checked in `run`.
+the commands and the line in the report follow from the row. Combinations of settings are checked in `run`.
 
 Read first: `table`, then `checks`, which says what a row contains.
 

@@ -1,6 +1,6 @@
-"""The checks of settings, what a row of their table contains, and how TOML files of users are read.
+"""The checks of settings, the rows of their table, and functions that read the TOML files of users.
 
-A check of a setting is a `Check`, or a function that returns one.
+A check of a setting is a `Check`, or a function that returns a `Check`.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def written_paces(value: Sequence[Pace]) -> str:
     )
 
 
-# -- What a row of the table of settings contains ------------------------------------------------------------
+# -- The rows of the table of settings -----------------------------------------------------------------------
 
 RUN, SERVE, SCHEDULED = "run", "serve", "scheduled"
 """The commands that start a run: `paceline run`, `paceline serve`, and `paceline join` in a job of a scheduler."""
@@ -219,25 +219,26 @@ def written(value: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is known about a setting, apart from its name and its type.
+    """A row of the table: the properties of a setting, apart from its type.
 
     The type says how its option is read: `bool` is a flag, `int` a whole number, `float` a number, and
     `Sequence[str]` an option that can be repeated. The option of any other type is a text, which `check` reads.
 
     Attributes:
-        default: the value of a user who says nothing. If it is None, None is not checked.
+        default: the value if the user gives none. A default of None is not checked.
         doc: documentation of the argument in Python.
         help: help text of the option.
-        metavar: what the help text shows for the option's value. Default: what its type says.
+        metavar: placeholder for the option's value in the help text. Default: a placeholder for the type.
         option: name of the option. Default: the name of the setting, with hyphens.
         panel: heading under which the help text shows the option.
         commands: the commands that have the option.
         check: returns the value that the run uses.
-        field: attribute of `run.job.Job` with the value; None if there is none. Default: the name of the setting.
-        written: returns the value that the run uses as it is written on the command line.
+        field: attribute of `run.job.Job` with the value; None if there is no such attribute. Default: the name of the
+            setting.
+        written: returns the value that the run uses, as it is written on the command line.
         reported: True if the report of a run shows the value.
-        trusted: True if a resumed run may use the earlier value only from a trusted directory (see `paceline.trust`):
-            the value names code to import, a place to write to, or an address to serve at.
+        trusted: True if a resumed run may use the earlier value only from a trusted directory (see `paceline.trust`),
+            because the value names code to import, a place to write to, or an address to serve at.
         name: name of the setting. `named` sets it.
     """
 
@@ -265,15 +266,15 @@ class Setting:
         )
 
     def value(self, given: Any) -> Any:
-        """Return the value that the run uses, given what a user has written.
+        """Return the value that the run uses, given the value that a user has written.
 
         Raises:
-            ConfigurationError: this is not valid.
+            ConfigurationError: the value is not valid.
         """
         return None if given is None and self.default is None else self.check(self.name, given)
 
 
-# -- TOML files that users write: their tables as types, and errors that name the entry and what it may be ---
+# -- TOML files that users write: their tables as types, and errors that name the entry and its valid values ---
 
 WORDS = {
     "array": "a list",
@@ -283,7 +284,7 @@ WORDS = {
     "bool": "true or false",
     "str": "text",
 }
-"""Name of a type in msgspec's messages -> what it is called in a message to the user."""
+"""Name of a type in msgspec's messages -> the words for this type in a message to the user."""
 
 
 def read_toml(path: Path, what: str, hint: str) -> dict[str, Any]:
@@ -291,8 +292,8 @@ def read_toml(path: Path, what: str, hint: str) -> dict[str, Any]:
 
     Args:
         path: the file.
-        what: what an error calls the file.
-        hint: sentence that follows if the file cannot be read.
+        what: the words for the file in an error.
+        hint: sentence at the end of the error if the file cannot be read.
 
     Raises:
         ConfigurationError: the file cannot be read, or is not a TOML file.
@@ -314,14 +315,14 @@ def converted(
     choices: Mapping[str, Collection[str]] | None = None,
     where: str = "",
 ) -> Any:
-    """Return the values of a table, or of an entry, as a type.
+    """Convert the values of a table, or of an entry, to a type.
 
     Args:
         values: the table or entry.
         kind: the type.
-        tables: pattern of the place of a table within this one, such as "target" or r"models\\[.*\\]", or "" for this
-            one -> its entries.
-        choices: name of an entry -> what it may be, for entries that are one of several words.
+        tables: pattern of the place of a table within `values`, such as "target" or r"models\\[.*\\]", or "" for
+            `values` itself -> the entries of this table.
+        choices: name of an entry -> the words that it may be, for each entry that is one of several words.
         where: the name of this table or entry in the file; "" for the whole file.
 
     Raises:

@@ -1,10 +1,10 @@
 """The table of settings: what users can set, in Python and on the command line.
 
-A new setting takes a row here, an attribute of `run.job.Job`, which every process of a run receives, and the code
+A new setting needs a row here, an attribute of `run.job.Job`, which every process of a run receives, and the code
 that uses it. The row becomes an argument of `paceline.launch`, an option of the commands that start a run, and a line
-in their help texts and in the report of a run. What depends on several settings is checked in `run.job_options`.
+in their help texts and in the report of a run. Combinations of settings are checked in `run.job_options`.
 
-The order of the rows is that of the help texts.
+The help texts show the settings in the order of the rows.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ class Settings(TypedDict, total=False):
             help="Synchronization model: bsp, asp, ssp:staleness=3, elastic-bsp:lookahead=15, ... "
             "(paceline sync lists all). 'bsp|asp' uses bsp for shard 0 and asp for shard 1. "
             "'bsp@0,elastic-bsp@epoch:5' switches to elastic-bsp at epoch 5; @100 means iteration 100. 'auto' begins "
-            "with bsp and balanced batches, and changes to another model if that saves 10 % of the time per epoch.",
+            "with bsp and balanced batches, and changes to another model if the change saves 10 % of the time per "
+            "epoch.",
             metavar="NAME:KEY=VALUE,...",
         ),
     ]
@@ -83,9 +84,9 @@ class Settings(TypedDict, total=False):
         Setting(
             default=(),
             trusted=True,
-            doc="names of modules that define conditions, if the function changes to these conditions during the run "
-            "with `paceline.set_sync`, of packages that define the optimizer, if the function itself imports it, and "
-            "of packages that add a kind of device to torch.",
+            doc="names of modules to import: modules that define conditions, if the function changes to these "
+            "conditions during the run with `paceline.set_sync`; packages that define the optimizer, if the function "
+            "itself imports the optimizer; packages that add a kind of device to torch.",
             help="Import this module, which defines your own synchronization models or conditions, or adds a kind of "
             "device to torch. If the script uses your conditions only in paceline.set_sync, name their module here. "
             "Can be repeated.",
@@ -147,7 +148,7 @@ class Settings(TypedDict, total=False):
         Setting(
             default="auto",
             doc='how `distribute` divides an epoch among the workers by default: "auto", "dynamic" or "static".',
-            help="How paceline.distribute divides an epoch, unless the script says so. dynamic: each worker receives "
+            help="How paceline.distribute divides an epoch, unless the script says how. dynamic: each worker receives "
             "its next batch when it needs one. static: all workers receive equal shares of every joint batch. auto: "
             "static if the sync model keeps all workers in lockstep, as bsp does, else dynamic.",
             metavar="<auto|dynamic|static>",
@@ -170,12 +171,12 @@ class Settings(TypedDict, total=False):
         bool,
         Setting(
             default=False,
-            doc="True if the batch size of a loader is that of the joint batch: `distribute` divides each batch of "
-            "the loader among the workers that are there, so the hyper-parameters mean what they mean in one "
-            "process. False if each worker has batches of this size, so that the joint batch is larger.",
-            help="The batch size in the script is that of the joint batch: paceline.distribute divides each batch of "
-            "the loader among the workers that are there. So the learning rate and the other hyper-parameters mean "
-            "what they mean in one process. Default: each worker has batches of this size, so with n workers the "
+            doc="True if the batch size of a loader is the size of the joint batch: `distribute` divides each batch of "
+            "the loader among the workers that are present, so the hyper-parameters mean the same as in one process. "
+            "False if each worker has batches of this size, so that the joint batch is larger.",
+            help="The batch size in the script is the size of the joint batch: paceline.distribute divides each batch "
+            "of the loader among the workers that are present. So the learning rate and the other hyper-parameters "
+            "mean the same as in one process. Default: each worker has batches of this size, so with n workers the "
             "joint batch is n times as large.",
         ),
     ]
@@ -193,8 +194,8 @@ class Settings(TypedDict, total=False):
         Setting(
             default="stop",
             doc='"stop" to end the run if a gradient contains NaN or inf, or "skip" to drop that push.',
-            help="If a gradient contains NaN or inf, stop the run or skip the push. A worker whose gradients contain "
-            "NaN ten times in a row is then taken out.",
+            help="If a gradient contains NaN or inf, stop the run or skip the push. With skip, a worker whose "
+            "gradients contain NaN ten times in a row is taken out of the run.",
             metavar="<stop|skip>",
             check=one_of(ON_NAN),
         ),
@@ -206,11 +207,11 @@ class Settings(TypedDict, total=False):
             doc='"translated" if the learning rate, momentum and other hyper-parameters mean under every sync model '
             "what they mean in one process on the joint batch: an update that uses a part of the joint batch takes "
             'the same part of a step. "raw" if each update takes a whole step, as in the papers. Under "bsp", and '
-            "under models with a `push_scale`, both are the same.",
+            "under models with a `push_scale`, both have the same effect.",
             help="translated: the learning rate, momentum and other hyper-parameters mean under every "
             "synchronization model what they mean in one process on the joint batch. An update that uses a part of "
             "the joint batch takes the same part of a step. raw: each update takes a whole step, as in the papers. "
-            "Under bsp, both are the same.",
+            "Under bsp, both have the same effect.",
             metavar="<raw|translated>",
             check=one_of(HYPERPARAMETERS),
         ),
@@ -220,15 +221,16 @@ class Settings(TypedDict, total=False):
         Setting(
             default="float32",
             doc='codec with which gradients and weights travel between processes: "float32", "bf16" for half of the '
-            'bytes, "int8" for a quarter, or "int4" for a seventh. The servers keep and update the weights as they '
-            'are. A codec for each direction is written "gradients=int8,weights=int4". Weights travel as int8 or int4 '
-            "only under models whose workers all have the same weights, such as bsp; under others, bf16 takes their "
-            'place. Without effect if all processes share memory (transport "shm").',
+            'bytes, "int8" for a quarter, or "int4" for a seventh. The servers keep and update weights that are '
+            'not encoded. A codec for each direction is written "gradients=int8,weights=int4". Weights travel as int8 '
+            "or int4 only under models whose workers all have the same weights, such as bsp; under all other models, "
+            'they travel as bf16 instead. The codec has no effect if all processes share memory (transport "shm").',
             help="Codec with which gradients and weights travel between processes. On a slow network, int8 (a quarter "
             "of the bytes) and int4 (a seventh) make steps faster; bf16 halves the bytes. The servers keep and update "
-            "the weights as they are. gradients=int8,weights=int4 names a codec for each direction. Weights travel as "
-            "int8 or int4 only under models whose workers all have the same weights, such as bsp; under others, bf16 "
-            "takes their place. Nothing travels between processes that share memory, so --wire has no effect there.",
+            "weights that are not encoded. gradients=int8,weights=int4 names a codec for each direction. Weights "
+            "travel as int8 or int4 only under models whose workers all have the same weights, such as bsp; under all "
+            "other models, they travel as bf16 instead. Nothing travels between processes that share memory, so "
+            "--wire has no effect between them.",
             metavar=f"<{'|'.join(CODECS)}>",
             check=lambda name, value: WireFormat.read(value),
         ),
@@ -237,11 +239,11 @@ class Settings(TypedDict, total=False):
         str | None,
         Setting(
             default=None,
-            doc='what happens if training diverges: "off" for nothing, "tell" to say it, or "stop" to end the run and '
-            'keep the last good weights. Default: "tell" if hyper-parameters are translated, else "off". NaN in the '
-            'weights is said in any case. "temper", a mode of earlier versions, means "tell".',
-            help="What happens if training diverges. tell: a message says so, and what to do. stop: the run ends, and "
-            "the last good weights are kept. off: nothing, except that NaN in the weights is reported. "
+            doc='what happens if training diverges: "off" for nothing, "tell" to print a message, or "stop" to end the '
+            'run and keep the last good weights. Default: "tell" if hyper-parameters are translated, else "off". NaN '
+            'in the weights is reported in any case. "temper", a mode of earlier versions, means "tell".',
+            help="What happens if training diverges. tell: a message reports this, and says what to do. stop: the "
+            "run ends, and the last good weights are kept. off: nothing, except that NaN in the weights is reported. "
             "Default: tell if hyper-parameters are translated, else off.",
             metavar="<off|tell|stop>",
             check=lambda name, value: guard_mode(value, translated=True),
@@ -252,7 +254,7 @@ class Settings(TypedDict, total=False):
         Setting(
             default="recent",
             doc='what is kept of the traces and records: "full" for everything, "recent" for the last 100 MB (or '
-            '"recent:500" for the last 500 MB), or "off" for nothing; the summary then has no statistics.',
+            '"recent:500" for the last 500 MB), or "off" for nothing, so that the summary has no statistics.',
             help="What is kept of the traces and records, which grow by about 0.6 KB per iteration of a worker. "
             "recent: the last 100 MB; the statistics still count everything. recent:N: the last N MB. full: "
             "everything. off: nothing, so the summary has no statistics.",
@@ -292,7 +294,7 @@ class Settings(TypedDict, total=False):
         str,
         Setting(
             default="auto",
-            doc='"shm" (shared memory), "unix" (AF_UNIX sockets), "tcp", or "auto" for the best one available.',
+            doc='"shm" (shared memory), "unix" (AF_UNIX sockets), "tcp", or "auto" for the best available transport.',
             help="How processes exchange messages: shared memory (shm), Unix sockets (unix) or TCP (tcp). auto uses "
             "shared memory if the system supports it, otherwise Unix sockets.",
             metavar=f"<{'|'.join(['auto', *TRANSPORTS])}>",
@@ -327,10 +329,10 @@ class Settings(TypedDict, total=False):
         str | float,
         Setting(
             default="5min",
-            doc='time between two checkpoints, such as "30s", "5min" or a number of seconds; "off" for none. '
-            "Training does not wait for them. A run that ends earlier writes none.",
-            help="Time between two checkpoints, such as 30s, 5min or 1h, or a number of seconds; off for none. "
-            "Training does not wait for them. A run that ends earlier writes none.",
+            doc='time between two checkpoints, such as "30s", "5min" or a number of seconds; "off" for no '
+            "checkpoints. Training does not wait for checkpoints. A run that ends earlier writes none.",
+            help="Time between two checkpoints, such as 30s, 5min or 1h, or a number of seconds; off for no "
+            "checkpoints. Training does not wait for checkpoints. A run that ends earlier writes none.",
             metavar="TIME|off",
             panel=RESUMING,
             check=duration,
@@ -354,11 +356,11 @@ class Settings(TypedDict, total=False):
             default=None,
             trusted=True,
             doc="directory for the run's checkpoints, for example on shared storage, or the URL of a bucket, such as "
-            '"s3://bucket/run", to which they are copied from the run directory. Each run has a folder of its own '
-            "there. Default: `checkpoints` in the run directory.",
+            '"s3://bucket/run", to which the checkpoints are copied from the run directory. Each run has a folder of '
+            "its own in this place. Default: `checkpoints` in the run directory.",
             help="Directory for the run's checkpoints, for example on shared storage, or the URL of a bucket, such "
-            "as s3://bucket/run, to which they are copied from the run directory. Each run has a folder of its own "
-            "there. Default: checkpoints in the run directory.",
+            "as s3://bucket/run, to which the checkpoints are copied from the run directory. Each run has a folder of "
+            "its own in this place. Default: checkpoints in the run directory.",
             metavar="DIR|URL",
             panel=RESUMING,
             check=directory_or_bucket,
@@ -368,12 +370,12 @@ class Settings(TypedDict, total=False):
         str | os.PathLike[str] | None,
         Setting(
             default=None,
-            doc="directory of a run that has ended before its end. The job goes on in this directory, from its "
-            "newest whole checkpoint. Or the URL of the bucket to which its checkpoints were copied: the job goes on "
-            "in `run_dir`, by default a directory in ./runs.",
+            doc="directory of a run that has ended before it was finished. The job goes on in this directory, from its "
+            "newest whole checkpoint. Or the URL of the bucket to which the checkpoints of the run were copied: then "
+            "the job goes on in `run_dir`, by default a directory in ./runs.",
             help="Go on with the run in this directory, from its newest whole checkpoint. The command and the "
-            "settings are those of the run, unless they are given anew. The URL of the bucket with the run's "
-            "checkpoints suffices, too: the run goes on in --run-dir.",
+            "settings of the run are used again, unless you give new ones. Instead of a directory, you can give the "
+            "URL of the bucket with the run's checkpoints: then the run goes on in --run-dir.",
             metavar="RUN_DIR|URL",
             panel=RESUMING,
             commands=(RUN, SERVE),
@@ -385,10 +387,10 @@ class Settings(TypedDict, total=False):
         bool,
         Setting(
             default=False,
-            doc="True to use a run directory although a run that is in progress holds it. That run ends without its "
-            "weights, and what it has done since its last checkpoint is lost.",
-            help="Use the run directory although a run that is in progress holds it. That run ends without its "
-            "weights, and what it has done since its last checkpoint is lost.",
+            doc="True to use a run directory even if a run in progress holds it. That run ends without saving its "
+            "weights, and its progress since its last checkpoint is lost.",
+            help="Use the run directory even if a run in progress holds it. That run ends without saving its "
+            "weights, and its progress since its last checkpoint is lost.",
             panel=RESUMING,
             field=None,
         ),
@@ -397,10 +399,10 @@ class Settings(TypedDict, total=False):
         bool,
         Setting(
             default=False,
-            doc="True to let the directory that is resumed decide where checkpoints are, although you have not "
+            doc="True to let the directory that is resumed decide where checkpoints are, even if you have not "
             "started its run.",
-            help="Do what the directory says: run its command, import its modules, use its paths. Needed if you have "
-            "not started its run with the same home directory.",
+            help="Do what the run directory says: run its command, import its modules, use its paths. Needed if you "
+            "have not started its run, or had another home directory.",
             panel=RESUMING,
             commands=(RUN, SERVE),
             field=None,
@@ -410,8 +412,8 @@ class Settings(TypedDict, total=False):
         bool,
         Setting(
             default=False,
-            doc="True to resume although the script has changed since the run began.",
-            help="Resume although the script has changed since the run began.",
+            doc="True to resume even if the script has changed since the run began.",
+            help="Resume even if the script has changed since the run began.",
             panel=RESUMING,
             commands=(RUN,),
             field=None,
@@ -435,7 +437,7 @@ class Settings(TypedDict, total=False):
             default=None,
             trusted=True,
             doc='True, a port or "HOST:PORT" to serve the report of the run as a live page while the run goes on. '
-            "Its address is printed.",
+            "The address of the page is printed.",
             help="Serve the report of the run as a live page, at an address that the terminal shows. Without a "
             "value, any free port of this machine is used; 0.0.0.0:8000 also serves other machines.",
             metavar="[[HOST:]PORT]",
@@ -449,10 +451,11 @@ class Settings(TypedDict, total=False):
         Setting(
             default=None,
             trusted=True,
-            doc="directory for what the script logs, the speed, staleness and waiting; a new directory in it has the "
-            "name of the run. Needs `pip install paceline[tensorboard]`.",
-            help="Write what the script logs, the speed, staleness and waiting for TensorBoard, in a new directory "
-            "in DIR with the name of the run. Needs paceline[tensorboard].",
+            doc="directory in which a new directory with the name of the run is created, for TensorBoard files with "
+            "the metrics that the script logs, the speed, staleness and waiting. Needs "
+            "`pip install paceline[tensorboard]`.",
+            help="Write TensorBoard files with the metrics that the script logs, the speed, staleness and waiting, to "
+            "a new directory in DIR, which has the name of the run. Needs paceline[tensorboard].",
             metavar="DIR",
             panel=LOOKING,
             commands=(RUN, SERVE),
@@ -479,7 +482,7 @@ class Settings(TypedDict, total=False):
         Setting(
             default=None,
             doc="minimum duration of an iteration in seconds, for each worker, with a batch of the loader's size. A "
-            "worker that finishes earlier sleeps for the rest of that time. The duration is proportional to the size "
+            "worker that finishes earlier sleeps for the rest of this time. The duration is proportional to the size "
             "of the batch; a pair (fixed, proportional) adds a part that does not depend on the size.",
             help="Minimum duration of an iteration in seconds, one number per worker. A worker that finishes an "
             "iteration earlier sleeps until this time has passed. The number applies to a batch of the loader's "
@@ -533,7 +536,7 @@ SETTINGS: dict[str, Setting] = {
 
 
 def checked(settings: Settings) -> dict[str, Any]:
-    """Return the value that a run uses for each setting, given those that a user has set.
+    """Return the value that a run uses for each setting, given the values that a user has set.
 
     Raises:
         ConfigurationError: a value is not valid.
@@ -544,7 +547,7 @@ def checked(settings: Settings) -> dict[str, Any]:
     return {name: row.value(settings.get(name, row.default)) for name, row in SETTINGS.items()}
 
 
-# -- What `help` and notebooks show of a function that takes the settings of a run as `**settings: Unpack[Settings]`
+# -- How `help` and notebooks show a function that takes the settings of a run as `**settings: Unpack[Settings]`
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -1,6 +1,6 @@
-"""The programs beside a run: the one that serves a scheduled job, and those that digest, simulate and show the run.
+"""The programs beside a run: one serves a scheduled job, others digest its traces, simulate it and show it.
 
-Each is a `Companion`. This module says what they are told, and what their ends mean.
+Each program is a `Companion`. This module starts the programs, gives them orders, and interprets how they end.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Announcement(msgspec.Struct, frozen=True):
     Attributes:
         address: address of the coordinator, for example "tls:10.0.0.1:29600".
         run_dir: the run directory, on the machine that serves the run.
-        secret_file: the file that contains the secret, if this is a new one.
+        secret_file: the file that contains the secret, if the secret is new; else "".
         failure: why there is no run to join; "" if there is one.
     """
 
@@ -58,20 +58,20 @@ def announce(descriptor: int, announcement: Announcement) -> None:
 def serving(
     arguments: Sequence[str], environment: Mapping[str, str]
 ) -> Iterator[tuple[Companion, Callable[[], Announcement | None]]]:
-    """Start `paceline serve` as a child, because a process that a scheduler has started also serves the job.
+    """Start `paceline serve` as a child, for a process that a scheduler has started, and that also serves the job.
 
-    The child ignores SIGTERM, and so do the servers, which inherit this: schedulers send the signal to all processes
-    at once, and the servers must receive what the workers push before they leave. At the end of the context, the run
-    is interrupted as by Ctrl-C if it is still in progress. The program does not wait for ever for its results: it
-    gives up servers that are silent.
+    The child ignores SIGTERM, and its servers inherit this. Schedulers send the signal to all processes at once, but
+    the servers must still receive the last pushes of the workers. If the run is still in progress at the end of the
+    context, it is interrupted as by Ctrl-C. The program does not wait for its results forever, because it gives up
+    servers that are silent.
 
     Args:
         arguments: options of the command.
         environment: variables that are added to the environment.
 
     Returns:
-        The program, and a function that waits until the run can be joined. This function returns None if the run could
-        not be started; the program has said why.
+        The program, and a function that waits until the run can be joined. If the run could not be started,
+        this function returns None, and the program has said why.
     """
     source, sink = os.pipe()
     parent = os.getpid()
@@ -116,7 +116,7 @@ def finished(run_dir: str) -> bool:
 def digesting(job: Job) -> Companion:
     """Start the program that digests the oldest traces of a run and deletes them. See `paceline.trace.digest`.
 
-    It has a session of its own: Ctrl-C in a terminal must not end it.
+    The program has a session of its own, because Ctrl-C in a terminal must not end it.
     """
     shards = [shard for shard, server in enumerate(job.placement.server_of) if server < job.local_servers]
     # Machines that have joined the run keep the records of their workers.
@@ -135,7 +135,7 @@ def digesting(job: Job) -> Companion:
 # -- Simulations beside a live run, with which `--sync auto` chooses sync models -----------------------------
 #
 # Each simulation is a process of its own with a low priority, so that the coordinator never waits for it. A
-# thread waits for its results. If it fails, or takes too long, the run simply goes on with its sync model.
+# thread waits for its results. If a simulation fails, or takes too long, the run goes on with its present sync model.
 
 log = logging.getLogger("paceline.rehearsal")
 
@@ -143,9 +143,9 @@ TIMEOUT_S = 120.0
 
 
 class Rehearsals:
-    """Starts the simulations of a run, one after another. A context manager that ends them.
+    """A context manager that starts the simulations of a run, one after another, and ends them.
 
-    An object is a `run.coordinator.Rehearsal`.
+    An object of this class is a `run.coordinator.Rehearsal`.
     """
 
     def __init__(self) -> None:
@@ -199,8 +199,8 @@ PROGRAM = main_of("paceline.look.show_process")
 def showing(outlets: Outlets, job: Job, address: str) -> Iterator[str]:
     """Start the process. When the context ends, the process shows the end of the run.
 
-    Enter it when the run directory exists, and leave it when all files there are complete. Without an outlet, nothing
-    is started.
+    Enter the context when the run directory exists, and leave it when all files in this directory are complete.
+    Without an outlet, nothing is started.
 
     Args:
         outlets: where the run is shown. Their sockets are closed here as soon as the process has them.
@@ -275,6 +275,6 @@ def _served(listening: Listening | None) -> ServedSocket | None:
 
 
 def _url(listening: Listening) -> str:
-    """Return the address of a page, under a name that other machines may know if it is served to them."""
+    """Return the address of a page. If other machines may read the page, its host is the name of this machine."""
     host = socket.gethostname() if listening.host in ("0.0.0.0", "::") else listening.host
     return f"http://{f'[{host}]' if ':' in host else host}:{listening.port}"

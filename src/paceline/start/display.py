@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 REFRESH_PER_S = 8
 REFRESH_S_PER_WORKER = 0.001  # a table of many workers is refreshed less often
 PLAIN_INTERVAL_S = 5.0
-PLAIN_REFRESH_S = 0.5  # often enough to find out who is awaited
-LEAST_HEIGHT = 12  # number of lines that the table may have in a low terminal
+PLAIN_REFRESH_S = 0.5  # often enough to find out which process is awaited
+LEAST_HEIGHT = 12  # number of lines that the table may have even in a terminal with few lines
 
 
 def announce_run(job: Job, console: Console) -> None:
-    """Print what is being started, if the console is a terminal: the first worker shows a sign of life seconds later.
+    """If the console is a terminal, print what is being started: the first output of the run comes seconds later.
 
     Args:
         job: the configuration of the run.
@@ -146,7 +146,7 @@ class ProgressDisplay:
                 )
         elif now_s - self._plain_s >= PLAIN_INTERVAL_S:
             self._plain_s = now_s
-            # Without workers, no machine has joined the run yet. On a busy machine, the state may be the one before.
+            # Without workers, no machine has joined the run yet. On a busy machine, the state may not be a new one.
             line = progress_line(status, most) if status.workers else ""
             if line not in ("", self._line):
                 self._line = line
@@ -159,7 +159,7 @@ class ProgressDisplay:
 
     @property
     def _height(self) -> int:
-        """The number of lines of the terminal that the table may have. The others are for the script's output."""
+        """The number of lines that the table may have. The rest of the terminal is for the script's output."""
         height = self._console.height
         return max(min(height - 1, LEAST_HEIGHT), height // 2)
 

@@ -1,14 +1,15 @@
 """Joining a run: a machine offers to run some workers, and perhaps some servers, and its agent looks after them.
 
-The coordinator replies with their indices and the configuration of the run. From then on, they are processes as in a
-run on one machine, except that the coordinator and other processes are on other ones.
+The coordinator replies with the indices of these workers and servers, and with the configuration of the run. From then
+on, they are processes as in a run on one machine, except that the coordinator and other processes are on other
+machines.
 
 A machine that brings servers listens on one port for all of them, as the machine that serves the run does. The run
-cannot continue without them. So when such a machine loses its connection, it does not join again. Other machines do,
-with the workers that were cut off.
+cannot continue without these servers. So when such a machine loses its connection, it does not join again. A machine
+without servers joins again, with its workers that were cut off.
 
 When the run has lost a server and goes on from a checkpoint, the coordinator says so. Then every machine ends its
-processes and joins the run again with all of them, as it did at first.
+processes and joins the run again, with as many workers and servers as before.
 """
 
 from __future__ import annotations
@@ -79,9 +80,9 @@ from .processes.spawn import Starter
 from .terminal import Channels, PlainScreen, StandardStreams, print_sentence
 
 RETRY_INTERVAL_S = 0.5
-# Time after which an unanswered connection to the coordinator is given up. A coordinator that is suspended
-# still acknowledges what it receives, and within this time, one that is not has taken out a machine behind a
-# broken link.
+# Time after which the connection to the coordinator is given up if its machine acknowledges nothing. A suspended
+# coordinator still acknowledges what it receives. If the link is broken, a coordinator that is not suspended has taken
+# this machine out of the run within this time.
 SILENCE_MS = 10_000
 
 
@@ -90,7 +91,7 @@ class Joined(NamedTuple):
 
     Attributes:
         run_dir: the directory of their logs.
-        finished: True if a worker has finished its script, or there was none; False if all of them were lost.
+        finished: True if a worker has finished its script, or there was no worker; False if all workers were lost.
         endings: how the process of each worker has ended, for the user.
     """
 
@@ -110,10 +111,10 @@ class ServerOffer(msgspec.Struct, frozen=True):
 
     Attributes:
         count: their number.
-        listen: address of this machine on which the workers reach them; "" for that from which this machine reaches
-            the coordinator, "0.0.0.0" or "::" for all addresses.
+        listen: address of this machine on which the workers reach the servers; "" for the address from which this
+            machine reaches the coordinator, "0.0.0.0" or "::" for all addresses.
         port: TCP port of the servers; 0 for any free port.
-        path: module search path from which they import what users define.
+        path: module search path from which the servers import user-defined objects.
         devices: see `Job.server_devices`.
     """
 
@@ -151,24 +152,24 @@ def join(
     Args:
         address: address of the coordinator, for example "tls:10.0.0.1:29600".
         token: the secret of the run.
-        worker_arguments: what each worker runs; see `ProcessOrder`.
+        worker_arguments: the script, module or function that each worker runs; see `ProcessOrder`.
         worker_payload: the objects that are sent to each worker.
         version: version of Paceline on this machine.
         workers: number of workers to start on this machine.
-        indices: the indices that these workers get if they are free.
+        indices: the indices that these workers get if these indices are free.
         servers: the servers that this machine brings, if any.
         console: console for messages.
-        patience_s: number of seconds for which the coordinator is called if it does not answer.
+        patience_s: number of seconds for which this machine tries to reach the coordinator.
         rejoins: maximum number of times that workers join again after they were taken out of the run.
         run_dir: directory of the workers' logs. Default: a new directory in ./runs.
-        streams: what the user wants of the standard streams of the workers.
-        shown: name of the worker whose output is shown. Default: the first one on this machine.
-        starter: starts the workers when they join for the first time; by default, a new one.
+        streams: how the user wants to use the standard streams of the workers.
+        shown: name of the worker whose output is shown. Default: the first worker on this machine.
+        starter: starts the workers when they join for the first time; by default, a new starter.
         devices: the device of each worker; () if none is assigned.
         imports: modules that the workers of this machine import besides those of the run.
 
     Raises:
-        ConfigurationError: the run does not accept this machine, or it cannot listen for its servers.
+        ConfigurationError: the run does not accept this machine, or this machine cannot listen for its servers.
         PeerLostError: the coordinator cannot be reached, or the connection to it was lost and this machine does not
             join again.
         RunFailedError: the run failed, or a process on this machine failed.
@@ -181,7 +182,7 @@ def join(
         reason: PacelineError
         while True:
             stream = _call(address, contexts(token), patience_s, console, interruption)
-            opened = contextlib.ExitStack()  # what is closed before this machine joins again
+            opened = contextlib.ExitStack()  # closed before this machine joins again
             try:
                 sock, listens_at = None, "tls:"
                 if servers is not None:
@@ -233,7 +234,7 @@ def join(
                 if servers is not None and not error.resumes:
                     raise
                 if servers is None and not error.workers:
-                    if engine.finished:  # it is unknown whether the run will keep what they have trained
+                    if engine.finished:  # it is unknown whether the run will keep their work
                         raise
                     return Joined.of(folder, engine)
                 wanted, indices = len(error.workers), error.workers
@@ -259,7 +260,7 @@ def join(
 
 
 class UnansweredError(PeerLostError):
-    """The connection to the coordinator was lost before it had answered the offer of this machine."""
+    """The connection was lost before the coordinator had answered the offer of this machine."""
 
 
 def _listen(servers: ServerOffer, own: str, console: Console) -> tuple[socket.socket, str]:
@@ -271,7 +272,7 @@ def _listen(servers: ServerOffer, own: str, console: Console) -> tuple[socket.so
         console: console for messages.
 
     Raises:
-        ConfigurationError: this machine cannot listen there.
+        ConfigurationError: this machine cannot listen at this address.
     """
     sock, address = TCP.listen(servers.listen or own, servers.port, secure=True)
     host = f"[{own}]" if ":" in own else own
@@ -288,7 +289,7 @@ def _listen(servers: ServerOffer, own: str, console: Console) -> tuple[socket.so
 def _call(
     address: str, known: Contexts, patience_s: float, console: Console, interruption: Interruption
 ) -> Stream[Message]:
-    """Return a connection to the coordinator. If it cannot be reached, try again for `patience_s` seconds."""
+    """Return a connection to the coordinator. If the connection fails, try again for `patience_s` seconds."""
     deadline_s = time.monotonic() + patience_s
     told = False
     while True:
@@ -317,11 +318,12 @@ def _ask_to_join(
     """Offer to run some processes.
 
     Returns:
-        The directory of the checkpoint with which the run begins, perhaps a copy that `opened` removes, and the answer.
+        The directory of the checkpoint with which the run begins (perhaps a copy, which `opened` removes), and the
+        answer of the coordinator.
     """
     try:
         stream.send(Hello(token, "agent", 0))
-        # Before the offer: a machine that has been admitted must show at regular intervals that it is alive.
+        # This comes before the offer, because an admitted machine must show at regular intervals that it is alive.
         checkpoint = fetch_checkpoint(
             stream, lambda: opened.enter_context(TemporaryDirectory(prefix="paceline-"))
         )
@@ -351,15 +353,15 @@ class _Piece(NamedTuple):
 def fetch_checkpoint(stream: Stream[Message], space: Callable[[], str]) -> Path | None:
     """Return the directory of the checkpoint with which a run begins; None if there is none.
 
-    If this machine does not see the directory of the run, the files are fetched. While the run trains, they come with
-    pauses that leave the link to training.
+    If this machine does not see the directory of the run, the files are fetched. While the run trains, there are
+    pauses between the pieces, in which training can use the link.
 
     Args:
         stream: a connection to the coordinator on which the greeting has been sent.
-        space: creates an empty directory, in which a directory with the files is created. It is called if necessary.
+        space: called if the files must be fetched. It creates an empty directory for them, and returns the path.
 
     Raises:
-        CheckpointError: the files cannot be written, or have not arrived as they are there.
+        CheckpointError: the files cannot be written, or have not arrived intact.
         DeadlineError: the coordinator does not answer.
         PeerLostError: the connection is lost.
     """
@@ -417,16 +419,16 @@ def _pieces(stream: Stream[Message], name: str) -> Iterator[_Piece]:
 
 # -- The agent of a machine in a run: it starts the processes of its machine, and reports how they end --------
 #
-# The agent carries out what the coordinator orders over the connection on which it has admitted the machine
-# (see `join`), and sends heartbeats. Workers that were taken out of the run join it again on the same
+# The agent carries out the orders that the coordinator sends over the connection on which it has admitted the
+# machine (see `join`), and sends heartbeats. Workers that were taken out of the run join it again on the same
 # connection. If the connection is lost, the agent ends all processes.
 #
-# The run cannot continue without the servers that a machine brings. So they stay until the coordinator ends
-# them, and the agent stays with them: when it is asked to leave, it tells the coordinator.
+# The run cannot continue without the servers that a machine brings. So these servers run until the
+# coordinator ends them, and the agent runs as long. When the agent is asked to leave, it tells the coordinator.
 
 NO_DEVICES: Mapping[int, Device] = {}
 POLL_INTERVAL_S = 0.05
-# Maximum time to wait for the workers to exit by themselves after the run is over, or to leave it.
+# Maximum time to wait for the workers to exit by themselves after the run is over, or after they were asked to leave.
 GRACE_S = 10.0
 
 
@@ -453,9 +455,9 @@ class _Hosted(msgspec.Struct):
 
     Attributes:
         incarnation: its incarnation.
-        running: its process, once this has been started.
-        taken_out_s: if it was taken out of the run, the time from which its process has been running again; inf while
-            it has not.
+        running: its process; None until this has been started.
+        taken_out_s: None while it takes part in the run. After it was taken out, the time since which its process has
+            been running again; inf while its process is not running.
         excluded: True if it was taken out for good.
         gone: True if it has ended and never joins again.
         reported: True if its end has been reported.
@@ -509,8 +511,10 @@ class Agent:
         self._hosted: dict[int, _Hosted] = {}  # the last incarnation of each worker that was started here
         # (time at which a worker asks to join again, its index), sorted
         self._due: list[tuple[float, int]] = []
-        self._asked: int | None = None  # the worker that has asked, until it has been answered
-        # why the run has failed, "" if it has not; None while it is in progress
+        self._asked: int | None = (
+            None  # the worker that has asked to join again, until the coordinator answers
+        )
+        # why the run has failed; "" if the run has succeeded; None while the run is in progress
         self._failure: str | None = None
         self._saved = False  # True once the results of the run have been saved, or could not be
         self._resumes = ""  # why the run goes on from a checkpoint; "" if it does not
@@ -536,7 +540,7 @@ class Agent:
 
         Args:
             workers: index of each worker -> its incarnation.
-            arguments: what each worker runs; see `ProcessOrder`.
+            arguments: the script, module or function that each worker runs; see `ProcessOrder`.
             payload: the objects that are sent to each worker.
             devices: worker -> its device, for workers to which one is assigned.
 
@@ -588,8 +592,8 @@ class Agent:
     def _busy(self) -> bool:
         """True if a process has not ended yet, or a worker is about to join again.
 
-        Servers end when the coordinator tells them to, which it does after it has collected the weights. If they have
-        ended before, it is about to say that the run is over, or that the run goes on from a checkpoint.
+        The coordinator collects the weights, and then tells the servers to end. If the servers have ended before, the
+        coordinator is about to say that the run is over, or that the run goes on from a checkpoint.
         """
         if self._resumes and not self._interruption.asked:
             return True
@@ -613,7 +617,7 @@ class Agent:
     def _awaits_outcome(self) -> bool:
         """True if workers of this machine have finished, and it is not known yet whether the run has kept their work.
 
-        Without this, the machine would report success although the weights of the run were lost at its end.
+        Without this check, the machine would report success even if the weights were lost at the end of the run.
         """
         lost = self._cut_off is not None or self._closed_s < math.inf
         return self._engine.finished and not (self._knows_outcome or self._interruption.asked or lost)
@@ -649,9 +653,10 @@ class Agent:
                 self._stream.send(MachineLeaving())
 
     def _hear(self) -> None:
-        """Handle the coordinator's messages. If there is none, or the run is over, wait for a short time.
+        """Handle the coordinator's messages. If there is no message, or the run is over, wait for a short time.
 
-        A machine with servers goes on after the end of the run, until the coordinator closes the connection.
+        A machine with servers handles messages even after the end of the run, until the coordinator closes the
+        connection.
         """
         if (self._knows_outcome and not self._engine.servers) or self._closed_s < math.inf:
             time.sleep(POLL_INTERVAL_S)
@@ -706,7 +711,9 @@ class Agent:
 
     def _returning(self) -> list[int]:
         """Return the workers that join the run again now that the connection is lost."""
-        if self._resumes:  # from a checkpoint, so workers that have finished their script return, too
+        if (
+            self._resumes
+        ):  # the run goes on from a checkpoint, so workers that have finished their script return, too
             return sorted(w for w, each in self._hosted.items() if not (each.gone or each.excluded))
         cut_off = [
             worker
@@ -744,7 +751,10 @@ class Agent:
                 self._stream.send(heartbeat)
 
     def _end_if_taken_out(self, hosted: _Hosted, process: Process, *, runs: bool) -> None:
-        """Kill the process of a worker that was taken out if it does not end by itself when it runs again."""
+        """If a worker was taken out of the run, kill its process, unless the process ends by itself.
+
+        The process may have been suspended, so it has `GRACE_S` for this after it is running again.
+        """
         if (since_s := hosted.taken_out_s) is None:
             return
         since_s = min(since_s, time.monotonic()) if runs else math.inf
@@ -786,7 +796,7 @@ class Agent:
                 self._plan_return(worker, f"worker {worker} was cut off from the run")
 
     def _plan_return(self, worker: int, why: str) -> None:
-        """Plan to let a worker join again, unless this has been done too often."""
+        """Plan to let a worker join again, unless workers of this machine have joined again too often."""
         pause_s = self._rejoins.pause_s()
         then = "this machine does not try again" if pause_s is None else f"joining again in {pause_s:g} s"
         print_sentence(self._console, f"{why}; {then}")
@@ -794,7 +804,7 @@ class Agent:
             self._due = sorted([*self._due, (time.monotonic() + pause_s, worker)])
 
     def _rejoin(self) -> None:
-        """Ask the coordinator to let a worker join again, if possible with the same index, if this is due."""
+        """If a worker is due to join again, ask the coordinator to admit it, if possible with the same index."""
         if self._asked is not None or not self._due or time.monotonic() < self._due[0][0]:
             return
         _, self._asked = self._due.pop(0)

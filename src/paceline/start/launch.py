@@ -67,8 +67,9 @@ def launch(
         function: the training function, which uses `DistributedOptimizer` and `distribute`.
         args: arguments for the function.
         workers: number of workers. Default: one for each accelerator of this machine; 2 if there is none. With engine
-            "ray", this is required and may be a pair: training begins with the least number of workers and pauses
-            below it, and others join, as Ray has resources for them, up to the largest number.
+            "ray", the number is required, and may be a pair of a minimum and a maximum: training begins with the
+            minimum number of workers, and pauses while there are fewer. More workers join, up to the maximum, as Ray
+            has resources for them.
         devices: the devices of the workers, such as "cuda:0,cuda:1,cpu" or a sequence of devices, one worker for
             each. A single device is used by all workers. Default: "auto", all accelerators of the kind that torch
             chooses, or the CPU if there is none. See `paceline.device`.
@@ -76,7 +77,8 @@ def launch(
             `pip install paceline[ray]` on all of its nodes. Without a connection to a cluster, `ray.init()` is called
             and, at the end, `ray.shutdown()`.
         progress: True to show the progress of the run. Default: True if standard error is a terminal.
-        snapshot_every_s: interval in seconds at which copies of the weights are stored in the result. Default: none.
+        snapshot_every_s: interval in seconds at which copies of the weights are stored in the result. Default: no
+            copies are stored.
         placement: machine of each process; requires transport "tcp". Default: all processes run on this machine.
         show_all: True to show the output of all workers and servers, each line with the name of its process. Default:
             show the output of worker 0.
@@ -148,13 +150,13 @@ def run_script(
         script: path of the script.
         arguments: arguments of the script.
         console: console for the progress display.
-        starter: starts the processes; by default, a new one.
+        starter: starts the processes; by default, a new starter.
         module: name of the script as a module, to run it as `python -m module arguments...` would.
         show_all: see `launch`.
-        observer: a program and its first arguments. If given, the workers run this program, which is also given the
-            script and its arguments, and runs them.
+        observer: a program and its first arguments. If given, the workers run this program. Its further arguments are
+            the script and the script's arguments, and it runs the script.
         outlets: where the run is shown while it goes on.
-        command: the command line that repeats the run. Default: that of this process.
+        command: the command line that repeats the run. Default: the command line of this process.
         force: see `start`.
     """
     path = [os.getcwd() if module else str(script.resolve().parent), *sys.path]
@@ -188,8 +190,8 @@ def _source_of(function: Callable[..., object]) -> str:
 # -- The engines of `launch`: where the processes of a run are placed, and how the launcher hears of their end
 #
 # The local engine starts all processes on this machine (see `start.local`). Any other engine places
-# *programs* on machines: one that serves the run (see `start.run`), and one for each worker, which joins
-# it (see `start.join`). Each program starts the processes of its machine as the local engine does, and
+# *programs* on machines: one program serves the run (see `start.run`), and one for each worker joins
+# the run (see `start.join`). Each program starts the processes of its machine as the local engine does, and
 # tells the coordinator how they end. So such an engine knows nothing of servers and workers; it only places
 # its programs again if they end too early.
 #
@@ -197,7 +199,7 @@ def _source_of(function: Callable[..., object]) -> str:
 
 
 class Asked(NamedTuple):
-    """What the caller of `launch` asks of an engine. See `launch` for all attributes but the last.
+    """What the caller of `launch` asks of an engine. See `launch` for the other attributes.
 
     Attributes:
         source: the source of the training function; "" if it cannot be read.
@@ -217,7 +219,7 @@ class Engine(ABC):
     """Where `launch` places the processes of a run.
 
     Attributes:
-        name: the name by which users choose it.
+        name: the name by which users choose the engine.
     """
 
     name: ClassVar[str]
@@ -227,7 +229,7 @@ class Engine(ABC):
         """Return the arguments of `make_job` that the engine decides. They replace those that the user has set.
 
         Raises:
-            ConfigurationError: the engine does not have what the user asks for.
+            ConfigurationError: the engine cannot do what the user asks for.
         """
 
     @abstractmethod

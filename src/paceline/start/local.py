@@ -86,7 +86,7 @@ class ProcessPlacement(msgspec.Struct, frozen=True):
         return cls(LOOPBACK, (HostMachine(),) * job.local_servers, (HostMachine(),) * workers)
 
     def for_servers(self, count: int) -> ProcessPlacement:
-        """Return a placement with this number of servers. Further ones are on the machine of the first server."""
+        """Return a placement with this number of servers. Additional servers are on the machine of the first server."""
         more = (self.servers[0],) * (count - len(self.servers))
         return msgspec.structs.replace(self, servers=(*self.servers, *more))
 
@@ -112,14 +112,14 @@ class ProcessPlacement(msgspec.Struct, frozen=True):
 class Process:
     """A server or worker process of a run, in its own process group.
 
-    Two threads handle the process: one copies its output, and one waits for it to end. So a process that hangs, or
+    Two threads handle the process: one copies its output, and the other waits for its end. So a process that hangs, or
     that prints endlessly, does not block the launcher.
 
     Args:
         name: name of the process, such as "server 1" or "worker 0".
         child: the process.
         descriptors: the descriptors of the process. They are closed here as soon as the process has them.
-        copy: a function that copies the output of the process, until it ends.
+        copy: a function that copies the output of the process, until the output ends.
         log: the file to which the output of the process is written.
         ended: called with this object when the process has ended.
 
@@ -248,9 +248,9 @@ class LocalEngine:
         channels: opens the standard streams of the processes.
         worker_ended: called on a separate thread when the process of a worker has ended for any reason, with the
             index of the worker and a description of how its process ended.
-        machine: index of this machine; 0 for the one with the coordinator.
+        machine: index of this machine; 0 for the machine with the coordinator.
         listener: passes connections to the servers of this machine, if they do not listen themselves.
-        listens_at: address of the listener. Default: that of the coordinator.
+        listens_at: address of the listener. Default: the address of the coordinator.
         imports: see `Assignment`.
 
     Attributes:
@@ -300,7 +300,7 @@ class LocalEngine:
         """Start a server or worker, to which the objects in `payload` are sent. See `ProcessOrder` for the arguments.
 
         Raises:
-            OSError: it cannot be started.
+            OSError: the process cannot be started.
         """
         receiver = self._listener.receiver(index) if role == "server" and self._listener is not None else None
         assignment = Assignment(
@@ -344,7 +344,7 @@ class LocalEngine:
 
     @property
     def interrupted(self) -> list[int]:
-        """The workers whose scripts were ended by SIGINT, and have caught it."""
+        """The workers whose scripts have caught a SIGINT, and have ended because of it."""
         return [index for index, worker in self.workers.items() if worker.exit_code == EXIT_INTERRUPTED]
 
     def failed_server(self) -> RunFailedError | None:
@@ -358,7 +358,7 @@ class LocalEngine:
         """Return the failure of a worker that has ended with a nonzero exit code, or None.
 
         A worker that was terminated by a signal is lost, which is not a failure: the other workers continue. The same
-        applies to a worker that could not continue because another process was lost, and to one whose script was
+        applies to a worker that could not continue because another process was lost, and to a worker whose script was
         interrupted and has ended by itself.
         """
         for worker in self.workers.values():
@@ -399,13 +399,13 @@ class LocalEngine:
 
 # -- When workers that were taken out of a run join it again -------------------------------------------------
 #
-# A worker is taken out if it was stopped, or if its machine was silent, while the others continued. When it
-# runs again, what it computes is no longer used, so its process ends, and its machine's agent asks the
-# coordinator to let it join again. The agent does so after a pause, which doubles each time, and only a
-# limited number of times. A worker whose script has failed, or that was killed, does not join again.
+# A worker is taken out if it was stopped, or if its machine was silent, while the other workers
+# continued. When it runs again, its results are no longer used, so its process ends. Then the agent of its machine
+# asks the coordinator to let the worker join again. The agent asks after a pause, which doubles each time, and asks
+# only a limited number of times. A worker whose script has failed, or that was killed, does not join again.
 
 MOST_REJOINS = 10
-"""Default of the number of times that workers of one machine join again."""
+"""Default maximum number of times that workers of one machine try to join again."""
 
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
@@ -415,7 +415,7 @@ class Rejoins:
     """Counts how often workers of one machine have tried to join again.
 
     Args:
-        most: maximum number of times.
+        most: maximum number of attempts.
 
     Example:
         >>> rejoins = Rejoins(most=3)

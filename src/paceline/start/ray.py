@@ -1,20 +1,20 @@
 """A run whose processes are placed by Ray.
 
-The driver asks Ray for one placement group, with a bundle of resources for the coordinator and the servers, and one
-for each of the least number of workers: Ray reserves all of them or none. Each further worker is a request of its
-own, which Ray fulfills when there are resources, perhaps because it has added a node. On each place, a thin actor
-starts a program (see `ray_program`), which serves the run or joins it. Everything else is as in a run that `paceline
-serve` and `paceline join` have started: the actors take no part in it.
+The driver asks Ray for one placement group. The group has one bundle of resources for the coordinator and the servers,
+and one bundle for each worker of the minimum number. Ray reserves all bundles or none. Each further worker is a
+separate request, which Ray fulfills when there are resources, perhaps because Ray has added a node. In each place, a
+thin actor starts a program (see `ray_program`), which serves the run or joins it. The actors do nothing else. The rest
+is as in a run that `paceline serve` and `paceline join` have started.
 
 If an actor dies, or its worker is lost or leaves, the driver requests the place again, and the worker joins as a new
-incarnation. Ray does not signal the processes on a node that it is about to take away; it lists the node as draining.
-So the driver looks at this list, and lets the workers there leave.
+incarnation. Before Ray takes away a node, it lists the node as draining, but sends no signal to the processes there.
+So the driver looks at this list, and lets the workers on draining nodes leave.
 
-The program that serves the run works in the run directory if its node sees it, so that checkpoints outlive the driver
-and the node. It goes on by itself when a server is lost. If the program itself is lost, the driver requests all
-places anew, and the run goes on from its newest checkpoint. If the node does not see the run directory, the program
-works in a directory of its own. Then the driver copies the checkpoint with which a run begins to this node, and
-fetches what the program has written in the end.
+If its node sees the run directory, the program that serves the run works in this directory, so that checkpoints outlive
+the driver and the node. When a server is lost, the program goes on by itself. If the program itself is lost, the driver
+requests all places anew, and the run goes on from its newest checkpoint. If the node does not see the run directory,
+the program works in a directory of its own. In this case, the driver copies to this node the checkpoint with which the
+run begins. At the end of the run, the driver fetches the files that the program has written.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def import_ray() -> Any:
     """Return the module `ray`.
 
     Raises:
-        ConfigurationError: it is not installed.
+        ConfigurationError: Ray is not installed.
     """
     try:
         import ray
@@ -138,13 +138,13 @@ class _Place:
 
     Attributes:
         actor: the actor; None if there is none at present.
-        node: id of the node on which the actor runs; "" while it has not been created.
+        node: id of the node on which the actor runs; "" until the actor has been created.
         address: address of this node.
         folder: directory of the program's files on this node: the run directory, if the program serves the run and
-            its node sees this directory; else one of its own.
+            its node sees this directory; else a directory of its own.
         joining: True once the program has been told to join the run.
         leaving: True once the program has been asked to leave.
-        over: True if no further actors are requested.
+        over: True if no further actors are requested for this place.
         due_s: time on the monotonic clock from which an actor is requested.
     """
 
@@ -198,22 +198,22 @@ class RayRun:
         self._workers = [
             _Place(f"place {index}", options) for index, options in enumerate([*in_group[1:], *further])
         ]
-        # answer of an actor that has been asked for -> the place, and what was asked
+        # pending answer of an actor -> its place, and the method that was called
         self._asked: dict[Any, tuple[_Place, str]] = {}
         self._ends: list[Any] = []  # answers of the actors whose programs are ending
-        self._coordinator = ""  # its address, once it is known
+        self._coordinator = ""  # address of the coordinator, once this is known
         self._joined = False  # True once a worker has joined
         self._ending = False  # True once a worker has finished or has failed
         self._failure: RunFailedError | ConfigurationError | None = None
         self._ended: HostReport | None = None  # how the run has ended
         self._restarts = RestartPolicy()
-        self._interrupted = ""  # why it goes on, as a sentence
-        # By this file, a node knows that it sees the run directory.
+        self._interrupted = ""  # why the run was interrupted, as a sentence
+        # A node that sees this file sees the run directory.
         self._mark = Path(job.run_dir, f".seen-{secrets.token_hex(8)}")
         self._drains_s = 0.0
-        # The clock of the state in which Ray has not placed the run, or not again.
+        # Measures for how long the run has been waiting for Ray to place it.
         self._unplaced: Clocks[str] = Clocks(time.monotonic(), gap_s=1.0)
-        self._told = False  # True if the user knows of this state
+        self._told = False  # True if the user has been told of this wait
 
     def carry_out(
         self,
@@ -262,7 +262,7 @@ class RayRun:
     # -- places -------------------------------------------------------------------------------------------
 
     def _options(self, resources: Mapping[str, float], bundle: int | None = None) -> dict[str, Any]:
-        """Return the options of an actor. Without the index of a bundle, it is not in the placement group."""
+        """Return the options of an actor. Without the index of a bundle, the actor is not in the placement group."""
         others = {name: amount for name, amount in resources.items() if name not in ("CPU", "GPU")}
         options: dict[str, Any] = {
             "num_cpus": resources.get("CPU", 0.0),
@@ -328,7 +328,7 @@ class RayRun:
                 self._handle(place, pickle.loads(value))
 
     def _begin(self, place: _Place) -> None:
-        """Send the order to an actor that has been created, if it can be carried out."""
+        """Send the order to an actor that has been created, if the order can be carried out already."""
         if place is self._server:
             self._mark.unlink(missing_ok=True)
             self._order(
@@ -370,7 +370,7 @@ class RayRun:
         if report.how == "refused" and not self._joined:
             self._fail(ConfigurationError(f"a worker cannot join the run: {report.words}"))
         if report.how in ("finished", "failed"):
-            # A run in which a worker has finished comes to its end. If one has failed, the coordinator knows why.
+            # A run in which a worker has finished comes to its end. If a worker has failed, the coordinator knows why.
             self._ending = True
             for each in self._workers:
                 each.over = True
@@ -414,10 +414,10 @@ class RayRun:
         """Wait until a program that has lost its actor no longer writes to the run directory."""
         run_dir, deadline_s = Path(self._job.run_dir), time.monotonic() + LEAVE_TIMEOUT_S
         while (run_dir / FILE_NAME).exists() and time.monotonic() < deadline_s:
-            with contextlib.suppress(ConfigurationError):  # it is on another machine
+            with contextlib.suppress(ConfigurationError):  # the program is on another machine
                 try:
                     run_in(run_dir)
-                except PeerLostError:  # it has ended
+                except PeerLostError:  # the program has ended
                     return
             time.sleep(POLL_INTERVAL_S)
 
@@ -451,7 +451,7 @@ class RayRun:
     def _job_at(self, place: _Place) -> Job:
         """Return the configuration of the run for the place that serves it.
 
-        If its node does not see the run directory, what the run begins with is copied to this node.
+        If its node does not see the run directory, the files with which the run begins are copied to this node.
         """
         job, run_dir = self._job, Path(self._job.run_dir)
         if job.resumed is None or place.folder == str(run_dir):
@@ -482,7 +482,7 @@ class RayRun:
         self._say(f"{place.name}: {what}{f': {reason}' if reason else ''}; {then}")
 
     def _look_at_placement(self) -> None:
-        """Say so if Ray has not placed the run yet."""
+        """If Ray has not placed the run yet, tell the user."""
         now_s = time.monotonic()
         pausing = sum(place.actor is None and now_s < place.due_s for place in self._workers)
         placed = self._server.node and sum(map(_placed, self._workers)) + pausing >= self._job.least
@@ -516,7 +516,7 @@ class RayRun:
             else:
                 name = Path(resumed.path).name
                 self._say(
-                    f"{LEAVING}, which serves the run. It will go on from its newest checkpoint, now {name}"
+                    f"{LEAVING}, which serves the run. The run will go on from its newest checkpoint, now {name}"
                 )
         for place in self._workers:
             if place.joining and not place.leaving and place.node in draining:
@@ -539,7 +539,7 @@ class RayRun:
             raise failure
 
     def _end_run(self) -> None:
-        """Let the run end now, as Ctrl-C does. A second call ends it immediately."""
+        """Let the run end now, as Ctrl-C does. A second call ends the run immediately."""
         if self._server.node:
             self._server.actor.signal.remote(signal.SIGINT)
 
@@ -550,12 +550,12 @@ class RayRun:
         actor, get = place.actor, self._ray.get
         try:
             for name, size in get(actor.files.remote(), timeout=ANSWER_TIMEOUT_S):
-                if is_lock(name):  # of the directory there, not of this one
+                if is_lock(name):  # a file of the lock on the directory there
                     continue
                 target = Path(self._job.run_dir, name)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 with Unfinished(target) as unfinished:
-                    # A worker that has joined again has continued the log of the first one.
+                    # A worker that has joined again has continued the log of its earlier incarnation.
                     if place is not self._server and target.exists():
                         shutil.copyfile(target, unfinished)
                     with unfinished.open("ab") as file:

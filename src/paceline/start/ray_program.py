@@ -1,8 +1,8 @@
 """The program under an actor of Ray, and the actor: the program serves a run, or joins it with one worker.
 
 The program receives one order and one payload over a pipe, and then the numbers of signals. So no secret is on its
-command line or in its environment. At the end of the pipe, its actor has ended. So it leaves the run as after SIGTERM,
-and kills itself if this takes more than 20 s. The program reports over another pipe.
+command line or in its environment. When the pipe ends, the actor has ended. Then the program leaves the run as after
+SIGTERM, and kills itself if this takes more than 20 s. The program reports over another pipe.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from .processes.program import CALL, environment, execute, log_to_stderr
 from .processes.spawn import Starter
 from .terminal import plain_console
 
-LEAVE_TIMEOUT_S = 20.0  # time after which the program is killed if its actor has ended
+LEAVE_TIMEOUT_S = 20.0  # the program kills itself this long after the end of its actor
 
 
 class HostReport(NamedTuple):
-    """What the program reports.
+    """A report of the program.
 
     Attributes:
         how: "served" if the run can be joined now. Otherwise, how the program has ended: "finished", or "left" or
@@ -68,7 +68,7 @@ Send = Callable[[HostReport], None]
 
 def main() -> None:
     """Carry out the order that is received."""
-    # The actor's thread, from which this process inherits both, may block or ignore signals.
+    # This process has inherited the signal mask and the handlers of the actor's thread, which may ignore signals.
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -77,7 +77,7 @@ def main() -> None:
         Connection(int(sys.argv[2]), readable=False),
     )
     folder = sys.argv[3]
-    # A fork server, which imports torch while the run is being placed: it is for the processes that follow, too.
+    # Starts a fork server, which imports torch while the run is being placed, and forks all later processes, too.
     with orders, reports, Starter([()] * 2) as starter:
         log_to_stderr()
         try:
@@ -100,18 +100,18 @@ def main() -> None:
             ended = _join(payload, run_dir=folder, console=console, starter=starter, **options)
         done.set()
         send(ended)
-        obeying.join()  # the actor reads the files until then
+        obeying.join()  # until this thread has ended, the actor can read the files
 
 
 def search_path(other: Sequence[str]) -> list[str]:
-    """Return the module search path of this machine, and after it what only the other machine has."""
+    """Return the module search path of this machine, followed by the entries that only the other machine has."""
     return [*sys.path, *(entry for entry in other if entry not in sys.path)]
 
 
 def _obey(orders: Connection, folder: str, done: threading.Event) -> None:
-    """Send this process the signals that it is told to. When the actor has ended, leave the run.
+    """Send this process the signals that the actor orders. When the actor has ended, leave the run.
 
-    In the end, the files are removed.
+    At the end, the files are removed.
 
     Args:
         orders: where the numbers of the signals arrive.
@@ -188,11 +188,11 @@ def _serve(
 # -- The actor with which a run takes part in a Ray cluster: it starts one program, and relays messages to and from it
 #
 # The program serves the run, or joins it with one worker. It has a main thread of its own, so it can handle
-# signals, and its workers end with it. A parent-death signal could not end it with the
-# actor, because the kernel sends this signal when the *thread* ends that has created the process, and the
+# signals, and its workers end with it. A parent-death signal could not end the program
+# when the actor ends, because the kernel sends this signal when the *thread* that has created the process ends, and the
 # methods of an actor run on threads that come and go. Instead, the program reads from a pipe, whose other end
 # is closed when the actor has ended for whatever reason. When an actor ends, Ray kills its child processes.
-# So the program is not a child of the actor: otherwise, it could neither leave the run nor remove its files.
+# So the program is not a child of the actor, because a child could not leave the run or remove its files.
 
 END_TIMEOUT_S = 25.0  # longer than the time after which the program kills itself
 
@@ -212,7 +212,7 @@ class RayHost:
     def __init__(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="paceline-")
         orders, self._orders = Pipe(duplex=False)
-        self._lock = threading.Lock()  # of `_orders`
+        self._lock = threading.Lock()  # protects `_orders`
         source, sink = Pipe(duplex=False)
         self._reports: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._ended = threading.Event()
@@ -240,15 +240,15 @@ class RayHost:
         return str(node), str(address), folder
 
     def order(self, order: bytes, payload: bytes) -> None:
-        """Send an order to the program; see `main`. If it has ended, nothing happens."""
+        """Send an order to the program; see `main`. If the program has ended, nothing happens."""
         self._send(order, payload)
 
     def hear(self) -> bytes | None:
-        """Wait for the next message of the program, and return it. Return None if it has ended."""
+        """Wait for the next message of the program, and return it. Return None if the program has ended."""
         return self._reports.get()
 
     def signal(self, number: int) -> None:
-        """Send a signal to the program, which already has an order. If it has ended, nothing happens."""
+        """Send a signal to the program, which already has an order. If the program has ended, nothing happens."""
         self._send(str(number).encode())
 
     def files(self) -> list[tuple[str, int]]:
@@ -265,14 +265,14 @@ class RayHost:
             return file.read(size)
 
     def write(self, name: str, data: bytes) -> None:
-        """Append data to a file, before the program has its order."""
+        """Append data to a file. This must happen before the program receives its order."""
         path = Path(self._folder, name)
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab") as file:
             file.write(data)
 
     def end(self, hurried: bool) -> None:
-        """Let the program leave the run and end, or kill it if this must happen immediately. Remove its files."""
+        """Let the program leave the run and end. If `hurried` is True, kill it. Then remove its files."""
         if hurried:
             self.signal(signal.SIGKILL)
         with self._lock:

@@ -86,13 +86,13 @@ class RunResult(msgspec.Struct, frozen=True):
     history: MetricHistory = NO_METRICS
 
     def __repr__(self) -> str:
-        """A few words, which a notebook shows: the weights alone may be millions of numbers."""
+        """A short text, which a notebook shows, because the weights alone may be millions of numbers."""
         sync, ended = self.summary.get("sync"), self.summary.get("ended")
         return f"RunResult({sync}, {ended}, {len(self.state_dict)} tensors, run_dir={str(self.run_dir)!r})"
 
     @property
     def tracked(self) -> dict[str, Any]:
-        """The states of the objects that the script tracked, by name, as kept last. See `paceline.track`."""
+        """The last kept states of the objects that the script tracked, by name. See `paceline.track`."""
         path = self.run_dir / "tracked.pt"
         return torch.load(path)["states"] if path.exists() else {}
 
@@ -157,7 +157,8 @@ def summarize(
         weights: path of the saved weights; None if no weights were saved.
         ended: "finished", "interrupted" if a signal ended the run, or "failed".
         failure: why the run failed.
-        program: what each worker ran, as in `ProcessOrder.arguments`; () if machines that joined the run chose it.
+        program: the script, module or function that each worker ran, as in `ProcessOrder.arguments`; () if machines
+            that joined the run chose this.
         hurried: called repeatedly. If it returns True, the statistics are left out.
     """
     job = coordinator.job
@@ -188,7 +189,7 @@ def summarize(
             figures = msgspec.to_builtins(measures, str_keys=True)
             pushes = figures.pop("pushes")
             if resumed is not None:
-                # The versions of shards, which the traces count, go on.
+                # The traces count versions of shards, which include the updates before the run was resumed.
                 made = figures["updates"] - resumed.shards[0].version
                 figures |= {"updates": made, "updates_per_s": made / (figures["duration_s"] or 1.0)}
                 pushes = {name: count + getattr(resumed.pushes, name, 0) for name, count in pushes.items()}
@@ -343,7 +344,7 @@ def _epochs(data: DataLedger, figures: Mapping[str, Any], workers: int) -> dict[
     order, epochs = last
     sampled = max(1, figures.get("sampled_gradients", 0))
     per_push = figures.get("samples", 0) / sampled
-    share = order.batch / workers if order.joint else order.batch  # of a worker, in a joint batch
+    share = order.batch / workers if order.joint else order.batch  # in a joint batch, the part of one worker
     return {
         "epochs": epochs,
         "epoch_samples": order.size or 0,
@@ -398,7 +399,7 @@ def step_cost_of(job: Job, report: StateReport) -> StepCost | None:
 
 
 def server_device_line(job: Job, model: ModelSpec | None) -> str:
-    """Return where the servers of this machine make the steps of optimizers; "" if nothing is unusual."""
+    """Return a sentence that says where the servers of this machine make optimizer steps; "" if nothing is unusual."""
     if job.server_device == CPU.kind or model is None:
         return ""
     option = f"--server-device {job.server_device}"
@@ -414,7 +415,7 @@ def server_device_line(job: Job, model: ModelSpec | None) -> str:
 
 
 def usable_cores() -> int:
-    """Return the number of cores that the processes of this machine may use: a job of a scheduler may have few."""
+    """Return the number of cores that the processes of this machine may use. A scheduler may allow only a few."""
     try:
         return len(os.sched_getaffinity(0))
     except (AttributeError, OSError):  # not on Linux
@@ -447,8 +448,8 @@ def description_of(job: Job, program: Sequence[str], command: str = "") -> RunFi
 
     Args:
         job: the configuration of the run.
-        program: what each worker runs, as in `ProcessOrder.arguments`.
-        command: the command line that repeats the run. Default: that of this process.
+        program: the script, module or function that each worker runs, as in `ProcessOrder.arguments`.
+        command: the command line that repeats the run. Default: the command line of this process.
     """
     return RunFile(
         version=VERSION,
@@ -505,7 +506,7 @@ def command_of(arguments: Sequence[str] | None = None, environment: Mapping[str,
 
 
 def _without_run_dir(command: str, run_dir: Path) -> str:
-    """Return a command line without the name of the run directory, because another run must not use it again."""
+    """Return a command line without the name of the run directory, because another run must not use this directory."""
     words = shlex.split(command)
     for place, word in enumerate(words):
         name, _, value = word.partition("=")
@@ -517,7 +518,7 @@ def _without_run_dir(command: str, run_dir: Path) -> str:
 
 
 def _without_secrets(words: Sequence[str]) -> list[str]:
-    """Return the arguments without the values of those that may be secrets."""
+    """Return the arguments, with `HIDDEN` instead of values that may be secrets."""
     shown = []
     hide = False
     for word in words:
@@ -556,11 +557,11 @@ def _settings(job: Job) -> list[ReportedSetting]:
 log = logging.getLogger("paceline.run")
 
 QUIET = ("--devices", "--server-device", "--transport")
-"""Options whose usual values depend on the machine, so that a change is not worth a word."""
+"""Options whose usual values depend on the machine, so that a change is not reported."""
 
 
 class _Progress(NamedTuple):
-    """How far a job has come: updates, samples that updates include, and seconds, over all runs of the job."""
+    """How far a job has come: number of updates, of samples in these updates, and of seconds, over all its runs."""
 
     updates: int
     samples: int
@@ -574,7 +575,7 @@ class Earlier(NamedTuple):
         cut: the state of the job with which the run goes on.
         checkpoint: the directory of the checkpoint.
         faults: a sentence for each newer checkpoint, which says why it is not used.
-        file: the description of the run before; None if it cannot be read.
+        file: the description of the previous run; None if it cannot be read.
         progress: how far the job had come; None if this cannot be read.
     """
 
@@ -589,7 +590,7 @@ class Earlier(NamedTuple):
 
         Args:
             now: the description of the run that goes on.
-            why: why the run was interrupted, as a sentence; "" if a user has resumed it.
+            why: why the run was interrupted, as a sentence; "" if a user has resumed the run.
         """
         at, lost = _reached(self.cut), self.progress
         before = {} if self.file is None else {each.name: each.value for each in self.file.settings}
@@ -614,7 +615,7 @@ class Earlier(NamedTuple):
 
 
 def make_room(job: Job) -> Earlier:
-    """Move what a run has written to its directory into a folder of it, because the run goes on there.
+    """Move the files of an ended run into a subfolder of its directory, because the run goes on in this directory.
 
     Raises:
         ConfigurationError: the directory cannot be written, or the checkpoint cannot be read.
@@ -628,7 +629,7 @@ def make_room(job: Job) -> Earlier:
     folder = set_aside(
         run_dir,
         Path(job.resumed.path).name,
-        # This process writes and removes files of the lock meanwhile.
+        # Checkpoints and description are needed, and this process writes and removes files of the lock meanwhile.
         stays=lambda name: name in (CHECKPOINTS, NAME, SOURCE, SECRET) or is_lock(name),
     )
     return Earlier(cut, job.resumed.path, job.resumed.faults, file, _progress_in(folder, file))
@@ -679,7 +680,7 @@ class _SnapshotThread:
         self._thread.start()
 
     def stop(self, hurried: Callable[[], bool]) -> None:
-        """Stop taking snapshots. Wait for a snapshot in progress, until `hurried` returns True."""
+        """Stop taking snapshots. If one is in progress, wait for its end, or until `hurried` returns True."""
         self._stopped.set()
         while self._thread.is_alive() and not hurried():
             self._thread.join(POLL_INTERVAL_S)
@@ -743,7 +744,8 @@ class Sampler(_SnapshotThread):
 class Keeper(_SnapshotThread):
     """Keeps the last weights that were certainly good, for a run that its guard may stop.
 
-    It takes a snapshot at most once per second, and for at most 2 % of the time. At most two are in memory.
+    At most one snapshot per second is taken, and taking snapshots lasts for at most 2 % of the time. At most two
+    snapshots are in memory.
     """
 
     def __init__(self, coordinator: CoordinatorHost) -> None:
@@ -777,14 +779,14 @@ TELL_S = 2.0  # time after which the user is told what takes so long
 def write_report(run_dir: Path, tell: Callable[[str], object], hurried: Callable[[], bool]) -> str:
     """Write the report of a run that has ended. Return a message if this fails, else "".
 
-    No error of this kind makes a run fail, because its results are there.
+    An error here does not make the run fail, because its results have been saved.
 
     Args:
         run_dir: the run directory.
         tell: called with a sentence if reading the traces takes long.
         hurried: called from time to time. If it returns True, no report is written.
     """
-    # Loading these modules takes a moment, which no command but this one should take.
+    # These modules are imported here, so that other commands need not spend time on loading them.
     from ..look.page import page_of
     from ..look.run_reading import ReportReader
 

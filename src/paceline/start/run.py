@@ -4,9 +4,9 @@ Every run ends with the same steps. First, the reason for its end is determined.
 interrupted, the remaining workers are terminated. Then the weights are collected and saved, the servers write their
 traces and exit, and the other results are written. A second Ctrl-C skips the steps that take time.
 
-If the run was interrupted, the weights are saved before all that. Then a checkpoint is written beside summary and
-report, while training goes on. When the processes have ended, summary and report are written again with what has
-happened since.
+If a run that writes checkpoints is interrupted, the weights are saved before these steps. Then, while training goes on,
+a checkpoint, the summary and the report are written. When the processes have ended, the summary and the report are
+written again, with what has happened since.
 """
 
 from __future__ import annotations
@@ -89,13 +89,13 @@ CAUSE_TIMEOUT_S = 10.0
 TELL_S = 5.0
 # Time after Ctrl-C or another signal until which a checkpoint is written. Slurm and Kubernetes kill after 30 s.
 LAST_CHECKPOINT_S = 20.0
-USUAL_NEWS = ("samples", "averages", "codecs", "device", "steps")  # what is said without a warning
+USUAL_NEWS = ("samples", "averages", "codecs", "device", "steps")  # the keys of news that are no warnings
 GONE = {"lost": "was lost", "left": "has left"}
 """How the earlier main worker has left, as a clause."""
 
 # Maximum time to wait for processes to exit by themselves after a run.
 GRACE_S = 10.0
-# The same after a run that has failed.
+# The maximum time after a run that has failed.
 FAILED_GRACE_S = 0.5
 
 
@@ -123,25 +123,25 @@ def start(
 
     Args:
         job: the configuration of the run. The run directory is created here, after all arguments have been checked.
-        worker_arguments: what each worker runs; see `ProcessOrder`.
+        worker_arguments: the script, module or function that each worker runs; see `ProcessOrder`.
         worker_payload: the objects that are sent to each worker.
         path: module search path from which the servers import user-defined conditions.
         console: console for the progress display.
         snapshot_every_s: see `launch`.
         placement: see `launch`.
-        starter: starts the processes; by default, a new one, which is closed at the end.
-        streams: what the user wants of the standard streams of the processes.
+        starter: starts the processes; by default, a new starter, which is closed at the end.
+        streams: how the user wants to use the standard streams of the processes.
         listening: called once with the address of the coordinator and the configuration of the run.
-        patience_s: if machines can join the run: number of seconds for which it may have too few workers; None for
-            no limit.
-        command: the command line that repeats the run. Default: that of this process.
-        source: the source of the script or of the training function, with which it is compared if the run is resumed;
-            "" if it is unknown.
+        patience_s: if machines can join the run: number of seconds for which the run may have too few workers; None
+            for no limit.
+        command: the command line that repeats the run. Default: the command line of this process.
+        source: the source of the script or of the training function; "" if it is unknown. The run directory keeps
+            the source, to show how it has changed when the run is resumed.
         interrupted: if the run goes on by itself, why it was interrupted, as a sentence.
-        outlets: where the run is shown while it goes on. The caller closes them if this function raises an error
-            before it starts anything.
-        force: True to use the run directory although a run that is in progress holds it.
-        lock_token: token of the lock on the run directory, if the process that has started this one holds it.
+        outlets: where the run is shown while it goes on. If this function raises an error before it starts anything,
+            the caller closes the outlets.
+        force: True to use the run directory even if a run in progress holds it.
+        lock_token: token of the lock on the run directory, if the parent process holds the lock.
     """
     if placement is None:
         placement = ProcessPlacement.on_loopback(job)
@@ -150,8 +150,8 @@ def start(
     job = with_server_devices(job)
     server_payload = server_payload_of(job, path)
     restarts = RestartPolicy()
-    announced = False  # True once `listening` was called. The address stays the same
-    # After the loss of a server, the run is started again in this loop. A signal in between ends it, too.
+    announced = False  # True once `listening` was called. The address never changes
+    # After the loss of a server, the run is started again in this loop. A signal in between ends the run, too.
     with Interruption() as interruption, contextlib.ExitStack() as held:
         lock: RunLock | None = None
         while True:
@@ -172,7 +172,7 @@ def start(
                 announced = True
                 listening(address, job)
             streams = streams or StandardStreams()
-            # Lines with the names of their processes cannot be drawn by one of them.
+            # If each line begins with the name of its process, no single process can control the terminal.
             terminal = None if streams.show_all or job.joined else Terminal.here()
             with (
                 showing(outlets or Outlets(), job, address) as page,
@@ -230,7 +230,7 @@ def take_lock(job: Job, interruption: Interruption, *, force: bool, token: str =
     lock = RunLock.take(run_dir, force=force, after=after, token=token, look=look)
     try:
         if resumed is None:
-            require_usable(run_dir)  # a run that has begun meanwhile may have ended again
+            require_usable(run_dir)  # another run may have begun and ended meanwhile
         elif force:  # the run that has just ended may have written another checkpoint
             earlier = earlier_run(run_dir, force=True)
             resumed = find_resumed(earlier, run_dir, job.checkpoint_dir, trust=True)
@@ -245,15 +245,15 @@ def take_lock(job: Job, interruption: Interruption, *, force: bool, token: str =
 def _describe(
     job: Job, program: Sequence[str], command: str, source: str, earlier: Earlier | None, interrupted: str
 ) -> RunFile:
-    """Write `run.json`, and the source of the script. A run whose directory cannot be written goes on.
+    """Write `run.json`, and the source of the script. If the directory cannot be written, the run goes on.
 
     Args:
         job: the configuration of the run.
-        program: what each worker runs; see `ProcessOrder`.
+        program: the script, module or function that each worker runs; see `ProcessOrder`.
         command: see `start`.
         source: see `start`.
-        earlier: what is known of the time before the run was resumed; None if it begins.
-        interrupted: why it was interrupted, as a sentence; "" if a user has resumed it.
+        earlier: what is known of the time before the run was resumed; None if it was not resumed.
+        interrupted: why the run was interrupted, as a sentence; "" if a user has resumed the run.
 
     Returns:
         The content of `run.json`.
@@ -298,7 +298,7 @@ class LiveRun:
         console: console for the progress display.
         interruption: counter of the signals that ask the run to end.
         snapshot_every_s: see `launch`.
-        streams: what the user wants of the standard streams of the processes.
+        streams: how the user wants to use the standard streams of the processes.
         terminal: the terminal that worker 0 uses, if any.
         patience_s: see `start`.
         listener: the listener of this machine, if its processes do not listen themselves.
@@ -350,7 +350,7 @@ class LiveRun:
         self._shortage = shortage
         self._sampler = Sampler(coordinator, snapshot_every_s) if snapshot_every_s else None
         self._keeper = Keeper(coordinator) if job.guard == "stop" else None
-        # the program that digests the oldest traces, once there are any
+        # the program that digests the oldest traces; None until it is started
         self._digester: Companion | None = None
         self._digests = job.traces.kept == "recent"
         self._weights: WeightsSnapshot | None = None
@@ -358,13 +358,15 @@ class LiveRun:
         self._which = "the weights at the time of the failure"  # which weights the file contains
         # Messages about problems that occurred while the run was shutting down.
         self._notes: list[str] = []
-        self._program: list[str] = []  # what each worker runs; see `ProcessOrder`
+        self._program: list[
+            str
+        ] = []  # the script, module or function that each worker runs; see `ProcessOrder`
         self._main = 0  # the main worker that the user knows of
-        self._told: set[object] = set()  # what the user knows of; see `_news`
+        self._told: set[object] = set()  # the keys of the news that the user has been told; see `_news`
         # the times of steps that `_news` has looked at
         self._timed: Mapping[int, StepsTimed] = {}
         self._newest: NewestCheckpoint | None = None  # the newest whole checkpoint, once a server was lost
-        # (worker, incarnation) of the workers that had left before the launcher ended the others
+        # (worker, incarnation) of the workers that had left before the launcher ended the rest
         self._left_before = set[tuple[int, int]]()
 
     def carry_out(
@@ -447,7 +449,7 @@ class LiveRun:
                 left = engine.end(engine.processes, grace_s=grace_s, hurried=self._hurried)
         # The coordinator has stopped and no longer records how processes end, so the launcher records it here.
         coordinator.conclude({worker: p.ending for worker, p in engine.workers.items() if p.ending})
-        if self._lock.lost:  # what is in the directory is another run's now
+        if self._lock.lost:  # the directory now belongs to another run
             raise RunFailedError("the launcher", self._lock.lost)
         remove_frozen(self._run_dir)
         for process in left:
@@ -522,14 +524,14 @@ class LiveRun:
             )
 
     def _tell(self) -> None:
-        """Say what is new, once."""
+        """Print all news that have not been printed yet."""
         for key, words in self._news():
             if words and key not in self._told:
                 self._told.add(key)
                 self._say(words, style="" if key in USUAL_NEWS else "yellow")
 
     def _news(self) -> Iterator[tuple[object, str]]:
-        """Yield (key, words) of what the user is told of a run in progress. Nothing with the same key is told again."""
+        """Yield pairs (key, words): the news of a run in progress. Of news with the same key, the first is printed."""
         report, checkpoints = self._coordinator.report, self._coordinator.checkpoints
         if report.started:
             yield "samples", samples_line(self._job, report.samples, self._program)
@@ -543,7 +545,7 @@ class LiveRun:
                 self._timed = report.steps
                 if any(
                     each.share >= LEAST_SHARE for each in report.steps.values()
-                ):  # else, it costs more than it says
+                ):  # below this share, the sentence is not worth its computation
                     cost = step_cost_of(self._job, report)
                     yield "steps", "" if cost is None else cost.sentence()
         yield "hindrance", report.hindrance
@@ -567,7 +569,7 @@ class LiveRun:
         self._say(f"worker {now} is the main worker from the next epoch on (see paceline.is_main){why}")
 
     def _suspend(self) -> None:
-        """Stop all processes of the run and this one, until this process is continued."""
+        """Stop all processes of the run and this process, until this process is continued."""
         processes = self._engine.processes
         self._progress.pause()
         if self._terminal is not None:
@@ -662,7 +664,7 @@ class LiveRun:
         return on_machines(self._restarts.next(job, resumed), left)
 
     def _words_of(self, failure: RunFailedError, next_life: Job) -> str:
-        """Return what has happened, in sentences, and where servers run that no machine brings any more."""
+        """Return, in sentences, what has happened, and where the servers of lost machines run from now on."""
         moved = self._job.remote_servers - next_life.remote_servers
         here = f" The machine that serves the run takes over {counted(moved, 'server')}." if moved else ""
         return f"{str(failure).removesuffix('.')}.{here}"
@@ -670,10 +672,10 @@ class LiveRun:
     # -- after the run ------------------------------------------------------------------------------------
 
     def _write_last_checkpoint(self) -> None:
-        """Write a checkpoint, within `LAST_CHECKPOINT_S`, of a run that ends because of a signal.
+        """Write a checkpoint of a run that a signal ends. This takes at most `LAST_CHECKPOINT_S`.
 
-        The weights come first, because the sender of the signal may not wait for more. Training goes on meanwhile:
-        a checkpoint needs what the scripts hold between two batches.
+        The weights are saved first, because the sender of the signal may not wait for the checkpoint. Training goes on
+        meanwhile, because a checkpoint needs the state that the scripts have between two batches.
         """
         coordinator, interruption = self._coordinator, self._interruption
         if not coordinator.started.is_set():
@@ -681,7 +683,7 @@ class LiveRun:
         self._keep_weights(None)
         if self._hurried():
             return
-        # The job is cut now. The files are written while summary and report are.
+        # The job is cut now. The files of the checkpoint are written at the same time as summary and report.
         coordinator.call(coordinator.checkpoints.request_last)
         self._summary("interrupted")
         left_s = interruption.since_s + LAST_CHECKPOINT_S - time.monotonic()
@@ -701,9 +703,10 @@ class LiveRun:
             self._tell()
 
     def _keep_weights(self, failure: RunFailedError | None) -> None:
-        """Save the weights, if training has begun: the last good ones, or else those that the servers have now.
+        """Save the weights, if training has begun and this has not been done yet.
 
-        They are not saved twice.
+        If the run has diverged, the last good weights are saved, if there are any. Otherwise, the present weights of
+        the servers are saved.
         """
         if self._weights is not None or not self._coordinator.started.is_set() or self._hurried():
             return
@@ -747,7 +750,7 @@ class LiveRun:
             self._notes.append(f"server {server}: {how}{then}")
 
     def _weights_fault(self) -> str:
-        """Return why the weights have not been saved completely; "" if they have."""
+        """Return why the weights have not been saved completely; "" if all have been saved."""
         if self._weights is None or self._weights.absent or self._weights_path is None:
             return self._notes[0] if self._notes else "the weights could not be read"
         return ""
@@ -796,7 +799,7 @@ class LiveRun:
         if not self._hurried():
             try:
                 self._summary("failed", str(failure))
-            except Exception as error:  # what has made the run fail is more important
+            except Exception as error:  # the failure itself is more important
                 failure.add_note(f"the summary of the run could not be written: {error!r}")
             if (report := self._run_dir / REPORT).exists():
                 failure.add_note(f"the report of the run is {report}")
@@ -849,7 +852,7 @@ class LiveRun:
         """Write the summary, and return the exception for the signal that ended the run.
 
         Args:
-            scripts: what has happened if the signal ended the scripts of the workers, not the launcher.
+            scripts: if the signal ended the scripts of the workers, but not the launcher, what has happened; else "".
         """
         summary: dict[str, Any] = {}
         faults = self._notes
@@ -882,7 +885,7 @@ class LiveRun:
 
 
 def _reason(failure: RunFailedError) -> str:
-    """Return what the machines of a run are told about its failure, as a continuation of "the run failed: "."""
+    """Return the reason for a failure, as the machines of the run are told, as a continuation of "the run failed: "."""
     return failure.reason if failure.process == "the run" else str(failure)
 
 
@@ -897,7 +900,7 @@ class ServerLost(Exception):
 
     Attributes:
         words: what has happened, as a sentence.
-        next_life: the configuration with which it goes on.
+        next_life: the configuration with which the run goes on.
     """
 
     def __init__(self, words: str, next_life: Job) -> None:
@@ -912,10 +915,10 @@ def is_loss(failure: RunFailedError) -> bool:
 
 
 def on_machines(job: Job, left: MachinesLeft) -> Job:
-    """Return a job that the machines that are left can begin. The serving machine has the servers that they lack.
+    """Return a job that the remaining machines can begin. The serving machine takes over the servers of lost machines.
 
-    The run may have fewer workers than when it began, but not fewer than it continues with (`Job.pause_below`). A job
-    that no machine can join stays as it is.
+    The new minimum number of workers may be smaller than before, but the run continues only with at least
+    `Job.pause_below` workers. A job that no machine can join stays as it is.
 
     Example:
         Of two machines with a worker and a server each, one is lost:
@@ -939,13 +942,13 @@ class RestartPolicy:
         self._in_vain = 0
 
     def resumed(self, job: Job, newest: NewestCheckpoint) -> ResumedFrom | None:
-        """Return the checkpoint with which a run would go on after a loss; None if it would not.
+        """Return the checkpoint with which a run would go on after a loss; None if the run would end.
 
-        A run that goes on by itself checks a checkpoint as strictly as a user does who resumes the run.
+        The checkpoint is checked as strictly as if a user resumed the run.
 
         Args:
             job: the configuration of the run.
-            newest: its newest whole checkpoint.
+            newest: the newest whole checkpoint of the run.
         """
         resumed = resumed_with(newest)
         in_vain = self._in_vain >= MOST_IN_VAIN and _is_again(job, resumed)
@@ -964,7 +967,8 @@ def _is_again(job: Job, resumed: ResumedFrom | None) -> bool:
 
 # -- Says when a run waits for machines to join it, and gives up after a while if none does ------------------
 
-# Time in which machines join a run again that goes on by itself, because `paceline join --wait` calls for as long.
+# Time in which machines can join again a run that goes on by itself. By default, `paceline join --wait` tries for as
+# long to reach the coordinator.
 RETURN_TIMEOUT_S = 60.0
 SHORTAGE, LIFE = "shortage", "life"
 
@@ -976,7 +980,7 @@ class ShortageWatch:
         coordinator: the coordinator of the run.
         patience_s: number of seconds for which the run may have too few workers; None for no limit.
         say: a function that prints a line.
-        again: True if the run goes on by itself after the loss of a server, so that machines join it again.
+        again: True if the run has gone on by itself after the loss of a server, so that machines join it again.
     """
 
     def __init__(
@@ -991,14 +995,14 @@ class ShortageWatch:
         self._patience_s = patience_s
         self._say = say
         self._again = again
-        # One clock measures the present shortage, the other the time since the run has begun or gone on.
+        # One clock measures the present shortage, the other one the time since the run was last started.
         self._clocks: Clocks[str] = Clocks(time.monotonic(), gap_s=CLOCK_GAP_S)
         self._clocks.begin(LIFE, time.monotonic())
         self._paused = False
         self._vacant = 0  # number of servers for which the run was last said to be waiting
 
     def look(self) -> str:
-        """Check the number of workers. Return why the run must end, or "" if it need not."""
+        """Check the number of workers. Return why the run must end, or "" if it need not end."""
         now_s, report = time.monotonic(), self._coordinator.report
         shortage = report.shortage
         self._clocks.look(now_s)
@@ -1008,7 +1012,7 @@ class ShortageWatch:
         if self._paused != (begun and shortage != ""):
             self._paused = not self._paused
             if self._paused:
-                self._say(f"the run is paused: it has {shortage}; it continues when others have joined")
+                self._say(f"the run is paused: it has {shortage}; it continues when more workers have joined")
             else:
                 self._say("the run continues")
         if self._patience_s is None or short_s is None or short_s < self._patience_s:
@@ -1025,7 +1029,7 @@ class ShortageWatch:
         )
 
     def unreturned_server(self) -> RunFailedError | None:
-        """Return the loss of a server whose machine was to join the run again, if it has not done so in time."""
+        """Return the loss of a server whose machine should have joined the run again by now; None if there is none."""
         vacant = self._coordinator.report.vacant
         waited_s = self._clocks.waited_s(LIFE, time.monotonic())
         if not (self._again and vacant) or waited_s is None or waited_s < RETURN_TIMEOUT_S:
@@ -1035,7 +1039,7 @@ class ShortageWatch:
         )
 
     def _look_for_servers(self) -> None:
-        """Say how many servers are missing if the run cannot begin for this reason alone."""
+        """If the run cannot begin only because servers are missing, say how many."""
         report = self._coordinator.report
         vacant = len(report.vacant) if len(report.live) >= self._coordinator.job.least else 0
         if vacant and vacant != self._vacant:

@@ -9,8 +9,8 @@ these functions. Nothing else depends on a scheduler's variables. The functions 
     slurm     first node of step    SLURM_PROCID is 0  SLURM_PROCID    PACELINE_SECRET    SLURM_LOCALID
 
 The secret may also be in a file that the user names. A worker inherits the environment, and its device is the
-accelerator with the number in the last column. If the scheduler hides the other ones, it is the only one. Nothing
-else is hidden from the worker, because a script may choose its accelerator by this variable itself.
+accelerator with the number in the last column. If the scheduler hides all accelerators but one, the device is this one.
+Paceline hides no accelerators from the worker, because a script may choose its accelerator by this variable itself.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 FIRST_PORT = 20_000
-PORTS = 10_000  # so the ports lie below those that Linux gives to clients, and those of Kubernetes
+PORTS = 10_000  # so all ports lie below those that Linux gives to clients, and below those of Kubernetes
 
 
 class RendezvousStore(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,14 +66,14 @@ class JobPlace(msgspec.Struct, frozen=True, kw_only=True):
     """The place of a process in a job that a scheduler has started.
 
     Attributes:
-        name: name of the job. If the scheduler starts the job again, it has another name.
-        index: the index of the worker of this process, if it is free.
+        name: name of the job. If the scheduler starts the job again, the job has another name.
+        index: the index that the worker of this process gets if this index is free.
         local: number of this process on its machine.
         count: number of processes in the job.
         serves: True if this process also starts the coordinator and the servers of the run.
         alone: True if all processes of the job run on this machine.
-        host: host name or address of the process that serves the job or, if it is not known, of another process
-            that all others can reach.
+        host: host name or address of the process that serves the job. If this is not known, host name or address of
+            another process, which all processes can reach.
         port: TCP port of the coordinator; 0 if it is published in the store.
         store: where the address is published; None if `host` and `port` are known from the start.
     """
@@ -92,8 +92,8 @@ class JobPlace(msgspec.Struct, frozen=True, kw_only=True):
 def torchrun(environment: Mapping[str, str]) -> JobPlace:
     """Return the place of a process that torchrun has started.
 
-    All processes of the job know the address of a store, which is not encrypted. The job has a new key there whenever
-    torchrun starts it again.
+    All processes of the job know the address of a store. Connections to this store are not encrypted. Whenever torchrun
+    starts the job again, the job has a new key in the store.
 
     Raises:
         ConfigurationError: torchrun has not started this process.
@@ -150,7 +150,7 @@ def slurm(environment: Mapping[str, str]) -> JobPlace:
         "this process is not a task of a Slurm job step. Use, for example, `srun --ntasks 2 paceline join --slurm "
         "SCRIPT` in a file for sbatch; without Slurm, `paceline join HOST:PORT SCRIPT`",
     )
-    step = read.number("SLURM_STEP_ID")  # a batch script has the other variables, too
+    step = read.number("SLURM_STEP_ID")  # a batch script has all other variables, too
     rank, job = read.number("SLURM_PROCID"), read.number("SLURM_JOB_ID")
     nodes = expand(read.text("SLURM_STEP_NODELIST"))
     components = (
@@ -176,7 +176,7 @@ ENVIRONMENTS: Mapping[str, Callable[[Mapping[str, str]], JobPlace]] = {"torchrun
 
 
 class _Variables:
-    """Reads the variables of a scheduler. `otherwise` says what it means if one of them is missing."""
+    """Reads the variables of a scheduler. `otherwise` says what it means if a variable is missing."""
 
     def __init__(self, environment: Mapping[str, str], otherwise: str) -> None:
         self._environment = environment
@@ -216,10 +216,10 @@ def expand(nodes: str) -> list[str]:
     return names
 
 
-# -- A process that a scheduler has started: it joins the job, and if it is the first one, it also serves the job
+# -- A process that a scheduler has started: it joins the job. The first process also serves the job ---------
 #
-# Each process runs one worker as a child. So a worker that is lost or leaves does not end the process, for
-# which the scheduler might end or restart the whole job. A process fails only if the job does.
+# Each process runs one worker as a child, so the process goes on if this worker is lost or leaves. If the
+# process ended, the scheduler might end or restart the whole job. A process fails only if the job fails.
 
 POLL_INTERVAL_S = 0.2
 # Time that the other workers have to leave after the worker of the first process has left.
@@ -230,12 +230,12 @@ ANYWHERE = ("0.0.0.0", "::", "[::]")
 
 
 def listening_address(place: JobPlace, listen: str) -> str:
-    """Return the address at which the other processes of the job reach the first one, which is this process.
+    """Return the address at which the other processes of the job reach this process, which is the first one.
 
     Args:
         place: the place of this process.
-        listen: the address of this machine that the user has chosen; "" for that of the interface over which this
-            machine reaches the host that the scheduler has named, and all others do.
+        listen: the address of this machine that the user has chosen; "" for the address of the interface over which
+            this machine reaches the host that the scheduler has named. All other machines reach this host, too.
 
     Raises:
         ConfigurationError: other machines cannot reach the address.
@@ -267,27 +267,27 @@ def join_job(
     device: Device | None = None,
     force: bool = False,
 ) -> int:
-    """Run one worker of a job that a scheduler has started, until it has ended. The first process also serves it.
+    """Run one worker of a scheduler's job until the worker has ended. The first process also serves the job.
 
     Args:
         place: the place of this process.
-        worker_arguments: what the worker runs; see `ProcessOrder`.
+        worker_arguments: the script, module or function that the worker runs; see `ProcessOrder`.
         serve_arguments: the options with which the first process serves the job.
         listen: see `listening_address`.
-        port: TCP port of the coordinator; 0 for the one that the scheduler implies or, if there is none, a free one.
-        token: the secret of the job; "" for a new one, if all processes run on this machine.
+        port: TCP port of the coordinator; 0 for the port that the scheduler implies or, if there is none, a free port.
+        token: the secret of the job; "" for a new secret, if all processes run on this machine.
         version: version of Paceline on this machine.
         console: console for messages.
         patience_s: number of seconds for which the first process is awaited.
         run_dir: run directory. If it has the checkpoint of a run that has not finished, the job resumes this run.
             Default: a new directory in ./runs.
-        streams: what the user wants of the standard streams of the worker.
+        streams: how the user wants to use the standard streams of the worker.
         device: the device of the worker; None if none is assigned.
-        force: True to use the run directory although a run that is in progress holds it.
+        force: True to use the run directory even if a run in progress holds it.
 
     Returns:
-        The exit code of this process. A process whose worker is lost or leaves does not fail, unless it is the first
-        one and the run ends because of that.
+        The exit code of this process. A process does not fail because its worker is lost or leaves, unless this
+        is the first process, and the run ends because of the loss.
 
     Raises:
         ConfigurationError: an input is not valid, or the job does not accept this process.
@@ -388,7 +388,7 @@ def _await_announcement(place: JobPlace, listen: str, port: int, patience_s: flo
 
 
 def _store(store: RendezvousStore, patience_s: float, *, serves: bool) -> TCPStore:
-    """Return a connection to the store of a job. It contains no secrets, because anybody may connect to it."""
+    """Return a connection to the store of a job. The store has no secrets, because anybody may connect to it."""
     from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
     try:

@@ -31,10 +31,10 @@ from ..words import wrapped
 
 
 class StandardStreams(NamedTuple):
-    """What the user wants of the standard streams.
+    """How the user wants to use the standard streams.
 
     Attributes:
-        reads: True if worker 0 reads this process's standard input even if that is not a terminal.
+        reads: True if worker 0 reads this process's standard input even if this input is not a terminal.
         show_all: True if the output of every process is shown, each line with the name of its process.
     """
 
@@ -49,7 +49,7 @@ class Channel(NamedTuple):
         stdin: descriptor of its standard input. Once the process has started, it must be closed.
         stdout: descriptor of its standard output and standard error. Once the process has started, it must be closed.
         copy: a function that copies the output, until it ends, to the log and to the screen.
-        close: a function that releases what `copy` would use, for a process that cannot be started.
+        close: a function that releases the resources of `copy`, for a process that cannot be started.
     """
 
     stdin: int
@@ -62,7 +62,7 @@ class Channels:
     """Opens the standard streams of the processes of one run.
 
     Args:
-        streams: what the user wants.
+        streams: how the user wants to use the standard streams.
         terminal: the terminal that worker 0 uses, if any.
         screen: shows the output.
         shown: name of the process whose output is shown from the beginning.
@@ -163,12 +163,12 @@ def copy_output(
 # -- The terminal of the launcher, which worker 0 uses as if it ran alone ------------------------------------
 #
 # Worker 0 gets a terminal of its own, a pseudo-terminal with the settings and the size of the launcher's
-# terminal. The launcher copies what worker 0 writes to its own terminal, and what the user types to worker 0.
+# terminal. The launcher copies the output of worker 0 to the user's terminal, and the user's keys to worker 0.
 # So the launcher remains in control: Ctrl-C and Ctrl-Z reach the launcher, whatever worker 0 does with its
 # terminal, and the settings of the user's terminal never depend on worker 0.
 #
-# Worker 0 cannot have the launcher's own terminal. Only one process group may read from a terminal, and that
-# group also gets the signals; and the launcher could not write what worker 0 writes to a log.
+# Worker 0 cannot have the launcher's own terminal. Only one process group may read from a terminal, and this
+# group also gets the signals. Besides, the launcher could not copy the output of worker 0 to a log.
 
 logger = logging.getLogger("paceline.terminal")
 
@@ -179,7 +179,7 @@ LINE_TIMEOUT_S = 0.1
 
 DRAWING = re.compile(
     rb"[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f]"  # control characters, except for tabs and line ends
-    rb"|\r+[^\r\n]"  # a line that is written again
+    rb"|\r+[^\r\n]"  # a line that is overwritten
     rb"|\x1b(?!\[[\d;:]*m|\[[\d;:]*\Z|\Z)"  # control sequences, except for colors
 )
 """Matches output that moves the cursor or erases text."""
@@ -206,7 +206,7 @@ def is_terminal(stream: object, number: int) -> bool:
     try:
         return bool(stream.isatty() and stream.fileno() == number)  # type: ignore[attr-defined]
     except (AttributeError, OSError, ValueError):
-        return False  # no stream, a closed one, or one that a notebook or a test has put in place
+        return False  # no stream, a closed stream, or a replacement by a notebook or a test
 
 
 class Terminal:
@@ -232,7 +232,7 @@ class Terminal:
         self._worker: int | None = worker
         self.name = os.ttyname(worker)
         settings = termios.tcgetattr(self._own)
-        # Our terminal begins each line at its left edge, and the log is a text file.
+        # Worker 0's terminal adds no carriage returns: ours adds them, and the log is a text file.
         settings[1] &= ~termios.OPOST
         termios.tcsetattr(worker, termios.TCSANOW, settings)
         self._copy_size()
@@ -294,7 +294,7 @@ class Terminal:
     def awaits_user(self, process_id: int) -> bool:
         """Return True if the process waits for the user to type something, as far as the system tells.
 
-        That is the case if its main thread reads from its terminal, or if it has changed its terminal to receive each
+        This is the case if its main thread reads from its terminal, or if it has changed its terminal to receive each
         key, as `readline` does while a line is edited.
         """
         if not self.reads:
@@ -329,8 +329,8 @@ class Terminal:
             os.close(source)
 
     def _run(self) -> None:
-        """Copy what the user types to worker 0, and keep the sizes of both terminals equal."""
-        # If this process is in the background, the system would otherwise stop it.
+        """Copy the user's keys to worker 0, and keep the sizes of both terminals equal."""
+        # Without this, the system would stop this process when it is in the background.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU, signal.SIGTTIN})
         while True:
             self._copy_size()
@@ -342,7 +342,7 @@ class Terminal:
                 self._copy_keys()
 
     def _take_keys(self) -> bool:
-        """Let our terminal pass on each key, if this process is in the foreground. Return True if it does so."""
+        """Let our terminal pass on each key, if this process is in the foreground. Return True if this is done."""
         with self._lock, contextlib.suppress(OSError, termios.error):
             if self._paused or not _in_foreground():
                 return False
@@ -421,7 +421,7 @@ def _in_foreground() -> bool:
 
 @contextlib.contextmanager
 def _no_job_control() -> Iterator[None]:
-    """Do not stop this process if it changes the terminal from the background."""
+    """Keep this process from being stopped when it changes the terminal from the background."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU})
     try:
         yield
@@ -493,11 +493,11 @@ def print_line(line: str) -> None:
 def plain_console(*, stderr: bool = False, **options: Any) -> Console:
     """Return a console that prints each text as it is. All consoles of Paceline are made here.
 
-    Texts contain names from users, and extras such as paceline[report]. By default, rich takes what stands in
-    brackets for the name of a style, and drops it.
+    Texts contain names from users, and extras such as paceline[report]. By default, rich takes a word in
+    brackets for the name of a style, and does not print it.
 
     Args:
-        stderr: whether it prints to standard error, not to standard output.
+        stderr: True for a console that prints to standard error instead of standard output.
         options: further arguments of `rich.console.Console`.
     """
     return Console(stderr=stderr, markup=False, **options)
@@ -509,7 +509,7 @@ def print_sentence(
     """Print text for people. A terminal wraps it between words; in a pipe or a file, it is never wrapped.
 
     A word that is longer than a line, such as a path, is left whole, so that it can be copied. A command line should
-    not be printed by this function, because a wrapped one cannot be copied.
+    not be printed by this function, because a wrapped command line cannot be copied.
 
     Args:
         console: the console to write to.
@@ -533,5 +533,5 @@ class PlainScreen:
         print_line(line)
 
     def draw(self, data: bytes) -> None:
-        """Only a worker with a terminal draws, and no worker has one here."""
+        """Raise an error: only a worker with a terminal draws, and here no worker has a terminal."""
         raise InternalError("a worker without a terminal draws on the screen")

@@ -17,7 +17,7 @@ from .terminal import Terminal
 # A worker is killed only after it has been silent for at least this many times its usual iteration time, even
 # if the timeout is shorter.
 LEAST_ITERATIONS = 3
-# Time for a process to send its next message after it was suspended, or after the user has typed what it waited for.
+# Time for a process to send its next message after it was suspended, or after the user has typed its input.
 RECOVERY_S = 15.0
 
 
@@ -45,9 +45,9 @@ class Waiting:
         self._timeout_s = timeout_s
         self._say = say
         self._terminal = terminal
-        # Times until which the silence of all processes, and that of worker 0, has a known reason.
+        # Until these times, the silence of all processes, and the silence of worker 0, has a known reason.
         self._excused_s = self._typed_s = -math.inf
-        # Each reported process, with the incarnation of a worker -> its clock, and for how long it had been silent.
+        # (role, index, incarnation) of each reported process -> its clock, and for how long it had been silent.
         self._reported: dict[tuple[Literal["worker", "server"], int, int], tuple[float | None, float]] = {}
 
     def look(self) -> str:
@@ -87,7 +87,7 @@ class Waiting:
         self._excused_s = time.monotonic()
 
     def _without_excuse(self, awaited: AwaitedProcess) -> AwaitedProcess | None:
-        """Return the process with the silence that has no known reason, or None if that silence is short."""
+        """Return the process, with the part of its silence that has no known reason; None if this part is short."""
         now_s = time.monotonic()
         excused_s = self._excused_s
         if (awaited.role, awaited.index) == ("worker", 0):
@@ -102,9 +102,9 @@ class Waiting:
         return msgspec.structs.replace(awaited, quiet_s=now_s - excused_s)
 
     def _may_take_its_time(self, awaited: AwaitedProcess) -> bool:
-        """Return True if no worker waits for this one, because the others have finished. It may evaluate its model.
+        """Return True if no worker waits for this one, because others have finished: it may be evaluating its model.
 
-        A process that is stopped does nothing of the kind.
+        A stopped process cannot be evaluating, so it gets no more time.
         """
         if awaited.role != "worker" or awaited.waiting:
             return False

@@ -1,6 +1,6 @@
 """Actions: the requests that a sync model makes to its host. Actions are immutable, and their names are imperatives.
 
-The host carries out the actions in the order given and completes each one before the next. For example, an update is
+The host carries out the actions in the order given and completes each action before the next. For example, an update is
 applied before any pull that waits for it is answered.
 """
 
@@ -15,7 +15,7 @@ from .events import Change
 
 @dataclass_transform(frozen_default=True, field_specifiers=(msgspec.field,))
 class Action(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """A request to the host. Its subclasses are frozen and tagged, too."""
+    """A request to the host. The subclasses are frozen and tagged, too."""
 
 
 class ApplyPush(Action):
@@ -67,8 +67,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         superstep: number of the superstep, counted from 0.
-        stops: a pair (worker, iteration) for each member. The member stops with its first push of that iteration or a
-            later one.
+        stops: a pair (worker, iteration) for each member. The member stops with its first push of this iteration or
+            of a later iteration.
         wait_ticks: the predicted time between the first and the last arrival at the barrier (d_Z), in ticks.
         barrier_ticks: the predicted time of the last arrival at the barrier, in ticks on the host's clock.
     """
@@ -93,10 +93,11 @@ class PublishPlan(Action):
 class RestartWorker(Action, repr_omit_defaults=True):
     """Tell this worker to abort its computation of `iteration`, pull, and compute the iteration again.
 
-    This action has no effect if the worker has already pushed the iteration, or has restarted it more often.
+    This action has no effect if the worker has already pushed the iteration, or has restarted it more than `attempt`
+    times.
 
     Attributes:
-        worker: the worker that is told.
+        worker: the worker that receives the order.
         iteration: label of the iteration.
         attempt: the computation of this iteration that is aborted, counted from 0.
     """

@@ -17,11 +17,11 @@ round begins, and earlier rounds do not count the worker. The condition `always`
 immediately, too.
 
 If the push condition does not require all workers, a worker may be *late*: c_p < V_train. Where pushes are averaged,
-`paceline.sync.drop_stragglers` says what becomes of its pushes, whatever the conditions are.
+`paceline.sync.drop_stragglers` says what becomes of the pushes of a late worker, whatever the conditions are.
 
-Guarantee: Whatever the conditions, each push is applied, averaged or dropped exactly once, and no worker waits for
+Guarantee: Under all conditions, each push is applied, averaged or dropped exactly once, and no worker waits for
 a worker that has left. The conditions determine whether a run makes progress. The models of this
-package ensure that it does.
+package ensure progress.
 
 If a condition written by the user fails, `fault` is set, and the state machine of another model takes over.
 
@@ -31,9 +31,9 @@ Deviations: Conditions test `Count[V_train] >= n` with the number n of live work
 The n of `push_scale` is another number. The paper divides each gradient by a constant, the total number N of workers
 (Algorithm 1, line 15, and Table II). Here, workers come and go, so n is the largest number of workers that have been
 present at once at this shard. When a worker finishes or is lost, n stays, so the last and most outdated pushes are
-not enlarged. A worker that joins again is not counted twice: only a join that makes more workers present than ever
-before increases n. Changes of the model leave n as it is. It is part of a checkpoint, so a run that is resumed begins
-with the n of its job, even if it has fewer workers.
+not enlarged. A worker that joins again is not counted twice: n increases only if a join makes more workers present
+than ever before. Changes of the model leave n as it is. A checkpoint contains n, so a resumed run begins with the n of
+its job, even if the run has fewer workers.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def always(state: PullState) -> bool:
 
 
 def everybody(state: PushState) -> bool:
-    """Return True if every live worker has pushed round V_train. All rows of Table III but one use this condition."""
+    """Return True if every live worker has pushed round V_train. All rows of Table III except one use it."""
     return state.pushed >= state.live
 
 
@@ -250,14 +250,14 @@ class ConditionMachine(ShardMachine):
         self._average = average
         self._execution = execution
         self._scale = None if scale is PUSH_SCALES["1"] else scale
-        # Count[V_train]: the number of live workers with c_p > V_train that are not in `_coming`, and of those for
-        # which `_late` has True
+        # Count[V_train]: the number of live workers with c_p > V_train that are not in `_coming`, plus the number of
+        # workers for which `_late` has True
         self._pushed = 0
         # Workers that have joined a run in progress and have not pulled their first weights yet.
         self._entering: set[int] = set()
         self._coming: dict[int, int] = {}  # worker that joins in a later round -> this round, its c_p
-        # Beside other models: late worker that has received the weights of round V_train -> True if the mean of this
-        # round has a push of the worker
+        # If the shards run different models: late worker that has received the weights of round V_train -> True if the
+        # mean of this round has a push of the worker
         self._late: dict[int, bool] = {}
         self._held: list[tuple[int, int]] = []  # (worker, iteration) of each push that is held to be averaged
         self._delayed: dict[int, dict[int, int]] = {}  # round -> worker -> iteration of the delayed pull
@@ -337,8 +337,8 @@ class ConditionMachine(ShardMachine):
         """The least c_p with which a worker could join now.
 
         If pushes are averaged, this is the next round, in which all workers begin at the same time: the current round
-        does not wait for a worker that is still receiving its weights. Beside other models, a worker may join late,
-        since V_train can be far ahead of the slowest worker that the other shards wait for.
+        does not wait for a worker that is still receiving its weights. If other shards run other models, a
+        worker may join late, because V_train can be far ahead of the slowest worker, for which those shards wait.
         """
         if self._takes_late:
             return self.counts.slowest
@@ -369,7 +369,7 @@ class ConditionMachine(ShardMachine):
         return actions + super().take_over(handover, now_ticks)
 
     def outlook(self, most_workers: int) -> dict[str, object]:
-        """Return what decides: the order of held pushes has no effect, because a mean is sorted."""
+        """Return the state that decides: the order of held pushes has no effect, because a mean is sorted."""
         return {"_held": frozenset(self._held)}
 
     def waits(self) -> dict[int, str]:
@@ -439,14 +439,14 @@ class ConditionMachine(ShardMachine):
             self._held.append((push.worker, push.iteration))
             return HoldPush(push.worker, push.iteration)
         if self._scale is not None:
-            # Traces that were recorded before the number was kept have none: the live workers were counted.
+            # Old traces lack this number. When they were recorded, the live workers were counted instead.
             workers = self.counts.live_count if push.at_once is None else push.at_once
             factor = self._scale(workers, push.staleness or 0)
             return ApplyPush(push.worker, push.iteration, factor)
         return ApplyPush(push.worker, push.iteration)
 
     def _fill(self, push: PushReceived, late: bool) -> bool:
-        """Count a push on the weights of this round. Return True if the mean has a push of the worker already."""
+        """Count a push on the weights of this round. Return True if the mean already has a push of the worker."""
         averaged = self._late[push.worker]
         if not late:
             self._pushed -= averaged  # c_p has reached this round, so the worker would be counted twice
@@ -468,7 +468,7 @@ class ConditionMachine(ShardMachine):
             self._pushed -= self.counts.at(self.v_train)
             for worker in [worker for worker, rnd in self._coming.items() if rnd == self.v_train]:
                 del self._coming[worker]
-                self._pushed += 1  # it was not included in `_pushed`
+                self._pushed += 1  # the worker was not included in `_pushed`
             for worker, iteration in closing.items():
                 del self._filed_under[worker]
                 actions.append(self._answer(worker, iteration))
@@ -480,7 +480,8 @@ class ConditionMachine(ShardMachine):
     def _is_complete(self) -> bool:
         """Return True if the current round is complete, or if all live workers join in a later round.
 
-        This does not hold for ever, even if the condition does: `_pushed` is 0 when V_train reaches the largest c_p.
+        Even if the condition always holds, the result becomes False: `_pushed` is 0 when V_train reaches the largest
+        c_p.
         """
         if self.frozen:
             return False
@@ -623,7 +624,7 @@ def _polynomial(coefficients: tuple[float, ...], x: float) -> float:
 # An interval ends with a push. It begins with the worker's previous push, as DSSP defines it. If the model
 # calls `begin` when it answers the worker's pull, the interval begins with the answer, and so does not contain
 # the time for which the worker has waited. The warm-up of an accelerator is no interval, because later
-# iterations are shorter. What a script does outside of training is not part of an interval either.
+# iterations are shorter. The time that a script spends outside of training is not part of an interval, either.
 
 
 @stateful()
@@ -655,5 +656,5 @@ class Intervals:
                 self.interval_ticks.pop(event.worker, None)
 
     def begin(self, worker: int, now_ticks: int) -> None:
-        """Begin a worker's current interval now, whenever its last push was."""
+        """Begin a worker's current interval now, instead of at its last push."""
         self.last_ticks[worker] = now_ticks

@@ -4,37 +4,38 @@ A worker is *late* if c_p < V_train: the round of its next push is complete alre
 on the models of the other shards.
 
 If all shards run this model, the push is dropped. If the worker's next push would also be late, the answer to the
-worker's pull contains V_train: the worker continues from this round, as if it had pushed the rounds in between. If the
-shards send different rounds, the worker continues from the latest of these rounds and reports this round to all
-shards with its next push. If each shard advanced the worker independently, the shards could disagree about which
-worker is behind, and workers could wait for each other forever.
+worker's pull contains V_train. The worker continues from the largest round that any shard has answered with, as if it
+had pushed the rounds in between, and reports this round to all shards with its next push. If each shard advanced the
+worker independently, the shards could disagree about which worker is behind, and workers could wait for each other
+forever.
 
-Beside other models (FluentPS, Fig. 2), c_p is the number of the worker's pushes at every shard. So every round of
-`bsp` has a push of each worker, and bounds on staleness hold, as if no shard dropped anything. At this shard, the first
-push of a late worker on the weights of the current round is averaged, and counts toward the quorum. Its other late
-pushes are dropped. A late worker never waits here.
+If other shards run other models (FluentPS, Fig. 2), c_p is the number of the worker's pushes at every shard. So every
+round of `bsp` has a push of each worker, and bounds on staleness hold, as if no shard dropped a push. At this shard,
+the first push of a late worker on the weights of the current round is averaged, and counts toward the quorum. The
+worker's other late pushes are dropped. A late worker never waits at this shard.
 
-Workers cannot wait for each other forever then: all shards count the same c_p, and V_train >= min c, so the slowest
-worker waits at no shard. This is why a late worker whose push counts for a round must not wait for the end of this
-round. Otherwise, beside `pssp:staleness=0`, three workers with N_t = 2 could stop: workers 1 and 2 push iterations 0 to
-2, and worker 0 its iteration 0, which is late. Its iteration 1 then counts for round 3. At this shard, worker 0 waits
-for worker 1 or 2 to push this round. At the other shard, both wait for worker 0, which is the slowest.
+Even in this case, workers cannot wait for each other forever: all shards count the same c_p, and V_train >= min c, so
+the slowest worker waits at no shard. This is why a late worker whose push counts for a round must not wait for the end
+of this round. Otherwise, if another shard runs `pssp:staleness=0`, three workers with N_t = 2 could wait forever:
+workers 1 and 2 push iterations 0 to 2, and worker 0 pushes its iteration 0, which is late. Then iteration 1 of worker 0
+counts for round 3. At this shard, worker 0 waits for worker 1 or 2 to push round 3. At the other shard, workers 1 and 2
+wait for worker 0, which is the slowest.
 
 Reference: Chen et al., "Revisiting distributed synchronous SGD", 2016; FluentPS, Table III, row "Drop stragglers".
 Admission: A pull is answered if and only if progress < V_train. The round V_train is complete when Count[V_train] >=
-N_t, where Count[V_train] is the number of live workers that have pushed for that round, and N_t is the quorum. If
-fewer than N_t workers are live, the round is complete when all of them have pushed.
+N_t, where Count[V_train] is the number of live workers that have pushed for that round, and N_t is the quorum. If fewer
+than N_t workers are live, the round is complete when all of them have pushed.
 State: The pushes of the current round, and the pulls that wait for the end of the round.
-Guarantee: With one shard, every gradient that is applied was computed on the newest weights (staleness 0). With
-several, rounds of two shards differ by at most 1. A shard may answer a late worker just before the round begins from
-which the worker continues, so its next gradient there may have staleness 1. The run makes progress as long as N_t
-workers make progress or, if fewer than N_t are left, as long as all of them do. If N_t is the number of workers, the
-model is BSP.
+Guarantee: With one shard, every gradient that is applied was computed on the newest weights (staleness 0). With several
+shards, the rounds of two shards differ by at most 1. A shard may answer a late worker just before the beginning of the
+round from which the worker continues, so the worker's next gradient at this shard may have staleness 1. The run makes
+progress as long as N_t workers make progress or, if fewer than N_t are left, as long as all of them do. If N_t is the
+number of workers, the model is BSP.
 Use: When some workers are occasionally very late and training tolerates discarding their late gradients.
-Deviations: The push of a worker that has left stays in the mean (that of a lost worker, if every shard has received
-it), but does not count toward the quorum. A worker that joins begins with the round after V_train or, beside other
-models, with min c. In FluentPS, a worker always reports its own iterations, and Algorithm 1 applies late gradients,
-too (line 15).
+Deviations: When a worker leaves, its push stays in the mean, but no longer counts toward the quorum. The push of a lost
+worker stays only if every shard has received it. A worker that joins begins with the round after V_train or, if other
+shards run other models, with min c. In FluentPS, a worker always reports its own iterations, and Algorithm 1 applies
+late gradients, too (line 15).
 
 >>> from paceline.sync.events import PullRequested, PushReceived, WorkerJoined
 >>> shard = DropStragglers(quorum=1).at_shard()

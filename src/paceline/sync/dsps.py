@@ -2,23 +2,23 @@
 
 Reference: Zhang, Tu, Ren et al., "A parameter communication optimization strategy for distributed machine learning in
 sensors", Sensors 17(10), 2017, which FluentPS cites for the row DSPS of its Table III. Only FluentPS was available.
-It states the pull condition, and that the strategy "monitored the performance of worker nodes to dynamically adjust
-the staleness threshold" (section V). The rule for the bound s is this project's interpretation.
-Admission: As in SSP(s), a pull is answered if and only if progress < V_train + s. Each time V_train advances, s is
-set to the number of iterations that the fastest worker computes while the slowest computes one, that is,
+FluentPS states the pull condition, and says that the strategy "monitored the performance of worker nodes to dynamically
+adjust the staleness threshold" (section V). The rule for the bound s is this project's interpretation.
+Admission: As in SSP(s), a pull is answered if and only if progress < V_train + s. Each time V_train advances, s is set
+to the number of iterations that the fastest worker computes while the slowest computes one iteration, that is,
 ceil(longest interval / shortest interval), clamped to [lower, upper]. The interval of a worker is the time from the
 answer to its last pull, or from its join, to its last push.
 State: The state of SSP, and the last interval of each worker.
-Guarantee: No worker starts an iteration while it is more than `upper` iterations ahead of the slowest live worker.
-The run makes progress as long as the slowest live worker does. With lower = upper, the model is SSP(lower).
+Guarantee: No worker starts an iteration while it is more than `upper` iterations ahead of the slowest live worker. The
+run makes progress as long as the slowest live worker does. With lower = upper, the model is SSP(lower).
 Use: When the ratio between the workers' speeds is not known in advance.
 Deviations: The rule for s is an interpretation (see Reference). Intervals do not include the time for which a pull is
-delayed: a worker that waits for the slowest one would seem to be as slow, and s would shrink. They include the
-transfers and, with several shards, the time for which a worker waits for other shards. Unless the run has
-`--hyperparameters raw`, they do not contain what the script did outside of training, such as evaluating the model;
-each push says how long that was. At first, s is `lower`. It does not change while a live worker has yet to push. With
-the soft barrier, a delayed pull waits for the current round to close, even if s has grown or shrunk in the meantime.
-With `push_scale="1/n"`, n is the largest number of workers that have been present at once (see
+delayed: otherwise, a worker that waits for the slowest worker would seem to be as slow, and s would shrink. Intervals
+include the transfers and, with several shards, the time for which a worker waits for other shards. Unless the run has
+`--hyperparameters raw`, intervals do not contain the time that the script spent outside of training, for example to
+evaluate the model. Each push says how long this time was. At first, s is `lower`. It does not change until every live
+worker has pushed. With the soft barrier, a delayed pull waits for the current round to close, even if s has grown or
+shrunk in the meantime. With `push_scale="1/n"`, n is the largest number of workers that have been present at once (see
 `paceline.sync.conditions`). In the paper, N is a constant.
 
 >>> DSPS(lower=1, upper=9).at_shard().staleness

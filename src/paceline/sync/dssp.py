@@ -4,23 +4,23 @@ predicted to shorten its wait.
 Reference: Zhao, An, Liu and Chen, "Dynamic stale synchronous parallel distributed training for deep learning", ICDCS
 2019; ElasticBSP, section 7 and Fig. 14.
 Admission: A pull is answered if the gap c_p - min c is at most `lower`. Otherwise, if the worker has extra iterations
-left, it uses up one of them and the pull is answered. Otherwise, if the worker is the fastest and no extra iterations
-have been granted to it since its gap was last at most `lower`, it is granted r extra iterations and, if r > 0, uses
-up the first one immediately. Here, r is the integer in [0, upper - lower] for which the predicted wait for the
-slowest worker's next push is shortest, or the smallest such number if there are several. In all other cases, the pull
-is delayed until the gap is at most `lower`. For the prediction, let t be the time of a worker's last push and I its
-last interval between pushes. The fastest worker p finishes r more iterations at t_p + r I_p, and the slowest worker q
-pushes at t_q + k I_q for k = 1, 2, ... The wait is the smallest value of t_q + k I_q - (t_p + r I_p) that is >= 0.
+left, it uses up one of them and the pull is answered. Otherwise, if the worker is the fastest and has been granted no
+extra iterations since its gap was last at most `lower`, it is granted r extra iterations. If r > 0, it uses up the
+first of these immediately. Here, r is the integer in [0, upper - lower] for which the predicted wait for the slowest
+worker's next push is shortest, or the smallest such number if there are several. In all other cases, the pull is
+delayed until the gap is at most `lower`. For the prediction, let t be the time of a worker's last push and I its last
+interval between pushes. The fastest worker p finishes r more iterations at t_p + r I_p, and the slowest worker q pushes
+at t_q + k I_q for k = 1, 2, ... The wait is the smallest value of t_q + k I_q - (t_p + r I_p) that is >= 0.
 State: The state of SSP and, for each worker, its last interval between pushes and the number of extra iterations that
 it has left.
-Guarantee: No worker starts an iteration while it is more than `upper` iterations ahead of the slowest live worker.
-The run makes progress as long as the slowest live worker does. DSSP(s, s) is SSP(s).
+Guarantee: No worker starts an iteration while it is more than `upper` iterations ahead of the slowest live worker. The
+run makes progress as long as the slowest live worker does. DSSP(s, s) is SSP(s).
 Use: When the workers' speeds change and no single bound on the gap fits. The allowed gap of a worker varies between
 `lower` and `upper`, depending on which gap is predicted to give the shortest wait.
-Deviations: If several workers are the slowest, the prediction is made for the one with the longest interval. The
-paper's controller predicts the slowest worker's next `upper` pushes; this implementation predicts as many pushes as
-it needs. Unless the run has `--hyperparameters raw`, an interval does not contain what the script did outside of
-training, such as evaluating the model; each push says how long that was.
+Deviations: If several workers are the slowest, the prediction is made for the worker with the longest interval. The
+paper's controller predicts the slowest worker's next `upper` pushes; this implementation predicts as many pushes as it
+needs. Unless the run has `--hyperparameters raw`, an interval does not contain the time that the script spent outside
+of training, for example to evaluate the model. Each push says how long this time was.
 
 >>> DSSP(lower=3, upper=15)
 DSSP()
@@ -119,7 +119,9 @@ class SpendingMachine(ConditionMachine):
         last, interval = self._intervals.last_ticks, self._intervals.interval_ticks
         slowest = [w for w, count in self.counts.count.items() if count == self.counts.slowest]
         q = max(slowest, key=lambda w: (interval.get(w, math.inf), -w))  # the longest interval
-        if q not in interval or worker not in interval:  # one has not pushed yet, so nothing can be predicted
+        if (
+            q not in interval or worker not in interval
+        ):  # one of them has not pushed yet, so nothing can be predicted
             return 0
         return iterations_to_spend(
             last[worker],

@@ -1,10 +1,10 @@
 """ElasticBSP: the barrier is placed where the predicted waiting time is shortest.
 
-A superstep has two phases. *Monitoring* lasts until every member (participating worker) has pushed twice since the
-last barrier. In the *prediction* phase, each member's next R end times are extrapolated from its last interval
-between pushes. The ZipLine algorithm picks one end time per member to minimize the spread d_Z of these times, and
-each member stops at the iteration picked for it. Between barriers, pushes are applied as in ASP. The pushes at which
-the members stop are averaged and applied once, as in BSP; then all members continue.
+A superstep has two phases. *Monitoring* lasts until every member (participating worker) has pushed twice since the last
+barrier. In the *prediction* phase, the next R end times of each member are extrapolated from the member's last interval
+between pushes. The ZipLine algorithm picks one end time per member to minimize the spread d_Z of these times, and each
+member stops at the iteration picked for it. Between barriers, pushes are applied as in ASP. The pushes at which the
+members stop are averaged and applied once, as in BSP; then all members continue.
 
 There are two state machines. The *planner*, at the coordinator, is notified of each finished iteration and publishes
 one plan per superstep. A plan names iterations, not times, and is sent to the workers. Each worker flags its first
@@ -16,27 +16,28 @@ Reference: Zhao et al., "ZipLine: an optimized algorithm for the elastic bulk sy
 Learning, 2021, sections 3 to 5, Fig. 5.
 Admission: A pull after an unflagged push is answered on arrival. A pull after a flagged push is answered when the
 superstep closes.
-State: At a shard, the held pushes and the waiting pulls of each superstep that is being closed. At the coordinator,
-the time of each worker's last push, and the interval between its last two pushes.
-Guarantee: A worker that has stopped waits only for members that have not stopped yet. Within a superstep, a worker
-does not run past its stop, except for iterations that it computes before the plan arrives. A member's gradient is
-always computed on weights that contain all updates up to the last barrier. From the plan to the next barrier, each of
-the n members ends 1 to R iterations. So, while no worker joins, a gradient that is computed on weights pulled after
-the plan has a staleness of at most (R - 1)(n - 1) updates. The paper says only that the difference between the
-workers' numbers of iterations has a bound "within the R future intervals" (section 3). This leaves out the monitoring
-phase, in which a worker that is r times faster than the slowest ends up to 2r iterations, however small R is.
-Use: When the workers' speeds differ but are steady, so that end times can be predicted. The run keeps most of the
-speed of ASP and still averages gradients at barriers.
-Deviations: Of barriers with the same d_Z, section 4.2 prefers the earliest. Its example, Fig. 8b, prefers Z_B, with a
-difference of 4 between the workers' numbers of iterations, to Z_A, with a difference of 10, and the text does not say
-which of the two is earlier. By Theorem 1, it is Z_B. Here, the earliest is chosen, whatever the difference, as in
-Fig. 9. A worker that joins before the first push under this model belongs to the first superstep. A worker that joins
-later runs as in ASP until the next superstep begins, even if no worker has pushed since the last barrier. The first
-push of an accelerator with batches of a new size does not count as one of the two pushes of the monitoring phase, and
-the interval that it ends is left out, because the next ones are shorter. Unless the run has `--hyperparameters raw`,
-an interval does not contain what the script did outside of training, such as evaluating the model, because the next
-intervals do not contain this either; each push says how long that was. If two pushes of a worker arrive at the same
-tick, its interval counts as one tick, because end times cannot be extrapolated from an interval of 0.
+State: At a shard, the held pushes and the waiting pulls of each superstep that is being closed. At the coordinator, the
+time of each worker's last push, and the interval between its last two pushes.
+Guarantee: A worker that has stopped waits only for members that have not stopped yet. Within a superstep, a worker does
+not run past its stop, except for iterations that it computes before the plan arrives. A member's gradient is always
+computed on weights that contain all updates up to the last barrier. From the plan to the next barrier, each of the n
+members ends 1 to R iterations. So, while no worker joins, a gradient that is computed on weights pulled after the plan
+has a staleness of at most (R - 1)(n - 1) updates. The paper says only that the difference between the workers' numbers
+of iterations has a bound "within the R future intervals" (section 3). This bound leaves out the monitoring phase, in
+which a worker that is r times as fast as the slowest worker ends up to 2r iterations, however small R is.
+Use: When the workers' speeds differ but are steady, so that end times can be predicted. The run keeps most of the speed
+of ASP and still averages gradients at barriers.
+Deviations: Of several barriers with the same d_Z, section 4.2 prefers the earliest. In its example, Fig. 8b, it prefers
+Z_B, at which the workers' numbers of iterations differ by 4, to Z_A, at which they differ by 10. The text does not say
+which of these two barriers is earlier; by Theorem 1, Z_B is. Here, the earliest barrier is chosen, whatever the
+difference is, as in Fig. 9. A worker that joins before the first push under this model belongs to the first superstep.
+A worker that joins later runs as in ASP until the next superstep begins, even if no worker has pushed since the last
+barrier. The first push of an accelerator with batches of a new size does not count as one of the two pushes of the
+monitoring phase. The interval that ends with this push is left out, because the next intervals are shorter. Unless the
+run has `--hyperparameters raw`, an interval does not contain the time that the script spent outside of training, for
+example to evaluate the model, because the next intervals do not contain such a time. Each push says how long this time
+was. If two pushes of a worker arrive at the same tick, its interval counts as one tick, because end times cannot be
+extrapolated from an interval of 0.
 
 >>> from paceline.sync.events import IterationFinished, WorkerJoined
 >>> planner = ElasticBSP(lookahead=4).at_coordinator()
@@ -91,7 +92,7 @@ class ElasticBSP(SyncModel):
         require_count(self.name, "lookahead", self.lookahead, 1)
 
     def require_runnable(self, workers: int) -> None:
-        # The lookahead is limited, because the time needed to compute a plan grows with it.
+        # The lookahead is limited, because the time to compute a plan grows with the lookahead.
         require_within(self.name, "lookahead", self.lookahead, 1, MOST_LOOKAHEAD)
 
     def at_shard(self, seed: int = 0, shard: int = 0) -> ElasticShard:
@@ -111,7 +112,7 @@ class Barrier:
         self.pulls: dict[int, int] = {}  # worker -> iteration of the pull that waits for the barrier
 
     def outlook(self, most_workers: int) -> dict[str, object]:
-        """Return what decides: the order of held pushes has no effect, because a mean is sorted."""
+        """Return the state that decides: the order of held pushes has no effect, because a mean is sorted."""
         return {"held": frozenset(self.held)}
 
 
@@ -257,7 +258,7 @@ class _Pace:
         self.iteration = iteration  # the next iteration that the worker will finish
         self.pushes = 0  # number of pushes since the worker's last barrier, without warm-ups
         self.last_ticks = 0  # time of the worker's last push
-        # time between the worker's last two pushes, without what was outside of training
+        # time between the worker's last two pushes, without the time outside of training
         self.interval_ticks = 0
 
     def finished(self, event: IterationFinished) -> None:

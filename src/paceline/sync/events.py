@@ -27,10 +27,10 @@ Ticks = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 
 MOST_NORM = 1e300
-"""The largest bound for the norm of a gradient. A larger one would never have an effect."""
+"""The largest bound for the norm of a gradient. A larger bound would never have an effect."""
 
 MOST_WEIGHT = 1e15
-"""The largest weight of a gradient in a mean. Numbers of samples or tokens above it are mistakes."""
+"""The largest weight of a gradient in a mean. Larger numbers of samples or tokens are mistakes."""
 
 
 class Stop(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -59,7 +59,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class Clip(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """The flag on a push of which the script clips the gradient: the norm of what is applied is bounded.
+    """The flag on a push whose gradient the script clips: the norm of the applied mean or gradient is bounded.
 
     Attributes:
         max_norm: largest L2 norm of the mean that contains this push.
@@ -77,7 +77,7 @@ class Edit(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     Attributes:
         number: number of the edit. Each worker counts its edits from 0.
         sole: True if the sender was named as the only worker whose edit counts; False if every worker pushes its
-            edit, and that of the lowest index counts.
+            edit, and the edit of the worker with the lowest index counts.
     """
 
     number: Number
@@ -92,13 +92,13 @@ HEARD = ("now_ticks", "worker")
 class Event(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Base class of the events. Its subclasses are frozen and tagged, too.
 
-    Each has `now_ticks`, which never decreases between successive events of the same host. What an event has in common
-    with the message that causes the event is declared once, in a base class of both, such as `PushFlags`.
+    Each event has `now_ticks`, which never decreases between successive events of the same host. Fields that an event
+    shares with the message that causes it are declared once, in a base class of both, such as `PushFlags`.
     """
 
     @classmethod
     def of(cls, message: msgspec.Struct, *heard: int, **own: Any) -> Self:
-        """Return the event that a message causes: with the fields that both have, and the event's `own`.
+        """Return the event that a message causes: with the fields that both have, and the fields in `own`.
 
         Args:
             message: the message.
@@ -151,7 +151,7 @@ class WorkerJoined(WorkerEvent, kw_only=True):
         worker: the worker that joined.
         iteration: label of the worker's next push.
         count: the worker's initial c_p; None for min c at this shard. If the run is in progress, all shards receive
-            the same number, which is at least the `ShardMachine.entry` of each.
+            the same number, which is at least the `ShardMachine.entry` of each shard.
         superstep: the first superstep that waits for the worker, if the model plans barriers. If a worker is lost and
             joins again, earlier supersteps do not wait for it.
         pulls: True if the run is in progress, so that the worker next pulls its first weights, with the label
@@ -167,8 +167,8 @@ class WorkerJoined(WorkerEvent, kw_only=True):
 class WorkerFenced(WorkerEvent, kw_only=True):
     """A worker was lost, and the shard holds one of its pushes, which other shards may not have received.
 
-    The worker sends nothing more, and nothing that contains the push may be applied until the worker's `WorkerLost`
-    event. This event is handled by the base class of the machines (see `ShardMachine.frozen`).
+    The worker sends nothing more, and no mean with this push may be applied before the worker's `WorkerLost` event.
+    This event is handled by the base class of the machines (see `ShardMachine.frozen`).
     """
 
 
@@ -189,10 +189,10 @@ class WorkerFinished(WorkerEvent, kw_only=True):
 
 
 class PushFlags(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a push says besides its gradient, from the script to the trace.
+    """The attributes of a push besides its gradient, from the script to the trace.
 
-    The front end sets what it knows, the host of a worker how long the script was outside, and the core of the worker
-    everything else.
+    The front end sets the attributes that it knows, the host of a worker sets `outside_ticks`, and the core of the
+    worker sets all others.
 
     Attributes:
         empty: True if the worker skipped the iteration: the push counts as progress but carries no gradient.
@@ -202,16 +202,17 @@ class PushFlags(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         progress: set by a worker that was told to continue from a later round. The push is for that round, and c_p
             becomes at least `progress` + 1.
         samples: number of samples over which the gradient is averaged; None if it is unknown.
-        weight: the weight of the gradient in a mean, for example its number of tokens; None for `samples`.
-        clip: set if the script clips the gradient that is applied. No model depends on it.
+        weight: the weight of the gradient in a mean, for example its number of tokens; None to use `samples`.
+        clip: set if the script clips the gradient that is applied. No model depends on this attribute.
         clipped: True if the script has clipped this worker's own gradient with `torch.nn.utils.clip_grad_norm_`.
-        edit: set if the push contains new values of parameters instead of a gradient. No model depends on it.
+        edit: set if the push contains new values of parameters instead of a gradient. No model depends on this
+            attribute.
         set_index: the parameter set whose gradient is pushed, and whose weights are pulled; None for all sets.
         repeated: True if an earlier push of the worker was computed from the same samples, which are counted once.
         warm_up: True if this was the worker's first iteration on an accelerator with batches of this size, for which
-            programs are compiled or tuned. Its duration says nothing about the next ones.
-        outside_ticks: time since the worker's last pull was answered in which its script did not train, in ticks; see
-            `paceline.core.metrics`. 0 in a run with `--hyperparameters raw`.
+            programs are compiled or tuned. Its duration says nothing about the next iterations.
+        outside_ticks: time in ticks, since the worker's last pull was answered, during which its script did not train;
+            see `paceline.core.metrics`. 0 in a run with `--hyperparameters raw`.
     """
 
     empty: bool = False
@@ -294,8 +295,8 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         iteration: label of the iteration.
-        superstep: set if the push was the worker's last one before the barrier of the superstep with this number.
-        change: set if the push was the worker's last one before the change with this number.
+        superstep: set if the push was the worker's last push before the barrier of the superstep with this number.
+        change: set if the push was the worker's last push before the change with this number.
         attempt: number of times that the worker has restarted the iteration.
         warm_up: see `PushFlags`.
         outside_ticks: see `PushFlags`.
@@ -319,9 +320,9 @@ class IterationFinished(Finish, Event):
 class IterationStarted(WorkerEvent, kw_only=True):
     """A worker reports to the coordinator that it has received its weights and is starting `iteration`.
 
-    If the model needs these reports, a worker reports the start of every iteration, except its first one if it is
-    present from the beginning of the run. It always reports the start of the first iteration after a change of the
-    sync model, and never reports a restart.
+    If the model needs these reports, a worker reports the start of every iteration, except its first iteration if it is
+    present from the beginning of the run. The worker always reports the start of the first iteration after a change of
+    the sync model, and never reports a restart.
     """
 
     iteration: int
@@ -336,7 +337,8 @@ class SyncRequested(WorkerEvent, kw_only=True):
     Attributes:
         worker: the worker that sent the request.
         source: "schedule" if the run's schedule contains the change, "script" if the training script requested it,
-            "auto" if the coordinator has chosen it (see `paceline.core.auto`). `worker` is then any live worker.
+            "auto" if the coordinator has chosen the model (see `paceline.core.auto`); in this case, `worker` is any
+            live worker.
         number: number of the request, counted from 0 for each source.
         sync: the requested model, as in `Change.sync`.
     """

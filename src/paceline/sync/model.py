@@ -5,9 +5,10 @@ a message and stored in a trace. A specification creates the *state machines* th
 shard and, if the model plans for the whole job, one for the coordinator. A machine has no access to a host, a clock
 or a tensor. The machine's method `handle` takes an event and returns the resulting actions, in order.
 
-A machine receives only legal events: `paceline.core.order` checks in advance that each worker pushes, pulls
-and receives its answer in that order. Therefore a machine stores only what the rule of its model needs. If this rule
-forbids some legal events as well, the machine rejects them in its method `check`, which does not change any state.
+A machine receives only legal events: `paceline.core.order` checks in advance that each worker pushes, pulls and
+receives its answer in this order. Therefore a machine stores only what the rule of its model needs. If this rule also
+forbids some of the legal events, the machine rejects such an event in its method `check`, which does not change any
+state.
 """
 
 from __future__ import annotations
@@ -90,8 +91,8 @@ class ShardMachine:
         ticks_per_s: number of ticks per second of the run. The host sets it before the first event.
         alone: True if all shards run this model. The host sets it before the first event.
         counts: c_p of the live workers.
-        frozen: lost workers of which this shard holds a push that other shards may not have received. Nothing that
-            contains such a push may be applied before `settle`.
+        frozen: lost workers of which this shard holds a push that other shards may not have received. No mean
+            that contains such a push may be applied before `settle`.
         fault: None, or the failure of a user's condition. After a failure, the machine must not receive more events.
     """
 
@@ -155,8 +156,8 @@ class ShardMachine:
     def settle(self, worker: int, kept: int | None) -> list[AnyAction]:
         """Handle the verdict about the held pushes of a frozen worker: drop those with a label above `kept`.
 
-        None keeps all pushes. The worker's `WorkerLost` event follows, unless the model was told before that the
-        worker has left (see `core.shard`). Then, what was not applied because of the worker is applied now.
+        None keeps all pushes. If the model was told before that the worker has left (see `core.shard`), the updates
+        that have waited for this verdict are applied now. Otherwise, the worker's `WorkerLost` event follows.
 
         A subclass that overrides this method must call it, or remove the worker from `frozen` itself.
         """
@@ -167,12 +168,12 @@ class ShardMachine:
     def entry(self) -> int:
         """The least c_p with which a worker could join now. By default, min c.
 
-        All shards are asked for this number, and the worker joins at all of them with the largest one.
+        All shards are asked for this number, and the worker joins at every shard with the largest answer.
         """
         return self.counts.slowest
 
     def may_join(self, count: int) -> bool:
-        """Return True if a worker may still join with this c_p. The shard may have advanced since it was asked."""
+        """Return True if a worker may still join with this c_p. The shard may have advanced since `entry` was read."""
         return True
 
     def waits(self) -> dict[int, str]:
@@ -186,8 +187,8 @@ class ShardMachine:
     def take_over(self, handover: Handover, now_ticks: int) -> list[AnyAction]:
         """Continue from another machine's state: apply the mean of the held pushes, and process the delayed pulls.
 
-        Pushes of frozen workers are not applied. If this machine does not hold them either, `core.shard`
-        does.
+        Pushes of frozen workers are not applied. If this machine does not hold these pushes, `core.shard`
+        holds them.
         """
         self.counts = handover.counts
         held = sorted(push for push in handover.held if push[0] not in self.frozen)
@@ -284,8 +285,8 @@ class SyncModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_om
     def needs_at_once(self) -> bool:
         """True if the model uses the largest number of workers that have been present at once.
 
-        A worker that joins again is not counted twice, and the number does not decrease when workers leave. It is
-        part of a checkpoint, so a run that is resumed begins with it.
+        A worker that joins again is not counted twice, and the number does not decrease when workers leave. The
+        number is part of a checkpoint, so a resumed run begins with this number.
         """
         return False
 
@@ -318,7 +319,7 @@ class SyncModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_om
 
     @property
     def fresh(self) -> bool:
-        """True if gradients that are applied were computed on the newest weights, so that their staleness is 0.
+        """True if each applied gradient was computed on the newest weights, so that its staleness is 0.
 
         With several shards, a few gradients may still have missed one update.
         """
@@ -326,15 +327,15 @@ class SyncModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_om
 
     @property
     def scales_pushes(self) -> bool:
-        """True if the model multiplies gradients by factors of its own. Hyper-parameters are then not translated."""
+        """True if the model multiplies gradients by factors of its own. If so, hyper-parameters are not translated."""
         return False
 
     @property
     def agrees_on_means(self) -> bool:
         """True if every mean contains the same pushes at all shards, apart from pushes of lost workers.
 
-        Also True if the model applies every push on arrival. Only under such a model can the norm of a whole mean be
-        computed, which is necessary to clip the joint gradient.
+        Also True if the model applies every push on arrival. To clip the joint gradient, the norm of a whole mean must
+        be computed, which is possible only under such a model.
         """
         return False
 
@@ -416,7 +417,7 @@ def _plain(value: object) -> object:
 def without_torn(
     held: Sequence[tuple[int, int]], worker: int, kept: int | None
 ) -> tuple[list[tuple[int, int]], list[AnyAction]]:
-    """Return the held pushes without those of a lost worker with labels above `kept`, and actions that drop these.
+    """Return the held pushes that are kept, and actions that drop a lost worker's pushes with labels above `kept`.
 
     Args:
         held: (worker, iteration) of each held push.
@@ -578,12 +579,12 @@ class Counts:
 
 # -- What a sync model does to the result of training, as far as its rule alone tells ------------------------
 #
-# Speed can be simulated without the script of a user, but accuracy cannot. So whatever recommends a model for
-# its speed also says which of these effects it has. Only training with the model shows how large the effect
-# is.
+# Speed can be simulated without the script of a user, but accuracy cannot. So if Paceline
+# recommends a model for its speed, it also says which of these effects the model has. Only training with the
+# model shows how large the effect is.
 #
-# The number of samples in an update belongs to what a model does, too: with n workers, an update of one model
-# uses n batches, and an update of another model uses a single batch. The hyper-parameters of a script are
+# A model also determines the number of samples in an update: with n workers, an update of one model uses n
+# batches, and an update of another model uses a single batch. The hyper-parameters of a script are
 # usually made for a single batch.
 
 Effect = Literal["exact", "fresh", "stale"]
@@ -593,7 +594,7 @@ EFFECTS: dict[Effect, str] = {
     "fresh": "no gradient is stale, but late ones are dropped, so an update averages fewer of them",
     "stale": "gradients are computed on outdated weights, which changes how training proceeds",
 }
-"""The effects as clauses, from the least to the most."""
+"""The effects as clauses, from the smallest effect to the largest."""
 
 
 def effect_of(models: Sequence[SyncModel]) -> Effect:
@@ -627,11 +628,11 @@ def backup_quorum(workers: int, slow: int = 1) -> int | None:
 # -- samples of an update ---------------------------------------------------------------------------------
 
 Kind = Literal["rounds", "quorum", "collected", "barriers", "arrival"]
-"""How a model makes updates of pushes.
+"""How a model makes updates from pushes.
 
 rounds      the mean of one push of every worker
 quorum      the mean of the first pushes of a round
-collected   the mean of a fixed number of pushes, whichever workers they are from
+collected   the mean of a fixed number of pushes, from any workers
 barriers    single pushes, and the mean of one push of every worker at a barrier
 arrival     single pushes
 """
@@ -641,16 +642,16 @@ KINDS: dict[str, Kind] = {"drop-stragglers": "quorum", "rennala": "collected", "
 
 
 class Samples(NamedTuple):
-    """What the number of samples in an update follows from.
+    """The values from which the number of samples in an update follows.
 
     Attributes:
         workers: number of workers.
         batch: batch size of the loader in samples; None if it is unknown.
-        joint: True if the batch size is that of the joint batch, which is divided among the workers.
+        joint: True if the batch size is the size of the joint batch, which is divided among the workers.
         balanced: True if the sizes of the workers' batches follow their speeds.
         translated: True if the hyper-parameters refer to the joint batch. See `paceline.sync.translation`.
         divisible: True if the batches of the loader could be divided.
-        loader: False if the script distributes no loader: it makes its batches itself, of an unknown size.
+        loader: False if the script distributes no loader, but makes its batches itself, of an unknown size.
         asked: True if the run was asked to divide the batches of loaders.
     """
 
@@ -690,11 +691,11 @@ class Samples(NamedTuple):
 
 
 def samples_words(models: Sequence[SyncModel], samples: Samples, option: str = "--joint-batch") -> str:
-    """Return how many samples an update has, and how many the script says; "" for a single worker.
+    """Return how many samples an update has, and the batch size of the script; "" for a single worker.
 
     Args:
         models: one model for all shards, or one model for each shard.
-        samples: what the numbers follow from.
+        samples: the values from which the numbers follow.
         option: how the user divides the batches of the loader among the workers.
 
     >>> from .notation import parse_shards
@@ -780,7 +781,7 @@ def _divided(samples: Samples) -> str:
 
 
 def _remedy(kinds: Collection[Kind], samples: Samples, option: str) -> list[str]:
-    """Return which batch size the script says, and by which option the joint batch gets this size."""
+    """Return the batch size of the script, and the option that gives the joint batch this size."""
     batch = samples.batch
     if not samples.loader:
         return ["it has distributed no loader" + f", so {option} divides nothing" * samples.asked]

@@ -20,7 +20,7 @@ from .model import SyncModel
 M = TypeVar("M", bound=SyncModel)
 
 AUTO = "auto"
-"""In place of the notation of a model, it lets the coordinator choose the models of a run; see `core.auto`."""
+"""Used instead of the notation of a model, this lets the coordinator choose the models of a run; see `core.auto`."""
 
 MODELS: dict[str, type[SyncModel]] = {}
 """The registered sync models by name."""
@@ -54,7 +54,7 @@ def register(model: type[M]) -> type[M]:
         )
     if name == AUTO:
         raise ConfigurationError(
-            f"the name 'auto' of {model.__qualname__} means that a run chooses its models itself; choose another one."
+            f"the name 'auto' of {model.__qualname__} means that a run chooses its models itself; choose another name."
         )
     known = MODELS.get(name)
     if known is not None and (known.__module__, known.__qualname__) != (model.__module__, model.__qualname__):
@@ -90,14 +90,14 @@ def require_registered(model: SyncModel) -> None:
 def misplaced_auto(text: str) -> ConfigurationError:
     """Return the error for "auto" where only a model can stand."""
     return ConfigurationError(
-        f"sync {text!r}: 'auto' is not a sync model, but chooses them for the whole run. So it stands alone, without "
-        "parameters: --sync auto, or in Python sync='auto'. It cannot be a step of a schedule, the model of one "
-        "shard, or requested during a run."
+        f"sync {text!r}: 'auto' is not a sync model, but chooses the models for the whole run. So it stands alone, "
+        "without parameters: --sync auto, or in Python sync='auto'. It cannot be a step of a schedule, the model of "
+        "one shard, or requested during a run."
     )
 
 
 def several_models(text: str) -> ConfigurationError:
-    """Return the error for a list of models where only one can stand."""
+    """Return the error for a list of models where only one model can stand."""
     return ConfigurationError(
         f"sync {text!r} lists several models. Say when each of them begins, as in 'bsp@0,asp@100', or write '|' "
         "between the models of shard 0, shard 1 and so on, as in 'bsp|asp'."
@@ -180,7 +180,7 @@ def parse_shards(text: str) -> tuple[SyncModel, ...]:
 
 
 def notation(models: Sequence[SyncModel]) -> str:
-    """Return the text that `parse_shards` parses as these models. If all are equal, the model is written once."""
+    """Return the text that `parse_shards` parses as these models. If all models are equal, one is written."""
     return str(models[0]) if len(set(models)) == 1 else "|".join(map(str, models))
 
 

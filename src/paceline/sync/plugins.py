@@ -4,9 +4,9 @@ Reference: FluentPS (Yao, Wu and Wang, CLUSTER 2019), section III, Algorithm 1, 
 Admission: A pull is answered on arrival if and only if the pull condition holds. Otherwise the pull is assigned to a
 round and answered when that round closes. The current round, V_train, closes when the push condition holds.
 State: The same as in every model that is defined by conditions (see `paceline.sync.conditions`).
-Guarantee: Each push is handled exactly once: it is applied on arrival, averaged with the others of its round, or
-dropped. Progress is not guaranteed: conditions that never hold stall all workers. The run detects and reports this.
-If a condition raises an exception or returns anything other than True or False, the run reports this failure, and the
+Guarantee: Each push is handled exactly once: it is applied on arrival, averaged with the other pushes of its round, or
+dropped. Progress is not guaranteed: conditions that never hold stall all workers. The run detects and reports this. If
+a condition raises an exception or returns anything other than True or False, the run reports this failure, and the
 shard falls back to the last model that worked (BSP if there was none).
 Use: To try out your own synchronization rule.
 Deviations: With `push_scale="1/n"`, n is the largest number of workers that have been present at once (see
@@ -75,7 +75,7 @@ PUSHES = ("apply", "average")
 Condition = Callable[[Any], bool]
 
 local_conditions: dict[str, Condition] = {}
-"""Conditions that other processes cannot import, by name. The launcher sends those that a run uses to its servers."""
+"""Conditions that other processes cannot import, by name. The launcher sends the servers those that the run uses."""
 
 LOCAL = "local"  # the part before the colon in the names of local conditions
 
@@ -162,7 +162,7 @@ def require_named(models: Iterable[object], launched: Iterable[object], imports:
 
 @stateful(fixed="_model _pull _push")
 class UserMachine(ConditionMachine):
-    """Runs Algorithm 1 with the user's conditions. If one fails, sets `fault` and calls none of them again."""
+    """Runs Algorithm 1 with the user's conditions. If a condition fails, sets `fault` and calls no condition again."""
 
     def __init__(self, model: Conditions) -> None:
         self._model = model
@@ -264,8 +264,8 @@ def _find(name: str) -> Condition:
 # -- Errors in code of the user that Paceline calls: sync models, conditions, and optimizers on the servers
 #
 # Such an error is the fault of neither the sender of a message nor Paceline. It ends the run or the
-# simulation with a `UserCodeError`, which says what was called, where, and for which event. Its traceback has
-# only the user's frames, and so has that of an error in a script.
+# simulation with a `UserCodeError`, which says what was called, where, and for which event. The traceback has
+# only the user's frames, as it has for an error in a script.
 
 PACKAGE = str(Path(__file__).parent.parent)
 # Paceline calls code of the user inside context managers, with the module that runs scripts, and on threads.
@@ -291,7 +291,7 @@ EVENTS: dict[type, str] = {
 
 
 def blame(model: SyncModel, where: str, event: object, error: Exception) -> NoReturn:
-    """Raise a `UserCodeError` for an error that a sync model, or what it has returned, has caused.
+    """Raise a `UserCodeError` for an error that a sync model, or a value that it has returned, has caused.
 
     Raise `error` itself if it is not the model's fault: a refused event, or an error in a model of this package.
 
@@ -321,7 +321,7 @@ def blame(model: SyncModel, where: str, event: object, error: Exception) -> NoRe
 
 @contextmanager
 def blaming(model: SyncModel, where: str, method: str) -> Iterator[None]:
-    """Call `blame` if the block fails, which calls a method of the model or of its state machine."""
+    """Run a block that calls a method of the model or of its state machine. If the block fails, call `blame`."""
     try:
         yield
     except Exception as error:
@@ -329,7 +329,7 @@ def blaming(model: SyncModel, where: str, method: str) -> Iterator[None]:
 
 
 def report_of_user_code(error: BaseException) -> str:
-    """Return what to tell about an error in code of the user; "" if the error is not in such code."""
+    """Return the text that reports an error in code of the user; "" if the error is not in such code."""
     if isinstance(error, UserCodeError):
         return f"{error.reason}\n{error.traceback}".rstrip()
     return user_traceback(error).rstrip()
@@ -348,8 +348,8 @@ def user_traceback(error: BaseException) -> str:
 def script_traceback(error: BaseException) -> str:
     """Return the traceback of an exception that a script has raised. It begins with the frames of the script.
 
-    It has no frames of Paceline, so the script's call is the last frame if the library was used incorrectly. Only if
-    Paceline itself has failed, for whatever reason, are the frames of what the script has called complete.
+    The traceback has no frames of Paceline, so if the library was used incorrectly, the script's call is the last
+    frame. Only if Paceline itself has failed does the traceback contain all frames below the script's call.
     """
     told = traceback.TracebackException.from_exception(error)
     innermost = told.stack[-1] if told.stack else None
@@ -365,7 +365,7 @@ def script_traceback(error: BaseException) -> str:
 
 
 def _parts(told: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
-    """Yield the parts of a traceback: that of the exception, and those of the exceptions that led to it."""
+    """Yield the parts of a traceback: the part of the exception, and those of the exceptions that led to it."""
     parts = [told]
     while parts:
         yield (part := parts.pop())
@@ -373,12 +373,12 @@ def _parts(told: traceback.TracebackException) -> Iterator[traceback.TracebackEx
 
 
 def _users_frames(told: traceback.TracebackException) -> list[traceback.FrameSummary]:
-    """Return the frames of the user's code and of what it has called, without those of Paceline."""
+    """Return the frames of the user's code and of the code that it has called, without the frames of Paceline."""
     return [frame for frame in _called(told) if not frame.filename.startswith(PACKAGE)]
 
 
 def _called(told: traceback.TracebackException) -> Iterator[traceback.FrameSummary]:
-    """Return the frames of the user's code and of what it has called."""
+    """Return the frames of the user's code and of the code that it has called."""
     return dropwhile(lambda frame: frame.filename.startswith(CALLERS), told.stack)
 
 

@@ -5,25 +5,25 @@ Admission: Let k = progress - V_train. A pull with k >= s (that is, c_p - min c 
 every other pull is answered. In constant PSSP, P is a constant c. In dynamic PSSP, P(s, k) = a / (1 + e^(s - k)),
 clamped to [0, 1], where a is a constant or the significance |g| / |w| of the push that preceded the pull.
 State: c_p, the delayed pulls of each round, and the significance of each worker's last push.
-Guarantee: With P = 0, the model is ASP; with P = 1, it is SSP(s). If the slowest worker stops, the value of k at
-which constant PSSP first delays another worker is random, with mean s + 1/c - 1. With `execution="lazy"`, the default
-of the paper, a delayed worker waits until the slowest has caught up, so the expected k is at most this mean. In all
-tests, the regret is then below the bounds of Theorems 1 and 2. With `execution="soft"`, the default here, a delayed
-worker waits for one round only. Under constant PSSP, the k of a worker that is much faster than the slowest then
-grows by 1/c - 1 per round on average, without a bound, and the regret can exceed the bound of Theorem 1, which the
-paper does not mention. It does so only with the oldest weights that the theorem allows: here, each answer contains
-all pushes that have arrived. The paper omits the step size of its bounds, which is that of Ho et al. (2013), and its
-Eq. 2 is meant for 0 < c < 1: its first line is 0 for c = 0, where PSSP is ASP, and its second line is undefined for
-c = 1. With `draws="per-shard"` and M shards, 1 - (1 - c)^M replaces c, because a worker continues only if no shard
-delays it. The run makes progress as long as the slowest live worker does.
+Guarantee: With P = 0, the model is ASP; with P = 1, it is SSP(s). If the slowest worker stops, the value of k at which
+constant PSSP first delays another worker is random, with mean s + 1/c - 1. With `execution="lazy"`, the default of the
+paper, a delayed worker waits until the slowest worker has caught up, so the expected k is at most this mean, and in all
+tests, the regret is below the bounds of Theorems 1 and 2. With `execution="soft"`, the default here, a delayed worker
+waits for one round only. In this case, under constant PSSP, the k of a worker that is much faster than the slowest
+worker grows without a bound, by 1/c - 1 per round on average. So the regret can exceed the bound of Theorem 1, which
+the paper does not mention. The regret exceeds this bound only with the oldest weights that the theorem allows; here,
+each answer contains all pushes that have arrived. The paper omits the step size of its bounds, which is the step size
+of Ho et al. (2013). Eq. 2 of the paper is meant for 0 < c < 1: the first line of Eq. 2 is 0 for c = 0, where PSSP is
+ASP, and the second line is undefined for c = 1. With `draws="per-shard"` and M shards, 1 - (1 - c)^M replaces c,
+because a worker continues only if no shard delays it. The run makes progress as long as the slowest live worker does.
 Use: When SSP makes too many workers wait at the same time: PSSP delays fewer pulls. With `execution="lazy"`, constant
-PSSP has the same bound of the expected regret as SSP(s + 1/c - 1).
+PSSP has the same bound on the expected regret as SSP(s + 1/c - 1).
 Deviations: The random draw is keyed by (seed, worker, iteration), so that all shards agree, and the number of shards
 does not change the model. In the paper, each server evaluates `rand(0,1) > P` by itself. `draws="per-shard"` does the
-same; P is then the probability at one shard, and the probability that a worker has to wait is 1 - (1 - P)^M, which
-the paper does not discuss. For example, P = 0.1 on 8 shards delays a worker with a probability of 0.57. With
-`push_scale="1/n"`, n is the largest number of workers that have been present at once (see
-`paceline.sync.conditions`). In the paper, N is a constant.
+same. Then P is the probability at one shard, and the probability that a worker has to wait is 1 - (1 - P)^M, which the
+paper does not discuss. For example, P = 0.1 on 8 shards delays a worker with a probability of 0.57. With
+`push_scale="1/n"`, n is the largest number of workers that have been present at once (see `paceline.sync.conditions`).
+In the paper, N is a constant.
 
 >>> from paceline.sync.events import PullRequested, PushReceived, WorkerJoined
 >>> shard = PSSP(staleness=0, probability=1.0).at_shard()
@@ -54,7 +54,7 @@ class PSSP(ConditionModel):
         staleness: s, the bound on the gap, in iterations; an integer >= 0.
         probability: P, from 0 to 1: the probability that the pull of a worker that is too far ahead is delayed.
         draws: "shared" for one random draw that all shards use, or "per-shard" for independent draws, as in the
-            paper; a worker then waits if any shard delays its pull.
+            paper: a worker waits if any shard delays its pull.
     """
 
     name = "pssp"
@@ -83,7 +83,7 @@ class DynamicPSSP(ConditionModel):
         staleness: s, the bound on the gap, in iterations; an integer >= 0.
         alpha: the factor a in P(s, k): a number >= 0, or "significance" to use |g| / |w|.
         draws: "shared" for one random draw that all shards use, or "per-shard" for independent draws, as in the
-            paper; a worker then waits if any shard delays its pull.
+            paper: a worker waits if any shard delays its pull.
     """
 
     name = "dynamic-pssp"

@@ -1,16 +1,17 @@
-"""Rennala SGD: the mean of B gradients that were computed on the current weights is applied; others are dropped.
+"""Rennala SGD: B gradients that were computed on the current weights make an update; all others are dropped.
 
 Reference: Tyurin and Richtarik, "Optimal time complexities of parallel stochastic optimization methods under a fixed
 computation model", NeurIPS 2023.
 Admission: Every pull is answered on arrival.
 State: The gradients of the current version that have been collected.
-Guarantee: No worker ever waits, and every gradient that is applied was computed on the newest weights (staleness 0).
-If all workers start together and worker i needs tau_i seconds for each gradient, the first B gradients have been
-collected at the smallest time t for which the sum of floor(t / tau_i) is at least B.
+Guarantee: No worker ever waits, and every gradient that is applied was computed on the newest weights (staleness 0). If
+all workers start together and worker i needs tau_i seconds for each gradient, the first B gradients have been collected
+at the smallest time t for which the sum of floor(t / tau_i) is at least B.
 Use: When gradients are noisy and the workers' speeds differ: a fast worker contributes several gradients to a mean, a
-slow one none, and the effective batch stays the same. Choose B as under BSP you would choose the number of workers.
+slow worker contributes none, and the effective batch stays the same. Choose B as you would choose the number of workers
+under BSP.
 Deviations: When the weights change, the workers finish the gradients that they are computing. These gradients are
-dropped. When the last worker leaves, the gradients that remain are applied although there are fewer than B.
+dropped. When the last worker leaves, the gradients that remain are applied even if there are fewer than B.
 
 >>> from paceline.sync.events import PullRequested, PushReceived, WorkerJoined
 >>> shard = Rennala(batch=2).at_shard()
@@ -78,7 +79,7 @@ class Collector(ShardMachine):
         return [] if self.counts.live_count else self._apply_if_at_least(1)
 
     def outlook(self, most_workers: int) -> dict[str, object]:
-        """Return what decides: the order of held pushes has no effect, because a mean is sorted."""
+        """Return the state that decides: the order of held pushes has no effect, because a mean is sorted."""
         return {"_held": frozenset(self._held)}
 
     def _apply_if_at_least(self, count: int) -> list[AnyAction]:

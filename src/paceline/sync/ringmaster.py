@@ -1,23 +1,24 @@
 """Ringmaster ASGD: as in ASP, each push is applied on arrival, but a push that is too outdated is dropped.
 
-The *delay* of a gradient is its staleness: the number of updates since its worker has received the weights. A
+The *delay* of a gradient is its staleness: the number of updates since its worker received the weights. A
 gradient is applied if its delay is below a threshold R, and dropped otherwise. With `stop=true`, the computation of a
 gradient whose delay has reached R is not even finished: the coordinator counts the updates, and tells the worker to
-discard what it has computed, pull, and start the same batch again.
+discard its computation, to pull, and to start the same batch again.
 
-Reference: Maranjyan, Tyurin and Richtarik, "Ringmaster ASGD: the first asynchronous SGD with optimal time
-complexity", ICML 2025; the version with stops is the one that the paper describes after the version without.
+Reference: Maranjyan, Tyurin and Richtarik, "Ringmaster ASGD: the first asynchronous SGD with optimal time complexity",
+ICML 2025; the paper describes the version without stops first, and then the version with stops.
 Admission: Every pull is answered on arrival.
-State: None at the shard. With `stop=true`, the coordinator counts the updates since each worker has last started.
+State: None at the shard. With `stop=true`, the coordinator counts the updates since each worker last started an
+iteration.
 Guarantee: No worker ever waits, and the delay of every gradient that is applied is below R. If worker i needs tau_i
-seconds for each gradient, tau_1 <= tau_2 <= ..., then any R updates in a row take at most the minimum over m of
-2 (1/m sum_{i <= m} 1/tau_i)^-1 (1 + R/m) seconds. With R = 1, the model applies only gradients of staleness 0.
-Use: When some workers are so slow that their gradients harm the others' progress. The paper's theory recommends
-R = max(1, sigma^2 / epsilon), where sigma^2 is the variance of a gradient and epsilon the squared norm of the
-gradient at which training ends.
+seconds for each gradient, tau_1 <= tau_2 <= ..., then any R updates in a row take at most the minimum over m of 2 (1/m
+sum_{i <= m} 1/tau_i)^-1 (1 + R/m) seconds. With R = 1, the model applies only gradients of staleness 0.
+Use: When some workers are so slow that their gradients harm the others' progress. The paper's theory recommends R =
+max(1, sigma^2 / epsilon), where sigma^2 is the variance of a gradient and epsilon the squared norm of the gradient at
+which training ends.
 Deviations: The coordinator learns of an update a moment after it was applied, and does not learn when a restarted
 worker pulls. So a computation may be stopped slightly late, or, after a restart, slightly before its delay reaches R.
-What is applied is decided only at the shard, which knows the exact delay.
+Only the shard, which knows the exact delay, decides which gradients are applied.
 
 >>> from paceline.sync.events import PushReceived, WorkerJoined
 >>> shard = Ringmaster(threshold=2).at_shard()
@@ -109,10 +110,10 @@ class Stopper(JobMachine):
     """The state machine of the coordinator: it restarts computations whose delay has reached R.
 
     A worker's report that it has pushed counts as an update if the delay of its computation was below R. If the
-    worker pushed before an order to restart reached it, the delay is taken to be R.
+    worker pushed before an order to restart reached the worker, the delay is taken to be R.
 
     The delay of a restarted computation is counted from the order. Updates that are applied between the order and the
-    worker's pull are part of the weights that the worker receives, but are counted.
+    worker's pull are part of the weights that the worker receives, but are counted nevertheless.
     """
 
     def __init__(self, threshold: int) -> None:
@@ -122,7 +123,7 @@ class Stopper(JobMachine):
     def finished(self, event: IterationFinished) -> list[AnyAction]:
         computation = self._computations[event.worker]
         applied = event.attempt == computation.attempt and computation.delay < self._threshold
-        # The worker's next weights contain this push and all earlier ones.
+        # The worker's next weights contain this push and all earlier pushes.
         self._computations[event.worker] = Computation(event.iteration + 1, running=False)
         return self._count_update(event.worker) if applied else []
 

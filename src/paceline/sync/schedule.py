@@ -5,7 +5,7 @@ time a worker reaches an iteration, or the first time a worker begins an epoch. 
 the data that `distribute` assigned to the worker. All shards change the model at the same boundary; see
 `paceline.core.shard`.
 
-`--sync auto` is a schedule, too: it begins with bsp, and the coordinator decides later (see
+`--sync auto` is a schedule, too: it begins with bsp, and the coordinator chooses all later models (see
 `paceline.core.auto`).
 """
 

@@ -2,7 +2,7 @@
 
 A worker starts its next iteration immediately, and the coordinator counts the pushes of the other workers. If, within
 ABORT_TIME of the start, the other workers have pushed more than m * ABORT_RATE times (m is the number of live
-workers), the coordinator tells the worker to discard what it has computed, pull, and start the same batch again. In
+workers), the coordinator tells the worker to discard its computation, to pull, and to start the same batch again. In
 the *fixed* variant, ABORT_TIME and ABORT_RATE are given (the paper finds them by a grid search, which it calls
 cherry-picking). In the *adaptive* variant, both are tuned at the end of each epoch. Let T_i be the duration of worker
 i's last iteration. If this iteration had started with a delay D, its weights would have included u_i(D) more pushes,
@@ -13,19 +13,20 @@ but a fraction D / T_i of the other m - 1 workers would have missed its push. Th
 ABORT_TIME is set to the D with the largest F, which is always a delay at which a push arrives. If T is the mean of
 all T_i, ABORT_RATE is set to D (m - 1) / (T m).
 
-Reference: Zhang, Tian, Wang and Yan, "Stay fresh: speculative synchronization for fast distributed machine
-learning", ICDCS 2018, sections IV and V, Algorithms 1 and 2.
+Reference: Zhang, Tian, Wang and Yan, "Stay fresh: speculative synchronization for fast distributed machine learning",
+ICDCS 2018, sections IV and V, Algorithms 1 and 2.
 Admission: As in the base model, ASP or SSP. The shards are not involved in the speculation.
 State: At the coordinator, each worker's current and last iteration, and the pushes that the next tuning may need.
 Guarantee: An iteration is restarted at most once, because a restarted iteration is no longer watched. Therefore every
 worker makes progress. Staleness is bounded if the base model bounds it.
 Use: When staleness slows down training more than repeating computations does, and pushes arrive in bursts.
-Deviations: An epoch ends when every live worker has pushed since the last tuning, or when the last of those that have
-not pushed leaves. D is at most T; if several delays are equally good, the shortest is chosen. There is no speculation
-before the first tuning, or while no D has a positive F, or with a single worker. Both parameters of an iteration are
-those at its start, and m is the number of live workers when its timer is due. If the last iteration was restarted,
-T_i and u_i run from its first start. Unless the run has `--hyperparameters raw`, they do not contain what the script
-did outside of training before the iteration, such as evaluating the model; each push says how long that was.
+Deviations: An epoch ends when every live worker has pushed since the last tuning, or when the last worker that has not
+pushed leaves. D is at most T; if several delays are equally good, the shortest is chosen. There is no speculation
+before the first tuning, or while no D has a positive F, or with a single worker. An iteration uses the parameters at
+its start, and m is the number of live workers when its timer is due. If the last iteration was restarted, T_i and u_i
+run from its first start. Unless the run has `--hyperparameters raw`, T_i and u_i leave out the time that the script
+spent outside of training before the iteration, for example to evaluate the model. Each push says how long this time
+was.
 
 >>> from paceline.sync.events import IterationFinished, IterationStarted, TimerFired, WorkerJoined
 >>> coordinator = SpecSync(abort_time_s=0.5, abort_rate=0.5).at_coordinator()
@@ -138,7 +139,7 @@ class Speculation(msgspec.Struct, frozen=True):
 
 
 class Span(msgspec.Struct, frozen=True):
-    """The start and end times of a worker's last completed iteration, without what its script did before it."""
+    """The start and end times of a worker's last completed iteration, without time outside of training before it."""
 
     start_ticks: int
     end_ticks: int
@@ -155,7 +156,7 @@ class Watched:
 
     def __init__(self, iteration: int, start_ticks: int | None) -> None:
         self.iteration = iteration  # the next iteration that the worker will finish
-        self.start_ticks = start_ticks  # start of that iteration; None until it has started
+        self.start_ticks = start_ticks  # start of this iteration; None until it has started
         self.last: Span | None = None  # the previous iteration
         self.pushes_before = 0  # total number of pushes before the current iteration started
         self.speculation: Speculation | None = None  # None if the current iteration is not watched
@@ -242,7 +243,7 @@ class Speculator(JobMachine):
             )
 
     def outlook(self, most_workers: int) -> dict[str, object]:
-        """Return what decides: not the number of pushes, but how many have followed each watched start.
+        """Return the state that decides: not the total number of pushes, but the number since each watched start.
 
         A number that is large enough for a restart is replaced by the smallest such number.
         """
@@ -288,8 +289,8 @@ def tune(spans: Mapping[int, Span], pushes: Sequence[tuple[int, int]]) -> Specul
     which is the rank of D among the sorted candidates. The computation takes O(m p log(m p)) time for m workers and
     p pushes. As printed in the paper, Algorithm 1 takes O(m p) time for each candidate.
 
-    The result is exact: F is computed with floats, and exactly for the candidates whose F is so close to the largest
-    one, or to 0, that the rounding errors might decide.
+    The result is exact. F is first computed with floats. If the F of a candidate is so close to the largest F, or to 0,
+    that rounding errors might decide, this F is computed again exactly.
 
     >>> tune({0: Span(0, 40), 1: Span(5, 45)}, [(10, 1), (40, 0), (45, 1)])  # D = 10: gain 1, loss 20 / 40
     Speculation(abort_time_ticks=10, abort_rate=Fraction(1, 8))
@@ -321,7 +322,7 @@ def tune(spans: Mapping[int, Span], pushes: Sequence[tuple[int, int]]) -> Specul
 
 
 def _delays(spans: Mapping[int, Span], pushes: Sequence[tuple[int, int]], longest: int) -> NDArray[Any]:
-    """Return the candidates for D, in ascending order: the delays in (0, longest] from a start to another's push."""
+    """Return the candidates for D, sorted: the delays in (0, longest] from a start to a push by another worker."""
     origin = min(span.start_ticks for span in spans.values())
     earliest = pushes[0][0] - origin  # below 0 if the worker that began first has left
     latest = max(pushes[-1][0], *(span.end_ticks for span in spans.values())) - origin

@@ -18,7 +18,7 @@ from math import lcm
 import msgspec
 
 TICKS_PER_S = 1_000_000_000
-"""The number of ticks per second, unless times are stated that are not whole numbers of nanoseconds."""
+"""The number of ticks per second, unless a stated time is not a whole number of nanoseconds."""
 
 Seconds = float | Fraction
 """A time in seconds: a float, which is rounded to a whole number of nanoseconds, or an exact integer or fraction."""

@@ -1,50 +1,51 @@
-"""Translated hyper-parameters: how far an update moves the weights, if they mean what they mean in one process.
+"""Translated hyper-parameters: an update moves the weights as far as its samples would move them in one process.
 
-In one process, or under BSP, each step of the optimizer uses the *joint batch*: the batches of all live workers.
-Other models apply updates that use less of it, for example one push out of n. Each of these updates takes a *fraction
-of a joint step*:
+In one process, or under BSP, each step of the optimizer uses the *joint batch*: the batches of all live workers. Other
+models apply updates that use a part of this batch, for example one push out of n. Each of these updates takes a
+*fraction of a joint step*:
 
     the optimizer takes a whole step with the gradient of the update, from the current weights and state;
     then the weights and the state move by the fraction s towards the result, where s is the update's share of the
     samples in a joint batch.
 
-This is the step of the same system in smaller units of time. As many samples move the weights as far, decay them as
-much, and advance the state (momentum, step counts, running means) as far as under BSP, whatever the class of the
-optimizer, its schedule and its hyper-parameters. For SGD with learning rate h, momentum m and velocity u,
+This is the step of the same system in smaller units of time. The same number of samples moves the weights as far,
+decays the weights as much, and advances the state (momentum, step counts, running means) as far as under BSP, for every
+class of optimizer, every schedule and all hyper-parameters. For SGD with learning rate h, momentum m and velocity u,
 
     w <- w - s h (g + m u)        u <- u + s (g - (1 - m) u).
 
-So a push moves the weights at once by h s, and by momentum over as many *samples* as under BSP. (If instead only the
-learning rate were divided by n, the momentum of each push would be spent in an n-th of the samples, and if staleness
-were only subtracted from the momentum, as in Mitliagkas et al., "Asynchrony begets momentum", 2016, nothing would
-damp the directions of large curvature.) Two things depend on more than the share.
+So a push moves the weights at once by h s, and by momentum over as many *samples* as under BSP. (If only the learning
+rate were divided by n, the momentum of each push would be spent in an n-th of the samples. If staleness were only
+subtracted from the momentum, as in Mitliagkas et al., "Asynchrony begets momentum", 2016, directions of large curvature
+would not be damped.) Two things depend on more than the share.
 
-**Delay.** A gradient is computed on weights that miss the updates which are applied between its pull and its push.
-The shares of these updates add up to the *delay* d, in joint steps; with n workers under ASP it is about 1. Momentum
-lags behind as well, and both lags together let directions of large curvature oscillate. Therefore averages of the
-gradient (`Family.means`) move by s / (1 + d / 2) only: they are spread over more samples, so that the immediate part
-of each push dominates where the delay matters. The distance that a gradient moves the weights in the long run stays
-the same, but momentum builds up more slowly. Half of the delay is a compromise: with all of it, runs of a hundred
-joint steps lag behind, and with none of it, large steps oscillate (`docs/models/same-accuracy.md`).
+**Delay.** A gradient is computed on weights that miss the updates which are applied between its pull and its push. The
+shares of these updates add up to the *delay* d, in joint steps; with n workers under ASP, d is about 1. Momentum lags
+behind as well, and both lags together let directions of large curvature oscillate. Therefore averages of the gradient
+(`Family.means`) move by s / (1 + d / 2) only: each gradient is spread over more samples, so that the immediate part of
+each push dominates where the delay matters. The distance that a gradient moves the weights in the long run stays the
+same, but momentum builds up more slowly. To correct half of the delay is a compromise: if the whole delay is corrected,
+runs of a hundred joint steps lag behind, and if no delay is corrected, large steps oscillate
+(`docs/models/same-accuracy.md`).
 
 **Second moments.** Adam and its relatives divide by a running mean of squared gradients. A push of a share s contains
-more noise than a joint gradient: with the signal a and the noise b of the joint gradient, its square is a^2 + b^2 /
-s. Therefore the square in `Family.square` is replaced by an estimate of the joint gradient's square, s g^2 + (1 - s)
-m^2, where m is the running mean of the gradient.
+more noise than a joint gradient: with the signal a and the noise b of the joint gradient, the square of the push
+is a^2 + b^2 / s. Therefore the square in `Family.square` is replaced by an estimate of the joint gradient's square,
+s g^2 + (1 - s) m^2, where m is the running mean of the gradient.
 
 **Normalized updates.** Muon makes the update of a matrix orthogonal, Lion takes signs, and Adafactor limits the norm of
-an update: the noise of a gradient then turns the direction or shortens what is left of the signal, and no correction of
-the state afterwards can undo this. Therefore these optimizers never see the gradient of a push itself, but a running
+an update. So the noise of a gradient changes the direction of the update or shortens its signal, and no later
+correction of the state can undo this. Therefore these optimizers never see the gradient of a push itself, but a running
 mean v of gradients (`Family.averages`), which moves by r = 2 s / (1 + s):
 
     v <- v + r (g - v).
 
-In the long run, its noise is r / (2 - r) = s times that of a push, which is that of a joint gradient, and it lags by
-(1 - s) / 2 joint steps. No other delay is corrected: the length of a normalized update does not depend on how far the
-momentum has built up, so a slower momentum would only lag behind further. This also holds for the classes about which
-nothing is known. They may normalize, and if they do not, the running mean costs them only its lag.
+In the long run, the noise of v is r / (2 - r) = s times the noise of a push, which is the noise of a joint gradient,
+and v lags by (1 - s) / 2 joint steps. No other delay is corrected: the length of a normalized update does not depend on
+how far the momentum has built up, so a slower momentum would only lag behind further. Optimizer classes about which
+nothing is known are treated in the same way. They may normalize; if they do not, the running mean costs only its lag.
 
-At share 1 and delay 0 all of this is the whole step itself.
+At share 1 and delay 0, all of these rules give the whole step itself.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class Fraction(NamedTuple):
 
     @property
     def average(self) -> float:
-        """Fraction of the way that a running mean of gradients moves whose noise is that of a joint gradient."""
+        """Fraction of the way that a running mean of gradients moves, so that its noise is that of a joint gradient."""
         return 2.0 * self.step / (1.0 + self.step)
 
 
@@ -111,9 +112,9 @@ class Family(NamedTuple):
     Attributes:
         means: keys of averages of the gradient.
         square: key of the running mean, or of the sum, of squared gradients; "" if there is none.
-        decay: hyper-parameter with the decay of `square`; "" if it is a sum. Of several numbers, the last counts.
-        mean: key in `means` of a running mean of the gradient with its decay in the first of `betas`; "" if the state
-            has none, so that one must be kept in addition.
+        decay: hyper-parameter with the decay of `square`; "" if `square` is a sum. Of several numbers, the last counts.
+        mean: key in `means` of a running mean of the gradient, whose decay is the first of `betas`; "" if the state
+            has no such mean, so that a mean must be kept in addition.
         averages: True if the optimizer is given a running mean of gradients instead of the gradient of an update.
         decoupled: True if the weight decay is never part of the squared gradient, whatever the hyper-parameters say.
     """
@@ -161,7 +162,7 @@ def averages_words(optimizers: Sequence[str]) -> str:
     """Return which optimizers receive a running mean of gradients, and what this may cost; "" if there is none.
 
     Args:
-        optimizers: their classes, as in `FAMILIES`.
+        optimizers: the classes of the optimizers, as in `FAMILIES`.
 
     >>> averages_words(["Muon", "AdamW"])
     'Muon receives a running mean of gradients, because normalized updates suffer from the noise of a single one; it \
@@ -183,7 +184,8 @@ may learn slightly less than under bsp (see docs/models/hyper-parameters.md)'
 def translate(standing: Standing) -> Fraction:
     """Return the fraction of a joint step that an update takes.
 
-    It is continuous in share and delay, and grows with the share. At share 1 and delay 0, it is the whole step.
+    The fraction is continuous in share and delay, and grows with the share. At share 1 and delay 0, it is the whole
+    step.
 
     >>> translate(Standing(share=0.25, delay=1.0))
     Fraction(step=0.25, weights=0.25, means=0.16666666666666666)

@@ -1,4 +1,4 @@
-"""The input and the result of the solvers: R predicted end times for each of n workers, and one of each worker.
+"""The input of the solvers, R predicted end times for each of n workers, and the result, one end time per worker.
 
 This module validates the input and defines its two forms: an explicit array (`Matrix`), and arithmetic progressions
 that are computed only where they are needed (`Progressions`). It does not depend on the search algorithm.
@@ -77,7 +77,7 @@ class Matrix:
 
     @cached_property
     def _gap_bits(self) -> NDArray[np.uint64]:
-        """For each worker, the bits of its largest interval; above INFINITY_BITS if one is negative, -0.0 or NaN.
+        """For each worker, the bits of its largest interval; above INFINITY_BITS if an interval is < 0, -0.0 or NaN.
 
         Read as unsigned integers, the bits of the floats from 0.0 to infinity have the same order as the floats, and
         the bits of all other floats are larger. So a single maximum yields the largest gap and also shows whether
@@ -189,7 +189,7 @@ def _refuse_invalid(times: Floats) -> None:
     """Raise ConfigurationError if a time is not finite or a row is not ascending. The error names the worker."""
     flat, lookahead = times.ravel(), times.shape[1]
     finite = np.isfinite(flat)
-    # If any element is False, argmin returns the index of the first one. For small arrays, it is faster than all().
+    # If any element is False, argmin returns the index of the first one. For small arrays, argmin is faster than all().
     index = finite.argmin()
     if not finite[index]:
         p, i = divmod(int(index), lookahead)

@@ -42,7 +42,7 @@ class Predictor(Protocol):
 
 @dataclass(frozen=True)
 class LastInterval:
-    """Predict that each of the next iterations takes as long as the last one: interval = t_k - t_(k-1).
+    """Predict that each of the next iterations takes as long as the last iteration: interval = t_k - t_(k-1).
 
     >>> LastInterval()([[0.0, 3.0, 5.0]])
     (array([5.]), array([2.]))
@@ -86,7 +86,7 @@ class _Windowed:
 
 @dataclass(frozen=True)
 class MeanInterval(_Windowed):
-    """Predict that each of the next iterations takes the average time of the last `window` ones (a moving average).
+    """Predict that each of the next iterations takes the average time of the last `window` iterations.
 
     >>> MeanInterval(window=2)([[0.0, 3.0, 5.0]])
     (array([5.]), array([2.5]))
@@ -99,7 +99,7 @@ class MeanInterval(_Windowed):
 
 @dataclass(frozen=True)
 class MedianInterval(_Windowed):
-    """Predict that each of the next iterations takes the median time of the last `window` ones.
+    """Predict that each of the next iterations takes the median time of the last `window` iterations.
 
     >>> MedianInterval(window=3)([[0.0, 2.0, 30.0, 33.0]])
     (array([33.]), array([3.]))

@@ -10,8 +10,8 @@ takes O(R^2 n^2) time.
 Neither scan is exact: an end time of the narrowest set may be farther from e than another end time of the same worker
 on the other side of e. With at most three workers, FullGridScan finds the shortest wait, because it designates the
 element of the narrowest set that is neither the first nor the last. In the smallest example in whole numbers for
-which it does not, four workers have two end times each. The narrowest set is 1, 3, 1, 3. But each of its elements has
-a nearer end time on its other side, so FullGridScan does not form this set:
+which it does not find this wait, four workers have two end times each. The narrowest set is 1, 3, 1, 3. But for each of
+its elements e, another worker has a nearer end time on the other side of e, so FullGridScan does not form this set:
 
 >>> import numpy as np
 >>> times = np.array([[0.0, 1.0], [0.0, 3.0], [1.0, 4.0], [3.0, 4.0]])
@@ -21,7 +21,7 @@ a nearer end time on its other side, so FullGridScan does not form this set:
 2.0
 
 The paper's Table 3 reports a success rate of 100 % for FullGridScan, and section 6.1.1 calls the method exhaustive.
-It found the shortest wait for each data set of that table, but it does not in general.
+FullGridScan found the shortest wait for each data set of that table, but does not always find the shortest wait.
 
 Source: Zhao et al., ElasticBSP (2021), section 5.1, Algorithm 1. The paper does not say how ties are resolved. If
 several workers have the earliest end time, the first one is designated. If two end times are equally near to e, the

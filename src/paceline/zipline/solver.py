@@ -45,10 +45,10 @@ METHODS: dict[str, Callable[[Floats], Solution]] = {
 def solve(times: ArrayLike, method: str = "auto") -> Solution:
     """Return the best time for the next barrier, and the iteration after which each worker should stop for it.
 
-    One end time of each worker is picked so that the first worker to arrive waits as briefly as possible for the
-    last. All methods except the two grid scans are exact and return the same solution: the one with the shortest wait
-    and, if there are several, the one with the earliest barrier. Each worker stops at its latest end time at or
-    before the barrier (the last column if several end times are equal).
+    One end time of each worker is picked so that the first worker to arrive waits as briefly as possible for the last.
+    All methods except the two grid scans are exact and return the same solution: of all solutions with the shortest
+    wait, the one with the earliest barrier. Each worker stops at its latest end time at or before the barrier (the last
+    column if several end times are equal).
 
     Args:
         times: array of shape (n, R), converted to float64: R predicted end times for each of n workers, all in the
@@ -70,14 +70,14 @@ def solve(times: ArrayLike, method: str = "auto") -> Solution:
     if method not in METHODS:
         raise unknown_name("ZipLine method", method, METHODS)
     matrix = checked_matrix(times)
-    # With "auto", the search uses again what the check of this matrix has computed.
+    # With "auto", the search reuses intermediate results of the check of this matrix.
     return _auto(matrix) if method == "auto" else METHODS[method](matrix.times)
 
 
 def solve_periodic(last: ArrayLike, interval: ArrayLike, lookahead: int) -> Solution:
     """Return the best time for the next barrier, as `solve` does, but for workers with a constant pace.
 
-    The end times of worker p are `last[p] + j * interval[p]` for j = 1..lookahead. Most of them are usually not
+    The end times of worker p are `last[p] + j * interval[p]` for j = 1..lookahead. Most of these times are usually not
     computed. If `last` and `interval` contain only integers, of any size, the result is exact, and the wait and the
     barrier are integers. Otherwise, the result is exactly what `solve` returns for these end times as float64 numbers
     (`last[:, None] + np.arange(1, lookahead + 1) * interval[:, None]`).

@@ -4,8 +4,8 @@ All end times are merged into one timeline, which is scanned once. For each work
 time that has been scanned: each new end time replaces the previous end time of the same worker. Z becomes a candidate
 when it contains an end time of every worker, and each further end time produces another candidate.
 
-ZipLine is exact (Theorem 2 of the paper). Of all sets whose latest end time is t, the narrowest is the one with the
-latest end time of each worker at or before t, and ZipLine evaluates this set for every t for which it exists. The
+ZipLine is exact (Theorem 2 of the paper). Of all sets whose latest end time is t, the narrowest set contains the
+latest end time of each worker at or before t. ZipLine evaluates this set for every t for which the set exists. The
 scan takes O(Rn^2) time, because each step searches Z for its minimum.
 
 Source: Zhao et al., ElasticBSP (2021), section 5.2. Deviation from Algorithm 2: once Z is complete, each end time
@@ -92,7 +92,7 @@ def zipline_opt_bs(times: Floats) -> Solution:
 def _scan(times: Floats, position: Callable[[list[Element], list[int], int, int], int]) -> Solution:
     """Run the scan. `position(z, workers, p, i)` must return the index in z of the end time of worker p in column i."""
     z: list[Element] = []
-    workers: list[int] = []  # of the elements of z: `list.index` searches it without running Python code
+    workers: list[int] = []  # the worker of each element of z; `list.index` runs no Python code
     wait = barrier = inf
     candidates = 0
     for t, p, i in timeline(times):
@@ -102,7 +102,7 @@ def _scan(times: Floats, position: Callable[[list[Element], list[int], int, int]
             del z[replaced], workers[replaced]
         z.append((t, p, i))
         workers.append(p)
-        # A worker's first end time replaces no other one. Z is complete when it contains an end time of every worker.
+        # A worker's first end time replaces no other end time. Z is complete when it has one of every worker.
         if replaced == 0 and len(z) == len(times):
             candidates += 1
             d = t - z[0][0]
@@ -134,7 +134,7 @@ def _scan(times: Floats, position: Callable[[list[Element], list[int], int, int]
 # after which no window can start. The result for a subset of the workers is never larger than the result for
 # all workers, since a window for all workers is also a window for the subset. So a first search covers the
 # slowest third of the workers, and a second search covers all workers whose gap is at least the result of the
-# first one. (A much smaller subset would give a poor bound: workers of almost equal speed stay in phase, so
+# first search. (A much smaller subset would give a poor bound: workers of almost equal speed stay in phase, so
 # their end times are close together most of the time.)
 #
 # *Only some times matter* (`_sort_promising`). Divide the timeline into equal buckets. The running maximum
@@ -151,7 +151,8 @@ def _scan(times: Floats, position: Callable[[list[Element], list[int], int, int]
 # Source: the search solves Problem 1 of Zhao et al., ElasticBSP (2021), and returns the same result as
 # ZipLine (Theorem 2). The search itself is not from the paper, whose methods maintain a complete set Z at every step.
 
-# Mean number of end times per bucket. Smaller buckets slow down the running maximum, larger ones the final sort.
+# Mean number of end times per bucket. Smaller buckets slow down the running maximum, and larger buckets slow down
+# the final sort.
 PER_BUCKET = 6
 
 
@@ -182,7 +183,7 @@ def narrowest_window(times: EndTimes) -> Window:
         return _sort_all(times.rows(slice(None)), first_barrier)
     gaps = times.gaps()
     # Only workers with a gap below the width of the narrowest window can be left out. This window is at most as wide as
-    # the first one. So if few gaps are below that width, search all workers at once.
+    # the window of all first end times. So if few gaps are below this largest width, search all workers at once.
     if np.count_nonzero(gaps >= first_width) > n // 2:
         return _sort_promising(times, np.arange(n), first_barrier)
     part = max(1, n // 3)

@@ -1,6 +1,7 @@
-"""The program that becomes a server or a worker, or forks them: `python -P boot.py KIND`.
+"""The program that becomes a server or a worker, or forks both: `python -P boot.py KIND`.
 
-KIND is "fork server" for a process that forks servers and workers, or "process" for one that becomes one of them.
+KIND is "fork server" for a process that forks servers and workers, or "process" for a process that becomes a server or
+a worker.
 
 The program first makes sure that it ends with its parent, and then imports torch, which takes seconds. `-P` keeps the
 current directory out of `sys.path`; otherwise, a file there with a name such as `cloudpickle.py` would be imported. A

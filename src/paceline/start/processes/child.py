@@ -1,7 +1,7 @@
 """The main function of every server and worker process; it is called by `boot`.
 
 A worker runs the user's script as `python script.py` would, or calls a function that its payload contains. The
-payload of a server contains the module search path, and the conditions that it cannot import.
+payload of a server contains the module search path, and the conditions that the server cannot import.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MEMORY_ADVICE = (
     "distribute(max_batch=...)."
 )
 
-VERSION_ADVICE = "Install a version that has what the script uses, or change the script."
+VERSION_ADVICE = "Install a version that has this name, or change the script."
 
 # Maximum time between the arrivals of a signal that a scheduler sends to all processes at once.
 SAME_SIGNAL_S = 0.5
@@ -62,7 +62,8 @@ def main(order: ProcessOrder, descriptors: Descriptors) -> int:
     # Servers continue to ignore Ctrl-C: the launcher ends them in an orderly way.
     if assignment.role == "server":
         if assignment.machine:
-            # Schedulers send SIGTERM to all processes of a machine at once. Its agent decides when the server ends.
+            # Schedulers send SIGTERM to all processes of a machine at once. The machine's agent decides when the server
+            # ends.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         sys.path[:] = cloudpickle.load(objects)
         local_conditions.update(cloudpickle.load(objects))
@@ -112,11 +113,11 @@ def main(order: ProcessOrder, descriptors: Descriptors) -> int:
             session.finish()
             session.close()
             return 0
-        # If this worker was taken out, that is the reason for whatever the script has raised afterwards.
+        # If this worker was taken out, this is the reason for every exception that the script has raised afterwards.
         reason = next((cause for cause in causes if isinstance(cause, TakenOutError)), error)
         told = script_traceback(error)
-        # The launcher reports the exception once. The log on this machine contains it, too, if the launcher is on
-        # another one, whose output the user may not see.
+        # The launcher reports the exception once. If the launcher is on another machine, whose output the user may not
+        # see, the log on this machine contains the exception, too.
         words = with_advice(first_line(reason), causes)
         if job.joined:
             shown = told if words == first_line(reason) else f"{told.rstrip()}\npaceline: {words}"
@@ -137,7 +138,7 @@ class Interrupts:
     """Notices whether SIGINT has ended the script, which may catch the `KeyboardInterrupt` and end normally."""
 
     def __init__(self) -> None:
-        self._iteration: int | None = None  # of the worker when it was interrupted
+        self._iteration: int | None = None  # the iteration in which the worker was interrupted
         signal.signal(signal.SIGINT, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -153,7 +154,8 @@ class Interrupts:
 def use_device(assignment: Assignment) -> None:
     """Hide other accelerators, import the modules of the run, and make the assigned device torch's current one.
 
-    It already is the current one if the others are hidden. It is not if torch has chosen another kind of accelerator.
+    If all other accelerators are hidden, the device already is the current one. If torch has chosen another kind of
+    accelerator, the device cannot become the current one.
     """
     job, device = assignment.job, assignment.device
     if device is not None:  # a driver reads these variables when it is initialized
@@ -169,7 +171,8 @@ def use_device(assignment: Assignment) -> None:
 def _cut_off(error: PacelineError) -> int:
     """Return the exit code of a process that has not reached the coordinator, and say why.
 
-    This is no failure of the run: a link may be down for a while. The agent of the machine then joins again.
+    This is not a failure of the run, because a link may be down for a while. Later, the agent of the machine joins
+    again.
     """
     print(f"paceline: the coordinator was not reached: {error}", file=sys.stderr, flush=True)
     return EXIT_PEER_LOST
@@ -196,8 +199,8 @@ def leave_on_sigterm(session: WorkerSession) -> None:
 def _is_leaving(session: WorkerSession) -> bool:
     """Return True if a scheduler has asked this worker to leave the run.
 
-    The signal may also have ended another process, such as one of a `DataLoader`. If this was noticed first, the
-    worker receives the signal a little later.
+    The signal may also have ended another process, such as one of a `DataLoader`. If the end of that process was
+    noticed first, the worker receives the signal a little later.
     """
     deadline_s = time.monotonic() + SAME_SIGNAL_S
     while not session.links.asked_to_leave and time.monotonic() < deadline_s:
@@ -220,7 +223,7 @@ def _train(kind: str, arguments: list[str], objects: BinaryIO) -> None:
 
 
 def with_advice(reason: str, causes: Iterable[BaseException]) -> str:
-    """Return the reason for the failure of a script, and what to do if it is the device's memory or torch's version.
+    """Return why a script has failed, and what to do if the cause is the device's memory or torch's version.
 
     Args:
         reason: the reason.

@@ -1,10 +1,10 @@
 """The program that counts the accelerators of this machine: `python -P counting.py`.
 
 A process that counts accelerators initializes their drivers, and cannot be forked any more. So
-they are counted in a process that ends afterwards. This program imports nothing of Paceline.
+the accelerators are counted in a process that ends afterwards. This program imports nothing of Paceline.
 
 Standard input is JSON: `path`, the module search path; `imports`, modules that add kinds of devices to torch; and
-`kinds`, the kinds of devices to count besides the one that torch chooses itself. Standard output is JSON: `chosen`,
+`kinds`, the kinds of devices to count besides the kind that torch chooses itself. Standard output is JSON: `chosen`,
 the kind that torch chooses, or null if there is no accelerator; `torch`, the version of torch; and `found`, which
 contains for each kind a list of devices, with `model` and `memory_bytes`.
 """
@@ -23,7 +23,7 @@ def main() -> None:
     """Run the program. See the module's docstring."""
     asked = json.load(sys.stdin)
     sys.path[:] = asked["path"]
-    # What modules print while they are imported goes to standard error, so that the result stands alone.
+    # Text that modules print while they are imported goes to standard error, so standard output is the result alone.
     result = os.dup(1)
     os.dup2(2, 1)
 

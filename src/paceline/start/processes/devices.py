@@ -1,7 +1,7 @@
-"""Assigns a device to each worker of a machine, and hides the other ones from it.
+"""Assigns a device to each worker of a machine, and hides all other devices from the worker.
 
 This process never initializes an accelerator. It asks another process which accelerators there are (see `counting`),
-and only if torch may have any: torch is not imported here to find out.
+but only if torch may have accelerators. To find this out, torch is not imported here.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ def assign_devices(
         wanted: the devices that the user wants, as a sequence or separated by commas, such as "cuda:0,cpu"; one
             worker for each. None and "auto" stand for all accelerators of the kind that torch chooses.
         workers: the number of workers that the user wants; None for one per device.
-        usual: the number of workers if there is no accelerator and the user wants no number.
-        imports: modules that add kinds of devices to torch, among others.
+        usual: the number of workers if there is no accelerator and the user has given no number.
+        imports: modules to import, such as modules that add kinds of devices to torch.
         masked: True to hide other accelerators from each worker.
 
     Raises:
@@ -134,10 +134,10 @@ def devices_of_servers(
     """Return the devices among which the servers of this machine are divided; () if all of them use the CPU.
 
     Args:
-        wanted: the device that the user wants: "cpu", "auto", or the name of one. "auto" stands for the accelerators of
-            the kind that torch chooses, without those of workers.
+        wanted: the device that the user wants: "cpu", "auto", or the name of a device. "auto" stands for all
+            accelerators of the kind that torch chooses, except for those that workers use.
         workers: the devices of the workers of this machine.
-        imports: modules that add kinds of devices to torch, among others.
+        imports: modules to import, such as modules that add kinds of devices to torch.
 
     Raises:
         ConfigurationError: there is no such device.
@@ -167,11 +167,11 @@ def with_server_devices(job: Job) -> Job:
 def device_of_process(place: int, imports: Sequence[str] = ()) -> Device | None:
     """Return the device of the only worker of a process that a scheduler has started; None if none is assigned.
 
-    Nothing is hidden from the worker that the scheduler shows to it.
+    The worker sees all accelerators that the scheduler makes visible.
 
     Args:
         place: number of the process on its machine, or 0 if the scheduler hides the other accelerators.
-        imports: modules that add kinds of devices to torch, among others.
+        imports: modules to import, such as modules that add kinds of devices to torch.
     """
     found = _chosen_devices(imports)
     return found[place % len(found)] if found else None
@@ -261,8 +261,9 @@ def _missing(kind: str, index: int, accelerators: Accelerators) -> str:
 def may_have_accelerators(imports: Sequence[str]) -> bool:
     """Return False if it is certain that torch has no accelerator here.
 
-    This is so if neither its build nor a package adds a kind of accelerator, or if the driver is missing: the builds
-    that package indexes offer by default are for accelerators, also on machines without any.
+    This is certain if neither the build of torch nor a package adds a kind of accelerator. It is also certain if the
+    driver is missing. The default builds in package indexes are for accelerators, even on machines without
+    accelerators.
 
     Raises:
         ConfigurationError: a module cannot be imported.
@@ -291,11 +292,11 @@ def count_accelerators(imports: Sequence[str], kinds: Sequence[str] = ()) -> Acc
     """Count the accelerators of this machine in another process.
 
     Args:
-        imports: modules that add kinds of devices to torch, among others.
-        kinds: kinds of accelerators to count besides the one that torch chooses.
+        imports: modules to import, such as modules that add kinds of devices to torch.
+        kinds: kinds of accelerators to count besides the kind that torch chooses.
 
     Raises:
-        ConfigurationError: they cannot be counted.
+        ConfigurationError: the accelerators cannot be counted.
     """
     asked = json.dumps({"path": sys.path, "imports": list(imports), "kinds": list(kinds)})
     counting = Companion([PROGRAM])
@@ -311,20 +312,20 @@ def count_accelerators(imports: Sequence[str], kinds: Sequence[str] = ()) -> Acc
 
 # -- Hides the accelerators of other workers from a worker ---------------------------------------------------
 #
-# A worker sees its own accelerator only, so it neither occupies memory on another one nor trains on it by
-# mistake. What hides accelerators depends on their driver, so it exists for the kinds in `MASKS` only.
-# Workers on other kinds see all accelerators, and theirs is made torch's current one.
+# A worker sees only its own accelerator, so it cannot occupy memory or train on another accelerator by
+# mistake. How accelerators are hidden depends on their driver, so this is possible only for the kinds in
+# `MASKS`. Workers on other kinds see all accelerators, and their own accelerator is made torch's current one.
 
 BUILT_IN = ("cuda", "mps", "xpu")
 """The kinds of accelerators that a build of torch may have, without another package."""
 
 
 class Mask(NamedTuple):
-    """What hides accelerators of one kind from a process, if it is set before the driver is initialized.
+    """An environment variable that hides accelerators of one kind, if it is set before the driver is initialized.
 
     Attributes:
         variable: environment variable with a list of accelerators, separated by commas.
-        otherwise: variable that the driver reads if the first one is not set; "" for none.
+        otherwise: variable that the driver reads if `variable` is not set; "" for none.
         nothing: value that hides all accelerators.
     """
 
@@ -335,16 +336,16 @@ class Mask(NamedTuple):
 
 MASKS: Mapping[str, Mask] = {
     "cuda": Mask("CUDA_VISIBLE_DEVICES", "", ""),
-    # ROCm applies ROCR_VISIBLE_DEVICES first. Indices in this variable refer to what the other one leaves.
+    # ROCm applies ROCR_VISIBLE_DEVICES first. HIP_VISIBLE_DEVICES contains indices of the accelerators that are left.
     "rocm": Mask("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "-1"),
-    # The driver takes an empty list for all accelerators, and leaves out indices that do not exist.
+    # To the driver, an empty list means all accelerators. It ignores indices that do not exist.
     "xpu": Mask("ZE_AFFINITY_MASK", "", "65535"),
 }
 """Kind of accelerator -> its mask. In torch's notation, accelerators under ROCm are of the kind "cuda", too."""
 
 
 class Build(NamedTuple):
-    """What torch was built for, as its file `version.py` says.
+    """The accelerators that torch was built for, according to its file `version.py`.
 
     Attributes:
         kinds: kinds of accelerators.
@@ -360,11 +361,11 @@ def environment_of(
 ) -> dict[str, str]:
     """Return the environment variables with which a worker sees no accelerator but its own.
 
-    If the user has already hidden accelerators, the index of a device refers to the others.
+    If the user has already hidden accelerators, the index of a device counts only the visible ones.
 
     Args:
         device: the worker's device.
-        hidden: kinds of accelerators; those of the device's own kind are hidden except for the device.
+        hidden: kinds of accelerators to hide. Of the device's own kind, all accelerators but the device are hidden.
         environment: the environment of the launcher.
         rocm: True if the kind "cuda" stands for ROCm.
 
@@ -388,7 +389,7 @@ def environment_of(
 
 
 def alone(devices: Sequence[Device]) -> list[Device]:
-    """Return devices whose workers see no accelerator but their own, where this is possible."""
+    """Return the devices, with variables that hide all other accelerators from their workers where this is possible."""
     build = torch_build()
     kinds = sorted({device.kind for device in devices} | build.kinds)
     masked = []
@@ -401,7 +402,7 @@ def alone(devices: Sequence[Device]) -> list[Device]:
 
 
 def torch_build() -> Build:
-    """Return what torch was built for, without importing it."""
+    """Return the accelerators that torch was built for, without importing torch."""
     spec = find_spec("torch")
     assert spec is not None
     assert spec.origin is not None

@@ -3,11 +3,11 @@
 Importing torch takes more than a second of CPU time. The fork server imports it once for all processes on a machine,
 which then also share the memory of the imported modules.
 
-Only the thread that calls `fork` exists in the child. So a library that has started threads, or that another thread
-has locked, does not work in the child. The fork server therefore runs no tensor operation, and makes sure that it has
-no other thread when it forks. OpenBLAS, which NumPy loads, starts threads when it is imported, but ends them before
-each fork; so the fork server forks once before it looks. If other threads remain, it exits with `EXIT_THREADS`, and
-the launcher starts each process as a new program instead.
+Only the thread that calls `fork` exists in the child. So a library that has started threads, or that another thread has
+locked, does not work in the child. The fork server therefore runs no tensor operation, and makes sure that it has no
+other thread when it forks. OpenBLAS, which NumPy loads, starts threads when it is imported, but ends them before each
+fork; so the fork server forks once before it counts its threads. If other threads remain, it exits with `EXIT_THREADS`,
+and the launcher starts each process as a new program instead.
 
 A forked process must not differ from a new program in anything that a script can observe, apart from the modules that
 are already imported:
@@ -17,7 +17,7 @@ are already imported:
 - Each child gets its own standard streams, process group, title, and random generators.
 - A child is killed when the fork server exits, and the fork server is killed when the launcher exits.
 - `begin` *returns* in each child, so that the script does not run below the fork server's frames. At the end, `leave`
-  runs `atexit` handlers, waits for threads, and finalizes what the script has left in its modules.
+  runs `atexit` handlers, waits for threads, and finalizes the objects that the script has left in its modules.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ EXIT_THREADS = 76
 
 
 def carry_out(kind: str) -> NoReturn:
-    """Become a server or a worker, or fork them. Standard input is the socket on which the orders are received.
+    """Become a server or a worker, or fork both. Standard input is the socket on which the orders are received.
 
     Args:
         kind: see `begin`.
     """
-    # Schedulers send SIGTERM to all processes, and all children end with the fork server.
+    # Schedulers send SIGTERM to all processes. The fork server ignores it, because all children end with it.
     at_sigterm = signal.signal(signal.SIGTERM, signal.SIG_IGN) if kind == "fork server" else None
     order, descriptors = begin(kind)
     if kind == "fork server":
@@ -141,7 +141,7 @@ def _next_child(control: socket.socket) -> Received:
 
 
 def _import_everything() -> None:
-    """Import what servers, workers and scripts use, so that processes share its memory. Run no tensor operation."""
+    """Import modules that all processes use, so that the processes share memory. Run no tensor operation."""
     with importing():
         import numpy.random  # noqa: F401
         import torch  # noqa: F401
@@ -152,7 +152,7 @@ def _import_everything() -> None:
 
 
 def keep_imported() -> None:
-    """Let no child take apart at its end what it shares: to remove torch's operators would cost each 20 ms."""
+    """Keep children from finalizing shared objects at their end. To remove torch's operators would take 20 ms."""
     for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
         finalizer.atexit = False
 
@@ -191,7 +191,7 @@ def _leave_group(descriptors: Descriptors) -> None:
 
 
 def _take_over(descriptors: Descriptors) -> None:
-    """Make the given descriptors the standard streams of this process. If it gets a terminal, it controls it."""
+    """Make the given descriptors the standard streams of this process. If one is a terminal, control it."""
     if descriptors.terminal:
         fcntl.ioctl(descriptors.stdout, termios.TIOCSCTTY, 0)
     for target, source in enumerate(descriptors[:3]):
@@ -203,7 +203,7 @@ def _take_over(descriptors: Descriptors) -> None:
 
 
 def _renew_generators() -> None:
-    """Give NumPy's and torch's generators new seeds from the system, as in a new program. Python's renews itself."""
+    """Give NumPy's and torch's generators new seeds, as in a new program. Python's own generator reseeds itself."""
     import numpy as np
     import torch
 

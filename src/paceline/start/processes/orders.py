@@ -1,4 +1,4 @@
-"""What the launcher sends to a process that becomes a server or a worker, and how it is sent.
+"""The orders that the launcher sends to a process that becomes a server or a worker, and how they are sent.
 
 The launcher starts a program (see `boot`) with a socket as its standard input, and sends *orders* over that socket.
 An order consists of descriptors only: the standard streams of the new process, and two files without a name, which
@@ -32,7 +32,7 @@ MARK = b"+"
 
 
 class ProcessOrder(msgspec.Struct, frozen=True):
-    """What a new process is to do.
+    """The task of a new process.
 
     Attributes:
         assignment: role of the process, and the run that it belongs to.
@@ -57,7 +57,8 @@ class Descriptors(NamedTuple):
         stdin: its standard input.
         stdout: its standard output.
         stderr: its standard error.
-        payload: a file with the objects that are sent to the process. It is read from the start, whatever its offset.
+        payload: a file with the objects that are sent to the process. The file is read from its start, whatever its
+            offset is.
         passed: a socket over which the process receives its connections, or None. See `Listener`.
     """
 
@@ -69,12 +70,12 @@ class Descriptors(NamedTuple):
 
     @property
     def given(self) -> list[int]:
-        """All descriptors that there are."""
+        """All descriptors except those that are None."""
         return [descriptor for descriptor in self if descriptor is not None]
 
     @property
     def terminal(self) -> bool:
-        """True if the process gets a terminal, which it controls. It then needs a session of its own."""
+        """True if the process gets a terminal, which it controls. Then the process needs a session of its own."""
         return os.isatty(self.stdout)
 
 
@@ -84,7 +85,7 @@ class Received(NamedTuple):
     Attributes:
         order: the order.
         descriptors: the descriptors of the process.
-        report: the socket on which the process is reported.
+        report: the socket on which the start and the end of the process are reported.
     """
 
     order: ProcessOrder
@@ -96,7 +97,7 @@ def payload_of_server(path: Sequence[str], conditions: Mapping[str, object]) -> 
     """Return the payload of a server.
 
     Args:
-        path: module search path from which it imports user-defined sync models, conditions and optimizers.
+        path: module search path from which the server imports user-defined sync models, conditions and optimizers.
         conditions: name -> condition, for the conditions that cannot be imported.
     """
     return bytes(cloudpickle.dumps(list(path)) + cloudpickle.dumps(dict(conditions)))
@@ -153,7 +154,7 @@ def await_start(report: socket.socket) -> tuple[int, int] | None:
 
 
 def await_end(report: socket.socket) -> int | None:
-    """Return the exit code of the process (see `report_end`), or None if the process that reports it has ended."""
+    """Return the exit code of the process (see `report_end`), or None if the reporting process has ended."""
     data = report.recv(REPORT.size)
     return REPORT.unpack(data)[0] if data else None
 

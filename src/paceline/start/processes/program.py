@@ -1,7 +1,7 @@
 """The programs that are executed for a run: their start, their environment, their title, and their end.
 
-All programs start here. None searches the working directory for modules, because a file there may have the name of a
-module that Paceline imports. None gets the secret of a run, unless it is given in the environment.
+All programs start here. No program searches the working directory for modules, because a file there may have the name
+of a module that Paceline imports. No program gets the secret of a run, unless the caller passes it in the environment.
 
 If the launcher is killed, no process of the run may keep running. So each process asks the kernel to kill it when its
 parent exits.
@@ -34,7 +34,7 @@ sys.path.append({str(Path(__file__).parents[3])!r})
 sys.argv[:2], module = ["paceline"], sys.argv[1]
 import_module(module).main()
 """
-"""The program that calls the function `main` of a module of Paceline, which its first argument names.
+"""The program that calls the function `main` of a module of Paceline. Its first argument names the module.
 
 The launcher may have imported Paceline from a directory that is not in the new program's `sys.path`.
 """
@@ -53,7 +53,7 @@ of megabytes, although the cache is shared with other virtual machines.
 
 
 def main_of(module: str) -> list[str]:
-    """Return what `execute` executes to call the function `main` of a module of Paceline."""
+    """Return the words with which `execute` calls the function `main` of a module of Paceline."""
     return ["-c", CALL, module]
 
 
@@ -81,9 +81,9 @@ def execute(
     """Start Python as a new program.
 
     Args:
-        words: what it executes, and the arguments of this program.
+        words: what Python executes, such as a file or `-c` and code, followed by the arguments of the new program.
         prefix: command that is put in front of the command line.
-        environment: the environment. Default: that of this process, without the secret of a run.
+        environment: the environment. Default: the environment of this process, without the secret of a run.
         options: streams, descriptors and process group; see `subprocess.Popen`.
 
     Raises:
@@ -96,7 +96,7 @@ def execute(
 def environment(processes: int) -> dict[str, str]:
     """Return the environment of the processes of a run, which is read when a program or a library starts.
 
-    It does not contain the secret of a run, although the user may have set it for several commands.
+    The environment does not contain the secret of a run, even if the user has set the secret for several commands.
 
     Args:
         processes: number of servers and workers, which share the cores of this machine.
@@ -128,8 +128,8 @@ def end_with_parent(parent: int) -> None:
 def importing() -> Iterator[None]:
     """Import modules without the garbage collector, which costs 15 % of the time and frees nothing.
 
-    Later collections leave out what exists afterwards. They would write to every object, and so copy the memory that
-    a process shares with its children.
+    Later collections skip all objects that exist afterwards. Otherwise, they would write to each of these objects, and
+    so copy the memory that a process shares with its children.
     """
     gc.disable()
     try:
@@ -146,7 +146,7 @@ def set_title(title: str) -> None:
     """
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        # The fields after the command's name begin with the third; these are 48 and 49 of proc(5).
+        # The fields after the command's name begin with the third, so these are the fields 48 and 49 of proc(5).
         start, end = int(fields[45]), int(fields[46])
     except (OSError, IndexError):
         return
@@ -159,7 +159,7 @@ def set_title(title: str) -> None:
 
 
 def file_of(data: bytes) -> int:
-    """Return the descriptor of a new file without a name that contains the data."""
+    """Return the descriptor of a new unnamed file that contains the data."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("paceline")
     else:
@@ -183,21 +183,21 @@ POLL_S = 0.05
 
 
 class Companion:
-    """A program beside a run: what it executes, what it is told, and how it has ended.
+    """A program beside a run, with its input, its output and its end.
 
-    What it says goes to files without a name, so it never waits for a reader.
+    The output of the program goes to files without a name, so the program never waits for a reader.
 
     Args:
-        words: what Python executes.
-        number: the signal that ends it if it must not go on.
-        heard: False if its standard output and its standard error are those of this process.
+        words: see `execute`.
+        number: the signal that ends the program if it must not go on.
+        heard: False if the program writes to the standard output and the standard error of this process.
         options: see `execute`.
 
     Attributes:
         exit_code: exit code of the program, or minus the number of the signal that has terminated it; None until `end`
             has returned.
-        said: what it has written to its standard output.
-        complaint: what it has written to its standard error.
+        said: the content of its standard output.
+        complaint: the content of its standard error.
 
     Raises:
         OSError: the program cannot be started.
@@ -287,7 +287,7 @@ EXIT_PEER_LOST = 75
 """Exit code of a worker that could not continue because another process of the run was lost."""
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
-"""Exit code of a worker whose script was ended by SIGINT, although it has caught the `KeyboardInterrupt`."""
+"""Exit code of a worker whose script was ended by SIGINT, although the script has caught the `KeyboardInterrupt`."""
 
 
 def describe_ending(exit_code: int, *, out_of_memory: bool = False) -> str:
@@ -335,7 +335,7 @@ def out_of_memory_kills(vmstat: Path = Path("/proc/vmstat")) -> int:
 def await_group_leader(process_id: int) -> None:
     """Wait until a child process has ended. If it failed or was killed, kill the rest of its process group.
 
-    The child is not reaped here, because the id of its group may be reused as soon as it is.
+    The child is not reaped here, because the id of its group may be reused as soon as the child is reaped.
 
     Raises:
         ChildProcessError: another part of the program has already reaped the child.

@@ -29,7 +29,7 @@ from .program import await_group_leader, file_of
 
 logger = logging.getLogger("paceline.starting")
 
-END_TIMEOUT_S = 1.0  # time after which a fork server that has nothing left to do is killed
+END_TIMEOUT_S = 1.0  # a fork server that has nothing left to do is killed after this time
 
 MOST_OUTPUT_BYTES = 2**20  # more than a traceback
 
@@ -83,7 +83,7 @@ class Starter:
 
 
 def can_fork() -> bool:
-    """Return True if this system has what a fork server needs, which is Linux 5.3."""
+    """Return True if this system can run a fork server, which needs Linux 5.3 or later."""
     if sys.platform != "linux":
         return False
     try:
@@ -94,12 +94,12 @@ def can_fork() -> bool:
 
 
 class Child:
-    """A process of a run: a new program, or forked by a fork server as soon as that is ready.
+    """A process of a run: either a new program, or a process that a fork server forks as soon as the server is ready.
 
     Args:
         prefix: see `Starter`.
         environment: environment of the process.
-        order: what the process is to do.
+        order: the task of the process.
         descriptors: the descriptors of the process, which stay open until `await_start` has returned.
         server: the fork server; None if there is none.
 
@@ -115,7 +115,7 @@ class Child:
         descriptors: Descriptors,
         server: ForkServer | None,
     ) -> None:
-        # While this lock is held, the id of the process is its own: the id of a reaped process may be reused.
+        # While this lock is held, the process is not reaped, so no other process has its id.
         self._lock = threading.Lock()
         self._ended = False
         self._asked = prefix, environment, order, descriptors
@@ -163,7 +163,7 @@ class Child:
         if self._forked is not None:
             with self._forked.report as report:
                 exit_code = await_end(report)
-            # If the fork server was killed, then its children were, too. Their exit codes are unknown.
+            # If the fork server was killed, its children were killed, too. Their exit codes are unknown.
             exists = select.poll()
             exists.register(self._forked.handle, select.POLLIN)
             exists.poll()
@@ -191,7 +191,7 @@ class Child:
             elif self._popen is not None:
                 os.kill(self._popen.pid, number)
             elif self._server is not None:
-                # The processes of a run are signaled before they have started only to end them all.
+                # A process that has not started is signaled only to end the whole run.
                 self._server.kill()
 
     def _execute(self) -> None:
@@ -215,7 +215,7 @@ class Forked(NamedTuple):
 
     Attributes:
         id: the process id.
-        handle: the pidfd of the process. A signal that is sent to it cannot reach another process.
+        handle: the pidfd of the process. A signal that is sent to the pidfd cannot reach another process.
         report: the socket on which the end of the process is reported.
     """
 
@@ -247,7 +247,7 @@ class ForkServer:
         return self._process.pid
 
     def fork(self, order: ProcessOrder, descriptors: Descriptors) -> Forked | None:
-        """Start a process, as soon as the fork server is ready. Return None if it has ended."""
+        """Start a process, as soon as the fork server is ready. Return None if the fork server has ended."""
         report, theirs = socket.socketpair()
         with self._lock, theirs:
             self._ready = self._ready or await_ready(self._control)
@@ -261,7 +261,7 @@ class ForkServer:
         return None
 
     def words(self) -> bytes:
-        """Return what the fork server has written, after it has ended. Its children write there before they begin."""
+        """Return the output of the fork server after its end. Its children write to the same place until they begin."""
         return os.pread(self._output, MOST_OUTPUT_BYTES, 0)
 
     def kill(self) -> None:
