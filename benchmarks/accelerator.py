@@ -1,7 +1,7 @@
-"""Measures what Paceline adds to a training step on an accelerator, and how much of its copies is hidden.
+"""Measures the time that Paceline adds to a training step on an accelerator, and which share of the copies is hidden.
 
-One worker trains a language model on the device, as plain PyTorch and with servers on the same machine. So their
-optimizers and all copies belong to the step, and nothing else does: there is no other worker to wait for.
+One worker trains a language model on the device, once with plain PyTorch and once with servers on the same machine. So
+a step includes the optimizers of the servers and all copies, but no waiting, because there is no other worker.
 
 Copies run beside computations on streams of their own. The profiler of torch records when each copy and each kernel
 ran on the device. A copy is *hidden* while a kernel of the training itself runs.
@@ -37,7 +37,7 @@ LENGTH = 256
 
 
 class LanguageModel(NamedTuple):
-    """The size of a model and of its batches, which have this number of sequences of 256 words each."""
+    """The size of a model and of its batches. `batch` is a number of sequences of 256 words each."""
 
     width: int
     layers: int
@@ -56,7 +56,7 @@ class AcceleratorRow(msgspec.Struct, frozen=True):
     plain_s: float  # time of a step of plain PyTorch
     paceline_s: float  # time of a step with one worker
     sent_s: float  # time, in a step, of the copies of gradients to the host
-    sent_hidden: float  # share of this time in which kernels of the training ran
+    sent_hidden: float  # share of `sent_s` in which kernels of the training ran
     received_s: float  # time, in a step, of the copies of weights to the device
     received_hidden: float
 
@@ -106,7 +106,7 @@ def _row(model: LanguageModel, plain: Sequence[_Found], ours: Sequence[_Found]) 
 
 
 class _Found(msgspec.Struct, frozen=True):
-    """What a worker has measured. `copies` maps a direction to seconds in a step, and to the hidden share."""
+    """What a worker has measured. `copies` maps a direction to (seconds in a step, hidden share)."""
 
     device: str
     weights: int
@@ -115,7 +115,7 @@ class _Found(msgspec.Struct, frozen=True):
 
 
 def _run(model: LanguageModel, device: str, *, alone: bool) -> _Found:
-    """Measure in a process of its own, so that no run finds memory or compiled kernels of another."""
+    """Measure in a process of its own, so that no run finds memory or compiled kernels of another run."""
     if alone:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             return pool.apply(_train, (model, device))
@@ -194,7 +194,7 @@ class _Span(NamedTuple):
 
 
 def copies_of(events: Iterable[dict[str, Any]]) -> dict[str, tuple[float, float]]:
-    """Return, for "DtoH" and "HtoD", the time of the copies in seconds, and the share of it that was hidden.
+    """Return, for "DtoH" and "HtoD", the time of the copies in seconds, and the hidden share of this time.
 
     Args:
         events: events of torch's profiler in Chrome's format, with times in microseconds. Kernels of the training are
@@ -220,7 +220,7 @@ def copies_of(events: Iterable[dict[str, Any]]) -> dict[str, tuple[float, float]
 
 
 def _hidden(spans: Sequence[_Span], kernels: Sequence[_Span]) -> tuple[float, float]:
-    """Return the length of some spans in seconds, and the share of it in which kernels ran, which do not overlap."""
+    """Return the total length of spans in seconds, and the share of it in which kernels ran. Kernels do not overlap."""
     total = sum(span.end - span.begin for span in spans)
     hidden = sum(
         max(0.0, min(span.end, kernel.end) - max(span.begin, kernel.begin))

@@ -1,9 +1,9 @@
-"""`python -m benchmarks advice`: what `paceline advise` promises of a change, compared with a live run of it.
+"""`python -m benchmarks advice`: the speedup that `paceline advise` promises for a change, compared with a live run.
 
-Scripts of several kinds are run under bsp. From the run directory, `advise` tells how many times as many samples per
-second another model, or balanced batches, would use. A live run of the change tells whether this is right. The kinds
-differ in what takes the time: machines of different speeds, evaluations in one worker or in all of them, saving,
-logging, and loading.
+Scripts of several kinds are run under bsp. From the run directory, `advise` predicts by which factor another model, or
+balanced batches, would change the samples per second. A live run with the change shows whether the prediction is right.
+The kinds of scripts differ in what takes the time: machines of different speeds, evaluations in one worker or in all
+workers, saving, logging, and loading.
 
 Workers sleep instead of computing, so two cores suffice.
 """
@@ -41,11 +41,11 @@ GOAL = 0.1  # largest permitted error of a promise
 
 
 class Kind(msgspec.Struct, frozen=True, kw_only=True):
-    """A kind of script, and a change of which `advise` promises something. All times are in seconds."""
+    """A kind of script, and a change for which `advise` promises a speedup. All times are in seconds."""
 
     sync: str = "bsp"  # the changed sync model
     batch: BatchSizing = "equal"  # the changed sizes of the batches
-    slow: dict[int, float] = {}  # worker -> how many times as long it computes
+    slow: dict[int, float] = {}  # worker -> factor by which its computations take longer
     evaluating: float = 0.0  # time of an evaluation at the end of each epoch
     saving: float = 0.0  # time to save the model in the middle of an epoch, after every fourth step
     logging: float = 0.0  # time to log after each step
@@ -68,7 +68,7 @@ KINDS = {
 
 
 class AdviceRow(msgspec.Struct, frozen=True):
-    """How many times as many samples per second were promised and measured: medians over the rounds."""
+    """The promised and the measured factor of the samples per second: medians over the rounds."""
 
     kind: str
     change: str  # as the options of the command line
@@ -99,7 +99,7 @@ COLUMNS: Columns[AdviceRow] = {
 def measure(
     tell: TellShare, rounds: Rounds = 1, kinds: Sequence[str] = tuple(KINDS)
 ) -> list[Figures[AdviceRow]]:
-    """Compare what paceline advise promises of a change with a live run of it, for several kinds of scripts."""
+    """Compare the speedup that paceline advise promises for a change with a live run, for several kinds of scripts."""
     rows = []
     for name, pairs in in_turns(tell, rounds, {name: name for name in kinds}, _promised_and_measured).items():
         kind = KINDS[name]
@@ -110,7 +110,7 @@ def measure(
 
 
 def _promised_and_measured(name: str) -> tuple[float, float]:
-    """Run a kind of script as it is and with its change."""
+    """Run a kind of script without and with its change."""
     kind = KINDS[name]
     with TemporaryDirectory() as folder:
         recorded = Path(folder, "before")

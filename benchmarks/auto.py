@@ -2,10 +2,11 @@
 
 Six kinds of clusters, ten of each: some workers always slower, times that vary at random, pauses, slow links, equal
 machines, and machines whose speeds change in mid-run. The workers use up the same data under each choice. A *time* is
-the virtual time of the run, divided by the share of the data that was applied, because `drop-stragglers` drops some.
+the virtual time of the run, divided by the share of the data that was applied, because `drop-stragglers` drops some
+data.
 
-The time says nothing about what is learned: an epoch is taken to be worth the same under each choice, which is the
-aim of translated hyper-parameters (see `paceline.sync.translation`).
+The time says nothing about the quality of the result: an epoch is assumed to be worth the same under each choice, which
+is the aim of translated hyper-parameters (see `paceline.sync.translation`).
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ EACH = 10  # clusters of each kind
 ROUNDS = 30  # iterations of each worker in an epoch, if all have the same number
 BATCH = 32
 EPOCHS = 24
-WITHIN = 0.15  # goal: the time is at most this much longer than with the best fixed choice
-SHARE = 0.9  # in this share of the clusters
-SLOWER = 0.05  # goal: the time is never longer than under bsp by more than this share
+WITHIN = 0.15  # goal: the time is longer than with the best fixed choice by at most this share
+SHARE = 0.9  # share of the clusters that must meet the goal `WITHIN`
+SLOWER = 0.05  # goal: the time is longer than under bsp by at most this share
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -50,12 +51,12 @@ class Row(msgspec.Struct, frozen=True):
 
     @property
     def behind(self) -> float:
-        """By how much longer the time with `auto` is than that of the best fixed choice, as a share."""
+        """Share by which the time with `auto` is longer than with the best fixed choice."""
         return self.auto_s / self.times_s[self.best] - 1.0
 
     @property
     def behind_bsp(self) -> float:
-        """By how much longer the time with `auto` is than under bsp, as a share."""
+        """Share by which the time with `auto` is longer than under bsp."""
         return self.auto_s / self.times_s["bsp"] - 1.0
 
 
@@ -71,7 +72,7 @@ COLUMNS: Columns[Row] = {
 
 
 def clusters(each: int = EACH) -> Iterator[Cluster]:
-    """Yield some clusters of each kind. They differ in size and in how unequal their workers are."""
+    """Yield some clusters of each kind. The clusters differ in size and in the inequality of their workers."""
     for kind in KINDS:
         for number in range(each):
             draw = random.Random(f"{kind} {number}")
@@ -167,6 +168,6 @@ def measure(tell: TellShare, each: int = EACH, epochs: int = EPOCHS) -> list[Fig
 
 
 def reached(rows: Sequence[Row]) -> tuple[float, float]:
-    """Return the share of the clusters in which `auto` is within 15 % of the best fixed choice, and by how much it is
-    slower than bsp, where it is slowest compared with it."""
+    """Return the share of the clusters in which `auto` is within 15 % of the best fixed choice, and the largest share
+    by which `auto` is slower than bsp."""
     return sum(row.behind <= WITHIN for row in rows) / len(rows), max(row.behind_bsp for row in rows)

@@ -1,8 +1,8 @@
-"""How much longer the steps of training are while a checkpoint is written.
+"""Measures how much longer the steps of training are while a checkpoint is written.
 
-A worker trains layers of equal size, and times each whole step. It asks for a checkpoint, and again when some steps
-have passed since the last one was complete. The steps from the request until the checkpoint is complete are compared
-with the other steps of the same run.
+A worker trains layers of equal size, and times each whole step. The worker requests a checkpoint, and requests the next
+checkpoint when some steps have passed since the previous checkpoint was complete. The steps from the request until the
+checkpoint is complete are compared with the other steps of the same run.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class CheckpointRow(msgspec.Struct, frozen=True):
     case: Case
     checkpoints: int  # number of checkpoints
     step_ms: float  # median time of a step while no checkpoint is written
-    undisturbed: float  # the longest of these steps, divided by their median
-    median: float  # median of the steps while a checkpoint is written, divided by that of the others
-    longest: list[float]  # for each checkpoint, the longest step, divided by the median of the others
+    undisturbed: float  # the longest step while no checkpoint is written, divided by `step_ms`
+    median: float  # median of the steps while a checkpoint is written, divided by `step_ms`
+    longest: list[float]  # for each checkpoint, the longest step, divided by `step_ms`
     steps: list[int]  # for each checkpoint, the number of steps until it is complete
 
     @property
@@ -93,7 +93,7 @@ def measure(
         lambda case: row_of(case, _steps(case, rounds)),
         lambda case: 6.0 + rounds * case.size_mb * (1.5 if case.optimizer == "Adam" else 1) / 8,
     )
-    title = "Steps while a checkpoint is written, divided by the median of the others"
+    title = "Steps while a checkpoint is written, divided by the median of the other steps"
     return [Figures(title, [row for rows in found.values() for row in rows], COLUMNS, labels=3)]
 
 
@@ -109,7 +109,7 @@ def _steps(case: Case, rounds: int) -> list[Step]:
 
 
 def row_of(case: Case, steps: list[Step]) -> CheckpointRow:
-    """Compare the steps during checkpoints with the others, after the first ones of each stretch of those."""
+    """Compare the steps during checkpoints with the other steps, without the first steps after each checkpoint."""
     others, since = [], 0
     by_checkpoint: dict[int, list[float]] = {}
     for step in steps:
@@ -153,7 +153,7 @@ def _train(case: Case, rounds: int, directory: str) -> list[Step]:
             now_s = time.perf_counter()
             steps.append(Step(now_s - began_s, writing))
             began_s, since = now_s, since + 1
-            if writing and (found := _newest(directory)) > newest:  # a number may be left out
+            if writing and (found := _newest(directory)) > newest:  # a checkpoint number may be left out
                 writing, complete, newest, since = 0, writing, found, 0
             if not writing and since == APART + SETTLING:
                 if complete == rounds:

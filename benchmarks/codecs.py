@@ -1,4 +1,4 @@
-"""`python -m benchmarks codecs`: the processor time in which vectors are encoded and decoded on their way."""
+"""`python -m benchmarks codecs`: the processor time of encoding and decoding gradients and weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GOAL_MS, GOAL_SUMS = 20.0, 5.0
 
 
 class CodecRow(msgspec.Struct, frozen=True):
-    """What one way of some values costs: the processor time at both ends, and that of a sum of as many values."""
+    """The processor times of encoding and decoding values with one codec, and of a sum of as many values."""
 
     what: str
     encode_ms: float
@@ -44,7 +44,7 @@ COLUMNS: Columns[CodecRow] = {
 
 @Benchmark(minutes=0.5, quick={"rounds": 1})
 def measure(tell: TellShare, rounds: Rounds = 15) -> list[Figures[CodecRow]]:
-    """Time the encoding and decoding of 25 MB on one core: in ms, in ns for a value, and in sums of as many values.
+    """Time the encoding and decoding of 25 MB on one core: in ms, in ns per value, and in sums of as many values.
 
     A difference of weights includes the addition to the base at both ends, and the checksums of both bases.
     """
@@ -108,7 +108,7 @@ def _row(
     torch.set_num_threads(1)
     try:
         times_ms: list[tuple[float, float, float]] = []
-        for _ in range(rounds + 1):  # the first one touches the memory
+        for _ in range(rounds + 1):  # the first round only touches the memory
             summed = _time_ms(lambda: torch.add(*terms, out=total))
             encoded = _time_ms(encode)
             pass_on()

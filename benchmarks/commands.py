@@ -44,7 +44,7 @@ class _SpacedLists(TyperCommand):
 
 
 def app_of(names: Iterable[str] = BENCHMARKS) -> typer.Typer:
-    """Return a command line with these benchmarks. Only their modules are imported."""
+    """Return a command line with these benchmarks. Only the modules of these benchmarks are imported."""
     app = typer.Typer(
         add_completion=False,
         no_args_is_help=True,

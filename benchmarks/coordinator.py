@@ -1,7 +1,7 @@
 """`python -m benchmarks coordinator`: how much of a core a coordinator with 1,000 light workers uses.
 
-The workers are in another process and compute nothing (see `crowd`). Each of them notifies the coordinator about
-once per second: it reports its state, and the end of its iteration if the sync model needs to know it. The workers
+The workers are in another process and compute nothing (see `crowd`). Each worker notifies the coordinator about once
+per second: the worker reports its state and, if the sync model needs this, the end of its iteration. The workers
 belong to machines, which send heartbeats. Sometimes a worker asks a question, to measure the response time.
 """
 
@@ -37,7 +37,7 @@ INTERVAL_S = 1.0
 ROUNDS = 3
 SECONDS = 5.0
 WARM_UP_S = 3.0
-SHARE_GOAL = 0.2  # of one core, at `USUAL_RATE`
+SHARE_GOAL = 0.2  # goal: largest share of one core, at `USUAL_RATE`
 USUAL_RATE = 1000.0  # notifications per second
 # (sync model, number of machines, True for TLS)
 SETTINGS = (
@@ -59,7 +59,7 @@ class CoordinatorRow(msgspec.Struct, frozen=True):
     machines: int
     iterations_per_s: float  # of all workers
     notifications_per_s: float  # messages of all workers
-    share: float  # of one core, that the coordinator uses
+    share: float  # share of one core that the coordinator uses
     fewest: float  # smallest number of iterations of a worker, as a share of the mean
     response_s: float  # median of the response times
     slow_response_s: float  # 99th percentile of the response times
@@ -82,7 +82,7 @@ COLUMNS: Columns[CoordinatorRow] = {
     "lost": lambda row: row.taken_out,
 }
 CAPTION = (
-    "notified: messages of the workers per second; core: share of one core per 1,000 of them per second, "
+    "notified: messages of the workers per second; core: share of one core per 1,000 messages per second, "
     f"goal: less than {SHARE_GOAL:.0%}, !: missed; fewest: fewest iterations of a worker in proportion to the mean; "
     "answer: median and 99th percentile of the response times; lost: workers taken out"
 )
@@ -169,7 +169,7 @@ def _fetch(pipe: Any) -> CrowdReport:
 
 
 def _work(place: bytes, pipe: Any) -> None:
-    """Be the light workers until the pipe is closed. Run in a process of its own."""
+    """Act as the light workers until the pipe is closed. This function runs in a process of its own."""
     chosen = msgspec.msgpack.decode(place, type=Place)
     allow_descriptors(chosen.workers + chosen.machines)
     with Crowd(chosen) as crowd:

@@ -1,8 +1,8 @@
 """Light workers: many workers, and one server, in one process that computes nothing.
 
-They use the cores of `paceline.core`, so the coordinator receives what real workers and servers would send it: over
-one connection per worker, one per machine, and one for the server. Messages between the workers and the server stay
-in this process.
+Workers and server use the cores of `paceline.core`, so the coordinator receives what real workers and servers would
+send: over one connection per worker, one per machine, and one for the server. Messages between the workers and the
+server stay in this process.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ from paceline.wire.transports import connect
 TIMEOUT_S = 60.0
 SPARE_DESCRIPTORS = 100
 LOOK_S = 0.1  # time between two checks whether a heartbeat is due
-ASKS_EVERY = 10  # a worker measures the coordinator's response time once in so many iterations
-JITTER = 0.2  # computing times are uniformly distributed within this part around their mean
+ASKS_EVERY = 10  # a worker measures the coordinator's response time once in this many iterations
+JITTER = 0.2  # computing times are uniformly distributed between 1 - JITTER and 1 + JITTER times their mean
 
 NO_TENSORS = [NullStore()]  # the store of the only shard
 
@@ -82,7 +82,10 @@ def allow_descriptors(needed: int) -> None:
 
 
 def beside(stack: ExitStack, function: Callable[..., object], *arguments: object) -> Connection:
-    """Call a function in a process of its own, until the stack is closed. It also receives the end of a pipe."""
+    """Call a function in a process of its own, until the stack is closed. Its last argument is the end of a pipe.
+
+    Return the other end of the pipe.
+    """
     spawn = multiprocessing.get_context("spawn")
     pipe, end = spawn.Pipe()
     process = spawn.Process(target=function, args=(*arguments, end), daemon=True)
@@ -94,14 +97,14 @@ def beside(stack: ExitStack, function: Callable[..., object], *arguments: object
 
 
 class Load(NamedTuple):
-    """What a thread did for a while: its processor time and the time that has passed, both in seconds."""
+    """The load of a thread: its processor time and the time that has passed, both in seconds."""
 
     used_s: float
     elapsed_s: float
 
 
 def load_of(thread: threading.Thread, seconds: float) -> Load:
-    """Return the load of a thread that goes on to work for a while."""
+    """Measure the load of a running thread for some seconds, and return it."""
     assert thread.ident is not None
     clock = time.pthread_getcpuclockid(thread.ident)
     begun_s, used_s = time.monotonic(), time.clock_gettime(clock)

@@ -1,4 +1,4 @@
-"""`python -m benchmarks data`: what it costs to hand out the data of an epoch while it is used.
+"""`python -m benchmarks data`: what it costs to hand out the data of an epoch during training.
 
 In live runs, workers alternate between passes over a plain `DataLoader` and over the same loader with `distribute`,
 and measure the time per batch in the loader and in the optimizer's step. Then a coordinator answers the requests of
@@ -64,15 +64,15 @@ class LoaderRow(msgspec.Struct, frozen=True):
     distributed_us: float
     plain_step_us: float  # time of a step with a batch of the plain loader
     distributed_step_us: float
-    added_us: float  # what a batch of the distributed loader takes in addition, in the loader and in the step
+    added_us: float  # additional time for a batch of the distributed loader, in the loader and in the step
     first_ms: float  # additional time for the first batch of an epoch
     requests: float  # number of requests per batch that are sent with a push
-    waits: float  # number of waits for data per batch, without the one at the beginning of an epoch
-    wait_us: float  # mean time of such a wait; 0 if there was none
+    waits: float  # number of waits for data per batch, without the wait at the beginning of an epoch
+    wait_us: float  # mean time of a wait for data; 0 if there was no wait
 
     @property
     def added(self) -> float:
-        """The additional time as a share of the computation of a gradient."""
+        """The additional time, as a share of the time to compute a gradient."""
         return self.added_us / 1e6 / STEP_S
 
 
@@ -233,7 +233,7 @@ def _pass(
 
 
 class Watch:
-    """Counts the requests for data of a session, and the times for which it waits for the answers. See `Pass`.
+    """Counts the requests for data of a session, and measures how long the session waits for answers. See `Pass`.
 
     Reading an answer that has already arrived is not a wait.
     """

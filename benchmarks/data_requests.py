@@ -1,8 +1,8 @@
-"""How much of its core a coordinator uses to answer workers that request data.
+"""Measures which share of a core a coordinator uses to answer workers that request data.
 
 The load is measured for the coordinator's state machine with the decoding and encoding of its messages, for a whole
 coordinator with one socket per worker, and for a loop that receives the same requests and answers them with the same
-bytes every time. This loop is the floor: it shows what the system calls alone take.
+bytes every time. This loop shows how much time the system calls alone take.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from paceline.wire.transports import UNIX, connect
 
 from .crowd import allow_descriptors, beside, load_of
 
-CLIENTS = 2  # number of processes, each of which takes the part of many workers
+CLIENTS = 2  # number of processes, each of which acts as many workers
 ROUNDS = 5
 SECONDS = 5.0
 GREETING_TIMEOUT_S = 60.0
@@ -89,7 +89,7 @@ def ask_core(workers: int, rate: float) -> RequestsRow:
         core.connected(peer, 0)
     requests = [encoder.encode(asker.begin()) for asker in askers]
     rounds_us = []
-    # The workers' times per batch are unknown in the first rounds, so these are not measured.
+    # The workers' times per batch are unknown in the first rounds, so these rounds are not measured.
     for number in range(ROUNDS + 3):
         answers = []
         begun_s = time.thread_time()
@@ -206,7 +206,7 @@ def _answered(pipes: list[Any]) -> int:
 
 
 def _ask(address: str, token: str, workers: range, rate: float, pipe: Any) -> None:
-    """Take the part of several workers until the pipe is closed. Run in a process of its own."""
+    """Act as several workers until the pipe is closed. This function runs in a process of its own."""
     allow_descriptors(len(workers))
     with ExitStack() as stack:
         selector = stack.enter_context(closing(selectors.DefaultSelector()))

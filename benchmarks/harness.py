@@ -1,16 +1,16 @@
-"""The harness: what a benchmark declares, and everything that is the same around a measurement.
+"""The harness: what a benchmark declares, and the code around a measurement that all benchmarks share.
 
-A benchmark is a function `measure(tell, ...)` with a `Benchmark` as its decorator. It returns its results as a list
-of `Figures`: rows, and the columns of the table that shows them. From this, the harness makes a command of `python -m
-benchmarks`. The arguments of the function whose type names an option, such as `Rounds`, are the options of the
-command. Every command also has these:
+A benchmark is a function `measure(tell, ...)` with a `Benchmark` as its decorator. The function returns a list of
+`Figures`: rows, and the columns of the table that shows the rows. From this function, the harness makes a command of
+`python -m benchmarks`. The arguments of the function whose type names an option, such as `Rounds`, are the options of
+the command. Every command also has these options:
 
-- `--quick` measures something small, which shows that the benchmark works, and nothing else.
+- `--quick` measures something small. This shows only that the benchmark works.
 - `--json` prints JSON lines: one with the conditions of the measurement, and one for each row.
-- `--against COMMIT` measures another commit, too, in turn with this one, and prints the ratios of all numbers.
+- `--against COMMIT` measures this commit and another one in turn, and prints the ratios of all numbers.
 
 The harness must not know what is measured. The speed of a machine varies by half from hour to hour, so a benchmark
-compares what it measures within one run, in turns (see `in_turns`), and takes medians.
+measures all cases within one run, in turns (see `in_turns`), and compares medians.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ NOTHING_LEFT = "there are no results, and all processes have been stopped"
 ROOT = Path(__file__).resolve().parents[1]
 WARM_UP = 2  # calls or iterations that are not measured
 QUIET = 0.05  # share of all cores that other programs may use without a warning
-LOOK_S = 0.5  # for how long the harness looks at what other programs use
+LOOK_S = 0.5  # seconds for which the harness measures the load by other programs
 PAIRS = 3  # number of runs of each commit with `--against`
 
 # -- the options that benchmarks share ---------------------------------------------------------------------------
@@ -71,7 +71,7 @@ def list_option(name: str, metavar: str, help: str, read: Callable[[str], Sequen
     """Return an option whose value is a list. `read` receives a text with commas."""
 
     def parse(given: str | Sequence[object]) -> Sequence[object]:
-        return read(given) if isinstance(given, str) else given  # the default value is read already
+        return read(given) if isinstance(given, str) else given  # the default value is a list already
 
     return typer.Option(name, metavar=metavar, help=help, parser=parse)
 
@@ -113,7 +113,7 @@ class Figures(Generic[Row]):
 
     Args:
         title: title of the table.
-        rows: the results. Each is a `msgspec.Struct`, whose fields are printed with `--json`.
+        rows: the results. Each row is a `msgspec.Struct`, whose fields are printed with `--json`.
         columns: the columns of the table.
         caption: text below the table.
         labels: number of columns, from the left, with text.
@@ -208,7 +208,7 @@ def in_turns(
     measure: Callable[[Case], T],
     work: Callable[[Case], float] = lambda case: 1.0,
 ) -> dict[str, list[T]]:
-    """Measure every case once in each round, so that a change of the machine's speed affects all of them.
+    """Measure every case once in each round, so that a change of the machine's speed affects all cases.
 
     Args:
         tell: progress callback.
@@ -254,7 +254,7 @@ def live(
     Args:
         function: the training function.
         args: its arguments.
-        kind: type of what it returns, which travels as JSON.
+        kind: type of the value that the function returns, which travels as JSON.
         settings: arguments of `paceline.launch`. Without `run_dir`, the directory of the run is removed.
 
     Returns:
@@ -295,14 +295,14 @@ def program(
     log: IO[bytes] | None = None,
     errors: IO[bytes] | None = None,
 ) -> Iterator[subprocess.Popen[str]]:
-    """Run a Python program, and end it if it has not ended after the block.
+    """Run a Python program during the block, and end the program if it is still running afterwards.
 
     Args:
         arguments: arguments of Python.
-        folder: its current directory. Default: that of this process.
+        folder: current directory of the program. Default: the current directory of this process.
         env: environment variables in addition to those of this process.
-        log: file that receives its output and errors. Default: pipes.
-        errors: file that receives its errors. Default: `log`.
+        log: file that receives the output and errors of the program. Default: pipes.
+        errors: file that receives the errors of the program. Default: `log`.
     """
     with subprocess.Popen(
         [sys.executable, *arguments],
@@ -326,7 +326,7 @@ def require_success(name: str, process: subprocess.Popen[str], errors: str) -> N
 
 
 def busy_share(seconds: float = LOOK_S) -> float:
-    """Return the share of all cores that is in use, while this process sleeps. 0 if the system does not tell."""
+    """Return the share of all cores that is in use, while this process sleeps; 0 if it is unknown."""
     try:
         before = _ticks()
         time.sleep(seconds)
@@ -346,14 +346,14 @@ def _ticks() -> tuple[int, int]:
 
 
 class Benchmark(msgspec.Struct, frozen=True, kw_only=True):
-    """Declares, as a decorator, that a function measures a benchmark. Its docstring is the help of the command."""
+    """Declares, as a decorator, that a function is a benchmark. The function's docstring is the help of its command."""
 
-    minutes: float  # about how long it takes on two cores
-    quick: Mapping[str, object]  # arguments of the function with which it takes seconds
+    minutes: float  # approximate duration of the benchmark on two cores
+    quick: Mapping[str, object]  # arguments with which the function takes only seconds
     # Draws the results. The command has the option `--picture`.
     picture: Callable[[list[Figures[Any]]], Figure] | None = None
     notes: Sequence[str] = ()  # remarks on how to read the results
-    # Raises an error, before anything starts, if the options are not valid. It receives all of them.
+    # Receives all options, and raises an error, before anything starts, if the options are not valid.
     require: Callable[..., None] = lambda **given: None
 
     def __call__(self, measure: Measure) -> Measure:
@@ -491,7 +491,7 @@ def _show(
 
 
 class Compared(msgspec.Struct, frozen=True):
-    """A number of both commits: the medians over their runs, and the ratio of each pair of runs."""
+    """A number that was measured with both commits: the medians over their runs, and the ratio of each pair of runs."""
 
     what: str
     before: float
@@ -502,7 +502,7 @@ class Compared(msgspec.Struct, frozen=True):
 
 
 def _compared(name: str, options: Sequence[str], commit: str) -> list[Figures[Compared]]:
-    """Run a benchmark in this checkout and in one of another commit, in turn, and compare all numbers."""
+    """Run a benchmark in this checkout and in a checkout of another commit, in turn, and compare all numbers."""
     kept = [each for each in _without(options, "--against") if each != "--json"]
     with TemporaryDirectory() as folder:
         other = Path(folder, "other")
@@ -530,12 +530,14 @@ def _compared(name: str, options: Sequence[str], commit: str) -> list[Figures[Co
         "low - high": lambda row: f"{row.low:.3f} - {row.high:.3f}",
     }
     return [
-        Figures(f"{name}: now, compared with {commit}", rows, columns, f"medians over {PAIRS} runs of each")
+        Figures(
+            f"{name}: now, compared with {commit}", rows, columns, f"medians over {PAIRS} runs of each commit"
+        )
     ]
 
 
 def _without(options: Sequence[str], name: str) -> list[str]:
-    """Return options without one of them and its value.
+    """Return the options without the option `name` and its value.
 
     >>> _without(["--rounds", "3", "--against", "main", "--quick"], "--against")
     ['--rounds', '3', '--quick']
@@ -557,7 +559,7 @@ def _numbers_of(root: Path, name: str, options: Sequence[str]) -> dict[str, floa
 
 
 def numbers_in(text: str) -> dict[str, float]:
-    """Return all numbers with a fraction in some JSON values, with what stands beside them as their names.
+    """Return all numbers with a fraction in some JSON values. Their names are made of the keys and values beside them.
 
     >>> numbers_in('[{"sync": "bsp", "workers": 2, "median_us": 3.5}]\\n{"rounds": 3}')
     {'bsp 2 median_us': 3.5}

@@ -1,10 +1,10 @@
-"""How long a worker that joins a run in progress takes from the end of its imports to its first update.
+"""Measures how long a worker that joins a run in progress takes from the end of its imports to its first update.
 
 `paceline serve` runs on this machine, and one worker trains throughout. Further workers join one after another with
 `paceline join`, and leave when they have made their first update. The script writes down how long it has taken from
-the end of its imports until its first `optimizer.step()` has returned. This includes the registration of the model,
-the join at all shards, the connections to the servers, the first weights, one iteration, and the wait that the sync
-model requires.
+the end of its imports until its first `optimizer.step()` has returned. This time includes the registration of the
+model, the join at all shards, the connections to the servers, the first weights, one iteration, and the wait that the
+sync model requires.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ COLUMNS: Columns[LateJoinRow] = {
 
 @Benchmark(minutes=3, quick={"rounds": 1, "syncs": ("asp",)})
 def measure(tell: TellShare, rounds: int = 5, syncs: Sequence[str] = SYNCS) -> list[Figures[LateJoinRow]]:
-    """Measure the time from the end of its imports to the first update of a worker that joins a run in progress."""
+    """Measure how long a worker that joins a run takes from the end of its imports to its first update."""
     rows = []
     for index, sync in enumerate(syncs):
         tell(sync, index / len(syncs))
@@ -116,7 +116,7 @@ def _joined(folder: Path, address: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _ended(folder: Path, *arguments: str) -> Iterator[None]:
-    """Run a command of Paceline. At the end, ask it to end, and wait for it."""
+    """Run a command of Paceline during the block. After the block, ask the command to end, and wait for its end."""
     with (
         (folder / "log").open("ab") as log,
         program("-m", "paceline", *arguments, folder=folder, log=log) as run,
@@ -135,7 +135,7 @@ def _await(look: Callable[[], T | None], folder: Path) -> T:
     """Wait until `look` returns something, and return it.
 
     Raises:
-        RunFailedError: this has taken more than a minute.
+        RunFailedError: `look` has returned nothing for more than a minute.
     """
     deadline_s = time.monotonic() + TIMEOUT_S
     while not (found := look()):

@@ -1,12 +1,12 @@
-"""Measures how well a push and a pull use a network link, compared with iperf3, and what a slow link slows down.
+"""Measures how well a push and a pull use a network link, compared with iperf3, and which shards a slow link delays.
 
 A worker and one or two servers are on machines of their own: network namespaces with a rate-limited link each. The
 worker trains with ASP, so a step is a push of the whole gradient and a pull of all weights.
 
-The *link time* of a step is the time in which iperf3 passes as many bytes over the same links, first from the worker
-to the server, and then back. The *communication time* is the time of a step minus the time of the backward pass
-alone. Their ratio can exceed 1, because a link carries both directions at the same time: the server answers for one
-shard while the gradient for another one arrives.
+The *link time* of a step is the time in which iperf3 passes as many bytes as the step over the same links, first from
+the worker to the server, and then back. The *communication time* is the time of a step minus the time of the backward
+pass alone. The link time can exceed the communication time, because a link carries both directions at the same time:
+the server answers for one shard while the gradient for another shard arrives.
 
 In the second measurement, the link of one of two servers is ten times slower. The *delay* of a shard is the time from
 the beginning of an iteration until the shard answers the pull, according to its trace.
@@ -76,9 +76,9 @@ DELAYED_MB = 8.0  # size of the model in the second measurement
 GOAL = 0.9
 WIRE_WORKERS = 2
 WIRE_GOALS = {"bf16": 0.6, "int4": 0.25}  # largest share of the time of float32 that a format may take
-UNEQUAL = (1.0, 1.0, 1.0, 3.0)  # how slow the workers of the second measurement with a format compute
+UNEQUAL = (1.0, 1.0, 1.0, 3.0)  # slowness of the workers in the second measurement with a format
 SERVER_RATE = "1gbit"  # their server's link
-COMPUTE_S = 0.03  # time in which the fastest of them compute a batch
+COMPUTE_S = 0.03  # time in which the fastest of these workers compute a batch
 BATCH = 12
 
 
@@ -108,7 +108,7 @@ class WireRow(msgspec.Struct, frozen=True):
     step_ms: float
     low: float
     high: float
-    shares: list[float]  # for each round, the time as a share of that of float32
+    shares: list[float]  # for each round, the time as a share of the time with float32
 
     @property
     def goal(self) -> str:
@@ -163,7 +163,7 @@ def measure(
 ) -> list[Figures[Any]]:
     """Compare a push and a pull over a network link with iperf3, without and with TLS.
 
-    Also measures what a slow link to one of two servers slows down.
+    Also measures which shards are delayed if the link of one of two servers is slow.
 
     Requires root privileges and the commands ip, tc and iperf3.
     """
@@ -259,7 +259,7 @@ def _measure_wire(
 
 
 def wire_rows(found: dict[str, list[float]]) -> list[WireRow]:
-    """Return a row for each format and its communication times in seconds. The first one is float32."""
+    """Return a row for each format and its communication times in seconds. The first format is float32."""
     exact, *_ = found.values()
     return [
         WireRow(
@@ -329,7 +329,7 @@ def train(size_mb: float, iterations: int) -> float:
 
 
 def train_unequal(size_mb: float, iterations: int) -> float:
-    """Train with batches that take this worker as long as its speed says. Return the time of a step in seconds."""
+    """Train with batches whose compute time depends on this worker's speed. Return the time of a step in seconds."""
     torch.set_num_threads(1)
     slow = UNEQUAL[worker_index()]
     data = TensorDataset(torch.zeros(BATCH * len(UNEQUAL) * iterations, 1))

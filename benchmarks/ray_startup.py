@@ -1,4 +1,4 @@
-"""How much later the first update of a run is on a warm Ray cluster than with the local engine.
+"""Measures how much later the first update of a run is on a warm Ray cluster than with the local engine.
 
 The cluster has one node, which is this machine, and has been used before, so Ray's processes are running. The same
 training function is run with both engines in turn by a program that has imported torch and ray. The time is measured

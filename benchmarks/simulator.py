@@ -63,7 +63,7 @@ class FidelityRow(msgspec.Struct, frozen=True):
 
 
 class SpeedRow(msgspec.Struct, frozen=True):
-    """A measurement of the simulator's speed, and the goal for it: an upper bound, or a lower one with `at_least`."""
+    """A measurement of the simulator's speed, and its goal: an upper bound or, with `at_least`, a lower bound."""
 
     what: str
     value: float
@@ -108,7 +108,7 @@ def measure(
 
 
 def train(duration_s: float) -> None:
-    """Train a small network on random data for a given time. Simulations cannot run this: it reads the real clock."""
+    """Train a small network on random data for a given time. As this reads the real clock, it cannot be simulated."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model=model)
@@ -144,7 +144,7 @@ def _fidelity(tell: TellShare, models: Sequence[str], live_s: float) -> list[Fid
 
 
 def jittery(workers: int) -> Cluster:
-    """Return a cluster with iterations of about one second. Each worker is slightly slower than the previous one."""
+    """Return a cluster with iterations of about one second. Each worker is slightly slower than the previous worker."""
     return Cluster(
         compute_s=[Uniform(low=0.9 + 0.3 * k / workers, high=1.1 + 0.3 * k / workers) for k in range(workers)]
     )
@@ -163,11 +163,11 @@ def _speed(tell: TellShare) -> list[SpeedRow]:
         # The time per event grows with the logarithm of the number of workers; the goal is log 10^4 / log 10^2 = 2.
         SpeedRow("time per event, 10,000 workers compared with 100", many / few, 2.0, "x"),
         SpeedRow("10,000 workers x 100 iterations under elastic-bsp:lookahead=15", took_s, 60.0, "s"),
-        SpeedRow("the same, peak memory", peak_mib, 1024.0, "MiB"),
+        SpeedRow("peak memory of this simulation", peak_mib, 1024.0, "MiB"),
         SpeedRow(
             "training time compared with a handwritten loop, 2 to 3 ms per gradient", lighter, 1.15, "x"
         ),
-        SpeedRow("the same, about 10 ms per gradient", heavier, 1.15, "x"),
+        SpeedRow("this ratio with about 10 ms per gradient", heavier, 1.15, "x"),
     ]
 
 
@@ -195,7 +195,7 @@ def training_ratio(batch: int, workers: int = 4, iterations: int = 60) -> float:
     try:
         bare_s = _by_hand(batch, workers, iterations)
         times: list[float] = []
-        # The loop takes whole steps.
+        # Raw hyper-parameters: the simulated workers take whole steps, as the handwritten loop does.
         arguments = batch, iterations, times
         simulate(jittery(workers), "asp", train_fn=_timed, args=arguments, hyperparameters="raw")
         return (times[-1] - times[0]) / bare_s

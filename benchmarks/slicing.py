@@ -1,7 +1,7 @@
-"""`python -m benchmarks slicing`: slices of whole tensors against even ones, and servers against threads of one.
+"""`python -m benchmarks slicing`: whole tensors compared with even slices, and servers with threads of one server.
 
-The tensors of an optimizer that needs them whole, such as Muon, are divided among the shards by what updates cost.
-The layout is that of a transformer: Muon trains the matrices of its layers, and AdamW the embedding and the vectors.
+If an optimizer needs whole tensors, as Muon does, the shards get tensors whose updates cost about the same. The
+layout is that of a transformer: Muon trains the matrices of its layers, and AdamW the embedding and the vectors.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class SlicingRow(msgspec.Struct, frozen=True):
     """A step of all shards with one way of slicing.
 
     Attributes:
-        slicing: the optimizer of the matrices, and how they are sliced.
+        slicing: the optimizer of the matrices, and how the matrices are sliced.
         largest: size of the largest shard, as a multiple of the mean.
         mean_ms: mean processor time of a shard's step.
-        slowest_ms: that of the slowest shard, which workers wait for.
-        even_ms: the slowest shard's with the same updates on even slices; 0 if they do not exist.
+        slowest_ms: processor time of the slowest shard's step, for which workers wait.
+        even_ms: `slowest_ms` of the same updates on even slices; 0 if the optimizer cannot use even slices.
     """
 
     slicing: str
@@ -48,13 +48,13 @@ class SlicingRow(msgspec.Struct, frozen=True):
 
 
 class PredictionRow(msgspec.Struct, frozen=True):
-    """A step of Muon with several shards, as a run predicts it from the step of one shard.
+    """A step of Muon with several shards: the prediction from the step of one shard, and the measurement.
 
     Attributes:
         layout: the matrices.
         shards: number of shards.
         predicted_ms: predicted processor time of the slowest shard.
-        slowest_ms: its measured processor time.
+        slowest_ms: measured processor time of the slowest shard.
     """
 
     layout: str
@@ -68,8 +68,8 @@ class ParallelRow(msgspec.Struct, frozen=True):
 
     Attributes:
         servers: number of servers.
-        threads: number of threads of each.
-        step_ms: time until all have made their steps.
+        threads: number of threads of each server.
+        step_ms: time until all servers have made their steps.
         alone_ms: time of the step by one server with one thread.
     """
 
@@ -123,8 +123,8 @@ class _Shard(NamedTuple):
 def measure(tell: TellShare, rounds: Rounds = 15, width: int = 512, layers: int = 10) -> list[Figures[Any]]:
     """Compare steps on slices of whole tensors with steps on even slices, and servers with threads of one server.
 
-    The steps of the shards are timed one after the other, in turns of all ways of slicing. Their processor time hardly
-    depends on other programs. Servers that run at the same time are timed by the clock.
+    The steps of the shards are timed one after the other, and all ways of slicing take turns. The measured processor
+    time hardly depends on other programs. Servers that run at the same time are timed by the clock.
     """
     ways = {
         "AdamW, even": ("AdamW", False),
@@ -138,7 +138,7 @@ def measure(tell: TellShare, rounds: Rounds = 15, width: int = 512, layers: int 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        for number in range(rounds + 1):  # the first one touches the memory
+        for number in range(rounds + 1):  # the first round only touches the memory
             tell(f"round {number}", 0.5 * number / (rounds + 1))
             for index in range(SHARDS):
                 for name in ways:
@@ -160,7 +160,7 @@ def measure(tell: TellShare, rounds: Rounds = 15, width: int = 512, layers: int 
             row
             for layout, shapes in {
                 "layers of a transformer": _layer(width // 2) * layers,
-                "the same, and one large": [*_layer(width // 2) * layers, (3 * width, 3 * width)],
+                "these layers, and one large matrix": [*_layer(width // 2) * layers, (3 * width, 3 * width)],
             }.items()
             for row in _predictions(layout, _muon(shapes), rounds)
         ]
@@ -177,7 +177,7 @@ def measure(tell: TellShare, rounds: Rounds = 15, width: int = 512, layers: int 
 
 
 def _predictions(layout: str, model: ModelSpec, rounds: int) -> list[PredictionRow]:
-    """Predict steps with several shards from the step of one, and time them."""
+    """Predict steps with several shards from the step of one shard, and time these steps."""
     [alone], whole_ms = model.sliced(1, "auto"), _slowest_ms(model, 1, rounds)
     report = StepsTimed((StepTime(0, 0, whole_ms / 1e3),), share=0.5)
     cost = StepCost.of(model, [alone], {0: report}, slicing="auto", block=1, servers=1, cores_of=None)
@@ -216,7 +216,7 @@ def _parallel(model: ModelSpec, rounds: int, tell: TellShare) -> list[ParallelRo
 
 
 def _model(name: str, whole: bool, width: int, layers: int) -> ModelSpec:
-    """Return a transformer whose matrices an optimizer trains that may need whole tensors, and the rest AdamW."""
+    """Return a transformer whose matrices are trained by the optimizer `name`; AdamW trains everything else."""
     matrices, vectors = list[Parameter](), [Parameter(("embedding",), (TABLE, width), "float32", set_index=1)]
     for layer in range(layers):
         matrices += [Parameter((f"{layer}.{i}",), s, "float32") for i, s in enumerate(_layer(width))]

@@ -1,10 +1,10 @@
-"""How long a training script takes from the start of its program to its first update.
+"""Measures how long a training script takes from the start of its program to its first update.
 
-The same script is run alone and under `paceline run`. It imports torch and the digits of scikit-learn, creates a
-small model and its optimizer, and writes down the time at which its first `optimizer.step()` has returned. In a run
+The same script is run alone and under `paceline run`. The script imports torch and the digits of scikit-learn, creates
+a small model and its optimizer, and writes down the time at which its first `optimizer.step()` has returned. In a run
 with several workers, the first update is complete when the last worker's step has returned.
 
-The processor time includes all processes until the program has ended, in which the script trains for three steps.
+The processor time includes all processes until the program has ended. The script trains for three steps.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ CASES = (
 
 
 class StartupRow(msgspec.Struct, frozen=True):
-    """The times of one case in seconds. Each is the median over the rounds."""
+    """The times of one case in seconds: medians over the rounds."""
 
     name: str
     first_update_s: float  # from the start of the program to the end of the first update

@@ -1,7 +1,7 @@
-"""What a step costs a worker in processor time, beyond what the script itself costs.
+"""The processor time that a step costs a worker, without the processor time of the script itself.
 
 The models have tensors of 64 numbers, whose gradients come from one autograd function, so that the script's own share
-is small. Each case is measured in processes of its own, whose best block of iterations counts. The time for which a
+is small. Each case is measured in processes of its own, and the best block of iterations counts. The time for which a
 worker polls for an answer is left out, because it depends on the servers.
 """
 
@@ -32,12 +32,12 @@ GOAL_US, GOAL_PER_TENSOR_US = 200.0, 3.0
 
 
 class StepRow(msgspec.Struct, frozen=True):
-    """The processor time of an iteration in microseconds, each the best of the rounds."""
+    """The processor time of an iteration in microseconds. Each time is the best of the rounds."""
 
     tensors: int  # number of tensors of the model
     script_us: float  # time of the script without a step
     one_us: float  # what Paceline adds in the only worker of a run
-    two_us: float  # what it adds in one of two workers
+    two_us: float  # what Paceline adds in one of two workers
     ddp_us: float  # what DistributedDataParallel adds in one process, with gloo
     met: bool  # True if both workers meet the goal
 
@@ -46,7 +46,7 @@ class StepRow(msgspec.Struct, frozen=True):
 def measure(
     tell: TellShare, rounds: Rounds = 3, blocks: int = 40, sizes: Sequence[int] = TENSORS
 ) -> list[Figures[StepRow]]:
-    """Measure the processor time that a step adds to the iterations of a script, beside DistributedDataParallel's."""
+    """Measure the processor time that a step of Paceline, or of DistributedDataParallel, adds to an iteration."""
     cases = {f"{tensors} tensors, {kind}": (tensors, kind, blocks) for tensors in sizes for kind in KINDS}
     found = in_turns(tell, rounds, cases, _run)
     return [Figures("Processor time of a step beyond the script's own (us)", _rows(sizes, found), COLUMNS)]
@@ -87,7 +87,7 @@ def _run(case: tuple[int, str, int]) -> float:
 
 
 class _Gradients(torch.autograd.Function):
-    """A loss that does not depend on the weights, but has a gradient for each of them: that of the worker."""
+    """A loss that does not depend on the weights. Each element of its gradients is `slope`, a number of the worker."""
 
     @staticmethod
     def forward(ctx: Any, slope: float, *weights: torch.Tensor) -> torch.Tensor:
@@ -146,7 +146,7 @@ def _train(tensors: int, blocks: int) -> float:
 
 
 def _alone(tensors: int, kind: str, blocks: int) -> float:
-    """Measure the iterations of the script alone, or with DDP. Its gradients are exchanged during backward."""
+    """Measure the iterations of the script alone, or with DDP, which exchanges gradients during backward."""
     torch.set_num_threads(1)
     model: nn.Module = _Model(tensors)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)

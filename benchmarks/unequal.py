@@ -1,4 +1,4 @@
-"""`python -m benchmarks unequal`: how much faster an ordinary training loop is if one of four workers is slow.
+"""`python -m benchmarks unequal`: the speedup of a training loop over BSP if one of four workers is slow.
 
 The loop is that of the README: a number of epochs over a distributed loader. One worker takes three times as long for
 a batch as the others. The time under each sync model, and under BSP with balanced batches, is measured live and in a
@@ -38,7 +38,7 @@ SCENARIOS = {"pace": "--pace .05,.05,.05,.15", "slowdown": "--slowdown 1,1,1,3"}
 
 PACE_S = (0.05, 0.05, 0.05, 0.15)
 SLOWDOWN = (1.0, 1.0, 1.0, 3.0)
-COMPUTE_S = 0.05  # in the scenario "slowdown": minimum compute time of a full batch, before it is slowed down
+COMPUTE_S = 0.05  # in the scenario "slowdown": minimum compute time of a full batch, without the slowdown
 BATCH = 16
 BATCHES = 64  # number of batches in an epoch
 EPOCHS = 10

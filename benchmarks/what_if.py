@@ -1,15 +1,15 @@
 """`python -m benchmarks what-if`: predictions from a recorded run, compared with live runs on the changed machines.
 
 Workers and a server are on machines of their own: network namespaces with a rate-limited link each. A live run with
-four workers is recorded. From its directory, `Cluster.from_run(...).with_(...)` predicts how long the same training
-takes on the same machines, with half the bandwidth, and with twice the workers. Live runs of each kind tell whether
-this is right.
+four workers is recorded. From the run directory, `Cluster.from_run(...).with_(...)` predicts how long the same training
+takes on the same machines, with half the bandwidth, and with twice the workers. Live runs of each kind show whether
+the predictions are right.
 
 The workers mostly sleep: each iteration has a random length, which is different in each run. So two cores suffice for
 eight workers. About a third of an iteration is spent on transfers, because all workers share the link of the server.
 
 The queues of the links are as short as those of a switch in a local network. In a long queue, the acknowledgements of
-one direction wait behind the data of the other one, so a transfer takes longer to reach its share of the rate.
+one direction wait behind the data of the other direction, so a transfer takes longer to reach its share of the rate.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .harness import Benchmark, Columns, Figures, Rate, Rounds, live, marked, ro
 from .overlap.namespaces import NetworkLink, network, rate_bps
 
 PACE_S = (0.3, 0.3, 0.4, 0.6)
-"""Mean length of an iteration of each recorded worker without its transfers. The workers beyond repeat these."""
+"""Mean length of an iteration of each recorded worker, without transfers. Additional workers repeat these lengths."""
 
 JITTER = 0.2
 INPUTS, OUTPUTS = 1024, 1280  # of the only layer, which has 5 MB of parameters
@@ -45,7 +45,7 @@ SYNCS = ("bsp", "asp")
 
 
 class Case(msgspec.Struct, frozen=True):
-    """What is predicted."""
+    """A live run that is predicted from the recorded run."""
 
     workers: int  # number of workers
     slower: float  # factor by which the links are slower than in the recorded run
@@ -58,7 +58,7 @@ CASES = {
     "half the bandwidth": Case(len(PACE_S), 2.0, 0.1),
     "twice the workers": Case(2 * len(PACE_S), 1.0, 0.1),
 }
-"""What is predicted, by name. The first case is that of the recorded run, which is its own measure."""
+"""The predicted runs, by name. In the first case, the recorded run predicts its own duration."""
 
 
 class WhatIfRow(msgspec.Struct, frozen=True):
@@ -92,7 +92,7 @@ Times = dict[tuple[str, str], list[tuple[float, float]]]
 
 QueueMs = Annotated[
     float,
-    number_option("--queue-ms", metavar="MS", help="Queue of each link, as the time to send what it holds."),
+    number_option("--queue-ms", metavar="MS", help="Queue of each link, as the time to send a full queue."),
 ]
 
 

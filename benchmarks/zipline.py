@@ -4,8 +4,8 @@ This module contains the inputs for our own measurements and the goals for the f
 paper are in `reproductions/papers.toml`. This module measures only computation times and waiting times; the tests
 check that the methods' results are correct.
 
-No small input is used twice in a row, because the processor's branch predictor would learn it and the method would
-appear several times faster than it is. Within a round, the compared methods take turns, so that a change in the
+No small input is used twice in a row, because the processor's branch predictor would learn the input and the method
+would appear several times faster than it is. Within a round, the compared methods take turns, so that a change in the
 machine's speed affects all of them. If there are several inputs, successive calls use different inputs. All measured
 times are medians.
 
@@ -83,7 +83,8 @@ DISTRIBUTIONS: dict[str, Callable[[int, int, np.random.Generator], Floats]] = {
 }
 """Distribution -> function that draws end times in ms, as an array of shape (n, R).
 
-Of these, only "identical workers" can result from predictions: predictions from two pushes are periodic.
+Of these distributions, only "identical workers" can result from predictions, because predictions from two pushes are
+periodic.
 """
 
 NOTES = (
@@ -118,11 +119,11 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     workers: int  # n
     lookahead: int  # R
     inputs: int  # number of measured calls, each with a different input
-    # The following ones are None if the method was not measured.
+    # The following fields are None if the method was not measured.
     wait_ms: float | None = None  # wait (d_Z) at the barrier that the method finds, median over the inputs
     optimal_share: float | None = None  # fraction of the inputs on which no method finds a smaller wait
     median_ms: float | None = None  # median time to compute the result from the last two pushes
-    # The following ones are None if the paper has no number.
+    # The following fields are None if the paper has no number.
     paper_wait_ms: float | None = None
     paper_mean_ms: float | None = None
     empty_because: str = ""  # the reason why the method was not measured
@@ -261,7 +262,7 @@ def _left_out(shape: Shape, small: bool, largest: int = 1500) -> bool:
 
 
 def _inputs_for_fast(n: int, r: int) -> int:
-    """Return the number of inputs per round: more if the inputs are small, because their times vary more."""
+    """Return the number of inputs per round: more for small inputs, because their times vary more."""
     return int(np.clip(2e6 / (n * r), 5, 200))
 
 
@@ -463,7 +464,7 @@ def figures_of(cells: Sequence[Cell], goals: Sequence[GoalRow], rounds: int) -> 
 
 
 class PaperTable(Figures[Cell]):
-    """A table whose columns are the methods, with a line of our numbers and one of those of the paper."""
+    """A table whose columns are the methods, with a line of our numbers and a line of the paper's numbers."""
 
     def __init__(self, title: str, cells: Sequence[Cell], caption: str, lines: list[list[str]]) -> None:
         columns = dict.fromkeys(("n", "R", "", *HEADINGS), lambda cell: "")

@@ -1,7 +1,7 @@
 """A bound that adapts to the median: no worker starts an iteration more than `ahead` ahead of the median worker.
 
-Under SSP, the slowest worker holds up all others. Here, it holds up none of them as long as more than half of the
-workers keep pace with each other, however slow the others are.
+Under SSP, the slowest worker holds up all other workers. Here, slow workers hold up no other worker as long as more
+than half of the workers keep pace with each other.
 """
 
 from __future__ import annotations
@@ -60,6 +60,6 @@ class MedianShard(ShardMachine):
         return [AnswerPull(worker, self._delayed.pop(worker)) for worker in near]
 
     def _median(self) -> int:
-        """Return the lower median of c_p. At least one worker is not above it, so a worker always computes."""
+        """Return the lower median of c_p. At least one worker is not above this median, so a worker always computes."""
         counts = sorted(self.counts.count.values())
         return counts[(len(counts) - 1) // 2] if counts else 0

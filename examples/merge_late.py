@@ -1,4 +1,4 @@
-"""Merging late pushes: a push that is too stale waits for other stale ones, and their mean makes one update.
+"""Merging late pushes: a push that is too stale waits for other stale pushes, and their mean makes one update.
 
 Under ASP, each gradient of a slow worker moves the weights by a whole step, in a direction that is out of date. Here,
 late gradients move the weights less often, and by their mean. A timer bounds how long a late gradient waits.
@@ -19,7 +19,7 @@ class MergeLate(SyncModel, frozen=True):
     Attributes:
         late: staleness in updates from which a push is late.
         most: number of late pushes that are merged at once.
-        wait_s: longest time in seconds that a late push waits for others.
+        wait_s: longest time in seconds that a late push waits for other late pushes.
     """
 
     name = "merge-late"
@@ -58,7 +58,7 @@ class MergingShard(ShardMachine):
         if len(self._held) >= self._most:
             return [HoldPush(*key), *self._merged()]
         if len(self._held) > 1:
-            return [HoldPush(*key)]  # the timer of the first one is running
+            return [HoldPush(*key)]  # the timer of the first push is running
         due_ticks = push.now_ticks + in_ticks(self._wait_s, self.ticks_per_s)
         return [HoldPush(*key), SetTimer(*key, due_ticks)]
 

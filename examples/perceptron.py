@@ -2,8 +2,8 @@
 
     paceline run --workers 4 --servers 1 --pace 0.07,0.07,0.07,0.21 --sync asp examples/perceptron.py
 
-The learning rates and the momentum come from a single process. The README shows what they reach under several
-synchronization models. This script needs scikit-learn: pip install 'paceline[demo]'
+The learning rates and the momentum were chosen for a single process. The README shows the accuracy and the time under
+several synchronization models. This script needs scikit-learn: pip install 'paceline[demo]'
 """
 
 import argparse

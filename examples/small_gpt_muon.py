@@ -4,7 +4,7 @@
     python examples/small_gpt_muon.py --optimizer adamw                      # AdamW for all parameters, to compare
     paceline run --workers 2 examples/small_gpt_muon.py                      # two workers divide each batch
 
-Muon makes the update of a matrix orthogonal, so the servers hold whole matrices. It updates the matrices inside the
+Muon makes the update of a matrix orthogonal, so the servers hold whole matrices. Muon updates the matrices inside the
 network. AdamW updates the embeddings, the output layer and the scales of the norms.
 """
 

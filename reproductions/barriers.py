@@ -1,6 +1,6 @@
 """Tables 1 and 2 and Figs. 3, 5, 8 and 9 of ElasticBSP (Zhao et al., 2021), which explain how barriers are chosen.
 
-The paper draws these figures by hand. Here, they show simulated runs of the sync models, and steps of the solvers.
+The paper draws these figures by hand. Here, the figures show simulated runs of the sync models, and steps of solvers.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ TRANSFER_S = 0.25  # of a push, and of the answer to a pull
 
 
 class Finished(msgspec.Struct, frozen=True):
-    """A push, as the coordinator hears of it.
+    """A push, as it is reported to the coordinator.
 
     Attributes:
         time_s: time of the push in seconds.

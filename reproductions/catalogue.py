@@ -33,7 +33,7 @@ EXHIBITS: dict[str, Exhibit] = {
 
 
 class Row(msgspec.Struct, frozen=True):
-    """A table or figure of a paper, and what there is of it.
+    """A table or figure of a paper, and whether it is reproduced.
 
     Attributes:
         item: the paper's name and number: "ElasticBSP, Fig. 4".
@@ -103,7 +103,7 @@ def _row(item: str, listed: Listed) -> Row:
 
 
 def list_tables() -> list[Table]:
-    """Return a table of the papers' tables and figures with their states, and one of their numbers with verdicts."""
+    """Return a table of the papers' tables and figures with their states, and a table of numbers with verdicts."""
     papers = _list("table or figure", "shows", "state", "name", "minutes")
     for row in coverage():
         names = "\n".join(exhibit.name for exhibit in row.exhibits)
@@ -168,7 +168,7 @@ def compared(exhibit: Exhibit, folder: Path) -> tuple[Table, bool]:
 
     Args:
         exhibit: the exhibit.
-        folder: where it was made.
+        folder: where the exhibit was made.
 
     Returns:
         A table, and whether each value lies in the kept interval.
@@ -191,7 +191,7 @@ def require_kept(exhibit: Exhibit) -> Path:
     """Return the file with the kept numbers of an exhibit.
 
     Raises:
-        ConfigurationError: there is none.
+        ConfigurationError: there is no such file.
     """
     if not (file := verdicts.RESULTS / f"{exhibit.name}.json").exists():
         raise ConfigurationError(f"{exhibit.name} has no kept result to compare with. Leave out --again.")

@@ -50,10 +50,10 @@ def part_of(cluster: Cluster, workers: int, *, serving: bool = False) -> Cluster
 
 
 def one_server(cluster: Cluster) -> Cluster:
-    """Return the cluster with one server in place of all servers, which has their bandwidth.
+    """Return the cluster with one server, which has the bandwidth of all servers together.
 
-    With one shard, a run needs no more than one schedule. Evenly sliced, the shards of a run receive the same pushes
-    at about the same times.
+    With one shard, a run needs only one schedule. The other shards of an evenly sliced run would receive the same
+    pushes at about the same times.
     """
     if cluster.servers == 1:
         return cluster

@@ -26,7 +26,7 @@ class _ExhibitsByDefault(TyperGroup):
 
 
 def only(option: str, what: str, example: str) -> Any:
-    """Return an option that may be given several times, to choose some of the things that there are."""
+    """Return an option that may be given several times, to choose some of the available names."""
     return typer.Option(option, help=f"Only this {what}, such as {example}. Default: all of them.")
 
 
@@ -73,7 +73,7 @@ def exhibits(
     ] = None,
     every: Annotated[
         bool,
-        typer.Option("--list", help="List all tables and figures of the papers, and what there is of each."),
+        typer.Option("--list", help="List all tables and figures of the papers, and which are reproduced."),
     ] = False,
     quick: Annotated[
         bool,
@@ -87,7 +87,7 @@ def exhibits(
         typer.Option(
             "--again",
             help="Train only at the common learning rate, and say whether each number lies in the interval of the kept "
-            "result. The exit code is 1 if one does not.",
+            "result. The exit code is 1 if a number does not.",
         ),
     ] = False,
     seeds: Annotated[
@@ -111,7 +111,7 @@ def exhibits(
     ] = None,
     out: Out = None,
 ) -> None:
-    """Reproduce tables and figures of the papers, and show the papers' own numbers beside ours. The default command.
+    """Reproduce tables and figures of the papers, and show the papers' own numbers beside ours (the default command).
 
     python -m reproductions fluentps-fig9 specsync-fig3
     """
@@ -161,7 +161,7 @@ def evidence(
         typer.Option("--estimate", help="Print how long the missing results will take, and compute nothing."),
     ] = False,
 ) -> None:
-    """Compare the sync models with intervals: tune each of them, then evaluate it with 16 other seeds.
+    """Compare the sync models with intervals: tune each model, then evaluate it with 16 other seeds.
 
     If the command is stopped and started again, it continues with the first missing result.
     """
@@ -206,10 +206,10 @@ def same_accuracy(
     ] = False,
     results: Results = None,
 ) -> None:
-    """Compare what is learned under each sync model with what is learned under bsp with the same hyper-parameters.
+    """Compare the result of training under each sync model with that under bsp with the same hyper-parameters.
 
     Each option may be given several times. If the command is stopped and started again, it continues with the first
-    missing result. It ends with a summary of the results.
+    missing result. At the end, the command prints a summary of the results.
     """
     from .catalogue import TEXT_WIDTH
     from .same_accuracy.commands import make_table
@@ -240,10 +240,10 @@ def wire(
     processes: Annotated[int, whole_number_option("--processes", least=1, help="Number of processes.")] = 1,
     results: Results = None,
 ) -> None:
-    """Compare what is learned if gradients and weights are rounded on their way with what is learned with float32.
+    """Compare the result of training with rounded gradients and weights with the result of training with float32.
 
-    All of it takes about 50 minutes of processor time, a run from one second to half a minute. If the command is
-    stopped and started again, it continues with the first missing run. It ends with the tables of the results.
+    All runs together take about 50 minutes of processor time; a run takes from one second to half a minute. If the
+    command is stopped and started again, it continues with the first missing run. At the end, it prints the results.
     """
     from .wire import cells, found, make, missing, result_tables
 

@@ -23,17 +23,17 @@ AXIS = {"accuracy": "accuracy on the test images", "loss": "loss over the first 
 WORST_LOSS = 2.6  # upper end of the loss axis; a network that guesses digits at random has a loss of 2.3
 
 EVALUATION = 1000
-"""Added to the seeds of the runs at the best rate, so that these do not profit from the choice."""
+"""Added to the seeds of the runs at the best rate, so that these runs do not profit from the choice of the rate."""
 
 WIDENED = 6
-"""Number of rates that are added at most for each label, if the best one is at an end."""
+"""Largest number of rates that are added for a label whose best rate is at an end."""
 
 AT_COMMON, AT_BEST = "all models at the same rate", "each model at its own best rate"
 """How the models are compared: as in the papers, and as a user who tunes each model would."""
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """The runs of several models, which are the labels of the runs."""
+    """The runs of several models. The label of a run names its model."""
 
     rate: float  # the common learning rate
     # label -> learning rate, ascending -> the outcomes with this rate, one for each seed
@@ -92,9 +92,9 @@ class Comparison(msgspec.Struct, frozen=True):
 
         Args:
             title: title of the table.
-            reference: the model with which the others are compared.
+            reference: the model with which the other models are compared.
             papers: model -> the paper's number for its speed-up.
-            others: heading of a further column -> function that returns a model's pair of numbers, the paper's first.
+            others: heading of a further column -> function that returns a model's two numbers, first the paper's.
         """
         others = others or {}
         reached = [medians(outcomes, lambda o: o.reached_s) for outcomes in self.panels.values()]
@@ -121,7 +121,7 @@ class Comparison(msgspec.Struct, frozen=True):
         return beside(title, rows, columns)
 
     def notes(self) -> list[str]:
-        """Return what the tables and the plot need as an explanation."""
+        """Return sentences that explain the tables and the plot."""
         seeds = len(self.common) // len(self.labels)
         rates = [rate for found in self.by_rate.values() for rate in found]
         notes = [
@@ -223,8 +223,8 @@ def compare(
 ) -> Comparison:
     """Execute runs at their common learning rate, at other rates, and at the best rate of each label.
 
-    If a label's best rate is the smallest or the largest one, half or twice this rate is tried, too, and so on. The
-    runs at the best rate have other seeds than the others, so that their times are not better by the choice itself.
+    If a label's best rate is the smallest or the largest rate, half or twice this rate is tried, too, and so on. The
+    runs at the best rate have other seeds than the runs that chose it, so the choice does not improve their times.
 
     Args:
         runs: the runs, with the common learning rate: for each label, one run per seed.
@@ -273,7 +273,7 @@ def compare(
 
 
 def _best_rate(found: Mapping[float, Sequence[TrainingOutcome]]) -> float:
-    """Return the rate with the shortest median time. Of equal times, the one in the middle wins."""
+    """Return the rate with the shortest median time. If several rates have this time, the middle rate wins."""
     middle = median(map(math.log, found))
     return min(
         found,
@@ -282,7 +282,7 @@ def _best_rate(found: Mapping[float, Sequence[TrainingOutcome]]) -> float:
 
 
 def _beyond(found: Mapping[float, Sequence[TrainingOutcome]]) -> tuple[float, ...]:
-    """Return the rate outside of those that were tried if the best one is at an end."""
+    """Return the next rate beyond the best rate if the best rate is the smallest or the largest that was tried."""
     best = _best_rate(found)
     return (best / 2,) * (best == min(found)) or (best * 2,) * (best == max(found))
 

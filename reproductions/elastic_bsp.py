@@ -36,7 +36,7 @@ WORKERS = 4
 COMPUTE_S = 0.5  # of one iteration; the paper states no times, see the preset of the cluster
 BATCH = 32  # on the digits
 EVALUATIONS = 20  # per run, about
-QUICK = 22  # iterations of each worker that check that the code runs
+QUICK = 22  # iterations of each worker with `--quick`
 LOOKAHEADS = (15, 30, 60, 120, 240)
 LARGE_LOOKAHEADS = (*LOOKAHEADS, 480, 960)  # "for large-sized models on data sets of higher image resolution"
 
@@ -58,7 +58,7 @@ class AccuracyFigure(msgspec.Struct, frozen=True, kw_only=True):
         compute_s: compute time of an iteration in seconds, except in slow phases.
         stand_in_epochs: epochs on the digits; milestones are scaled.
         stand_in_rate: rate of all models on the digits; None for the paper's rate.
-        rates: rates on the digits from which each model gets its best.
+        rates: rates on the digits from which the best rate of each model is chosen.
     """
 
     number: int
@@ -76,7 +76,7 @@ class AccuracyFigure(msgspec.Struct, frozen=True, kw_only=True):
     rates: tuple[float, ...]
 
     def quoted(self, name: str) -> float:
-        """Return a hyper-parameter that the paper states for this figure; 0 if it states none."""
+        """Return a hyper-parameter that the paper states for this figure; 0 if the paper states none."""
         if (self.number, name) == (15, "epochs"):  # as many as BSP completes in 24 hours
             return EPOCHS.cell("epochs", "BSP").value
         quote = ELASTIC_BSP.numbers.get(f"fig{self.number}-{name}")
@@ -89,7 +89,7 @@ class AccuracyFigure(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def at_one_rate(self) -> list[str]:
-        """Labels that are trained only at the common rate: all R but the one that the paper recommends, if many."""
+        """Labels that are trained only at the common rate: of the many large R, all but the recommended one."""
         return [f"ElasticBSP({r})" for r in self.lookaheads[1:] if self.lookaheads == LARGE_LOOKAHEADS]
 
 
@@ -184,7 +184,7 @@ def cluster(workload: str, compute_s: float) -> Cluster:
     """Return the paper's cluster: 4 machines that exchange messages as large as the network.
 
     The slow phases of one machine are due to the shared switch, so they add the same time to iterations of any
-    length. They are shorter and more frequent than in the preset, because the runs on the digits are short.
+    length. The phases are shorter and more frequent than in the preset, because the runs on the digits are short.
     """
     machines = Cluster.preset("elastic-bsp")
     with torch.device("meta"):
@@ -195,7 +195,7 @@ def cluster(workload: str, compute_s: float) -> Cluster:
 
 
 def runs_of(figure: AccuracyFigure, options: Options) -> list[TrainingRun]:
-    """Return the runs at the common rate, with the paper's protocol or, on the digits, with a shorter one."""
+    """Return the runs at the common rate, with the paper's protocol or, on the digits, with a shorter protocol."""
     learned = problem(figure.workload, options.data)
     machines = cluster(figure.workload, figure.compute_s)
     on_digits = options.data is None
@@ -310,8 +310,8 @@ def make(figure: AccuracyFigure, options: Options, tell: TellShare) -> Made:
 
 
 UPDATE_SHARE = 0.465
-"""Cost of an update, relative to a computation, with which n = 4 equal workers under ASP complete 78 epochs while they
-complete 99 under BSP: ASP is limited by the server, so that the ratio is (1 + u) / (n u)."""
+"""Cost u of an update, relative to a computation, with which n = 4 equal workers complete 78 epochs under ASP in the
+time of 99 epochs under BSP. ASP is limited by the server, so that the ratio is (1 + u) / (n u)."""
 
 
 def _epochs(figure: AccuracyFigure, elastic: str, update_share: float) -> dict[str, float]:

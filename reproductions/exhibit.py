@@ -56,7 +56,7 @@ class Made(msgspec.Struct, frozen=True):
         data: the plotted numbers, which are written to a JSON file.
         notes: findings and explanations, as sentences.
         measured: key of a number of the paper (see `Paper.claims`) -> what was measured for it. If the same number
-            was measured in several ways, the first of them follows the paper.
+            was measured in several ways, the first way follows the paper.
     """
 
     tables: Sequence[Table]
@@ -77,7 +77,7 @@ class Exhibit(msgspec.Struct, frozen=True, kw_only=True):
         make: function that makes the exhibit, given the options and a progress callback.
         numbers: the tables and figures that it reproduces, as listed in `papers.toml`; by default, the one in its name.
         stand_in: True if other networks, data or machines stand in for those of the paper.
-        with_data: how the reproduction differs if the published data are given; "" if it trains on none.
+        with_data: how the reproduction differs if the published data are given; "" if no data are used.
         trains_on: names of the workloads that it trains if the data are given, in `reproductions.problems.WORKLOADS`.
     """
 
@@ -106,7 +106,7 @@ class Exhibit(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def paper(self) -> str:
-        """The prefix of the paper, under which it stands in `papers.toml`. ZipLine is part of ElasticBSP's."""
+        """The prefix of the paper, under which it stands in `papers.toml`. ZipLine is part of ElasticBSP's paper."""
         prefix = self.name.partition("-")[0]
         return "elasticbsp" if prefix == "zipline" else prefix
 
@@ -154,7 +154,7 @@ def beside(
 
 
 def known(what: str, names: Iterable[str], every: Iterable[str]) -> list[str]:
-    """Return the names that are wanted, in the order of `every`; all of them if none is given.
+    """Return the given names, in the order of `every`; all names if none is given.
 
     Raises:
         ConfigurationError: a name is unknown.

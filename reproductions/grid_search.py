@@ -4,8 +4,8 @@ The learning rates are 0.1 * 2^(step/2) for integer steps, with a separate line 
 `search_lines` measures a number of adjacent points of each line, and extends the line while its best point is at an
 end.
 
-`search` is for measurements that are complete runs. It measures the lines with one seed, and then the best few points
-with all seeds, which are compared by the median over the seeds. Then the neighbors of the winner are added, until a
+`search` is for measurements that are complete runs. First, the lines are measured with one seed, and then the best few
+points with all seeds. Points are compared by the median over the seeds. The neighbors of the winner are added, until a
 point has won against both of its neighbors. So the winner never lies at an end, and is better than both of its
 neighbors in the median over all seeds, not only with one seed.
 

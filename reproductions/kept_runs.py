@@ -49,13 +49,13 @@ class KeptRuns:
             self._found[each.key] = each.outcome | {"values": values}
 
     def get(self, parameters: object) -> dict[str, Any] | None:
-        """Return the fields of the outcome of a run with these parameters; None if it is not known."""
+        """Return the fields of the outcome of a run with these parameters; None if the run is unknown."""
         return self._found.get(key_of(parameters))
 
     def keep(self, outcomes: Mapping[str, dict[str, Any]]) -> None:
         """Keep outcomes by the key of their run: see `key_of`.
 
-        Those of one task are kept at once, because the file is read each time to see where its last line ends.
+        Pass the outcomes of one task together, because each call reads the file to see where its last line ends.
         """
         self._found |= outcomes
         if self._path is not None:

@@ -1,7 +1,7 @@
 """What the three papers print: the numbers that are quoted, and all of their tables and figures.
 
 The file `papers.toml` is the only place that contains these numbers. Exhibits, benchmarks and the tests of the
-documentation take them from here.
+documentation take the numbers from here.
 
 >>> from reproductions.papers import ELASTIC_BSP, FLUENT_PS
 >>> quote = FLUENT_PS.numbers["fewer-delayed-pulls-soft"]
@@ -20,7 +20,7 @@ from typing import Literal
 import msgspec
 
 ABOUT = 0.1
-"""Relative distance up to which a number is "about" another one."""
+"""Relative distance up to which a number is "about" another number."""
 
 
 Bound = Literal["", "up to", "over", "above", "at least", "about", "below", "at most"]
@@ -32,14 +32,14 @@ class Quote(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     Attributes:
         where: the section, table or figure that prints it.
         value: the number.
-        means: what it measures, and for which network, data and number of workers.
+        means: what the number measures, and for which network, data and number of workers.
         unit: "x" for a ratio, "%" for a percentage, another unit, or "" for a count or a fraction.
         bound: the paper's own restriction; "" if it states the number without one.
         neutral: the value that would mean that there is no effect, for the unit "%" if the number is an effect.
         absolute: True if the number depends on the paper's machines and data, so that no stand-in can confirm or
             contradict it.
-        setting: True if it is no result, but a setting or an example that the paper chose.
-        not_made: why no exhibit measures it; "" if one does or should.
+        setting: True if the number is no result, but a setting or an example that the paper chose.
+        not_made: why no exhibit measures the number; "" if an exhibit does or should.
     """
 
     where: str
@@ -59,7 +59,7 @@ class Quote(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def range(self) -> tuple[float, float]:
-        """The values that the paper's number stands for: those that are printed like it, or that its bound allows.
+        """The values for which the paper's number stands: those with the same printed digits, or within its bound.
 
         >>> Quote(where="Fig. 1", value=1.77, means="speed").range
         (1.765, 1.775)
@@ -91,8 +91,8 @@ class QuotedTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         rows: name of a row -> one value for each column.
         unit: see `Quote`.
         bound: see `Quote`.
-        relative_to: the row or column whose numbers the others are compared with, because only their ratios can be
-            expected elsewhere; "" to compare the numbers themselves.
+        relative_to: the row or column with whose numbers the others are compared, because only the ratios can be
+            expected to be the same elsewhere; "" to compare the numbers themselves.
         absolute: see `Quote`.
         setting: see `Quote`.
         not_made: see `Quote`; it concerns the numbers that are not measured.
@@ -136,14 +136,14 @@ class QuotedTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     def base(self, row: str, column: str) -> Quote | None:
-        """Return the number with which a number is compared; None if there is none, or if it is this number."""
+        """Return the number with which a number is compared; None if no number is, or only with itself."""
         if not self.relative_to or self.relative_to in (row, column):
             return None
         in_rows = self.relative_to in self.rows
         return self.cell(self.relative_to if in_rows else row, column if in_rows else self.relative_to)
 
     def claims(self) -> dict[str, Quote]:
-        """Return what the table claims: its numbers or, if they are compared with others of the table, their ratios."""
+        """Return the claims of the table: its numbers or, if these are compared with each other, their ratios."""
         found = {}
         for row in self.rows:
             for column in self.columns:
@@ -160,7 +160,7 @@ class Listed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         shows: what it shows.
-        only_quoted: why it is not to be reproduced; "" if it is.
+        only_quoted: why it is not to be reproduced; "" if it is to be reproduced.
     """
 
     shows: str
@@ -172,7 +172,7 @@ class Statement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         says: what it says.
-        found: what the tests have found about it.
+        found: what the tests have found about this statement.
         tests: the file with these tests.
     """
 

@@ -35,7 +35,7 @@ from .networks import (
     vgg_16,
 )
 
-CHUNK = 512  # images that are evaluated at once
+CHUNK = 512  # number of images that are evaluated together
 
 
 class Problem(msgspec.Struct, frozen=True):
@@ -113,7 +113,7 @@ class Workload(msgspec.Struct, frozen=True):
     network: Callable[[], nn.Module]  # function that returns the paper's network
     read: Callable[[Path], Images]  # function that reads the data set from the folder given with `--data`
     train_size: int  # number of training samples
-    # problem that is used without the data set. Its loss is that of the paper's problem, too.
+    # problem that is used without the data set. It has the same loss as the paper's problem.
     stand_in: Problem
 
 

@@ -1,7 +1,7 @@
 """A file of results, one JSON object per line, to which each result is appended when its task has ended.
 
-So a command that was stopped continues with what is missing. If it is killed while it writes a line, the line has no
-end. Such a line is ignored, and the next result takes its place.
+So a command that was stopped continues with what is missing. If a command is killed while it writes a line, the line
+has no end. Such a line is ignored, and the next result takes its place.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Kind = TypeVar("Kind", bound=msgspec.Struct)
 
 
 def read_results(path: Path, *kinds: type[Kind]) -> list[Kind]:
-    """Return the results in a file, in its order; none if it does not exist.
+    """Return the results in a file, in the order of its lines; none if the file does not exist.
 
     Args:
         path: the file.
-        kinds: what a line may contain. If there are several kinds, their tags tell them apart.
+        kinds: the types that a line may have. If there are several types, their tags tell them apart.
 
     Raises:
         ConfigurationError: the file cannot be read, or a line is not a result of these kinds.

@@ -1,11 +1,11 @@
 """Training runs for the papers' figures, on simulated clusters, evaluated at regular intervals of virtual time.
 
-What is trained is a `Problem`: a paper's network on published data, or what stands in for them. Compute times,
+A run trains a `Problem`: a paper's network on published data, or a stand-in for both. Compute times,
 network bandwidth and message sizes are taken from the papers.
 
 Runs that differ only in their learning rates and seeds are trained together if the problem allows this (see
-`reproductions.ensembles`). What a run learns then depends on its seed. When its workers push is the same for
-`SHARING` consecutive seeds.
+`reproductions.ensembles`). Then the result of a run depends on its seed, but the times at which its workers push are
+the same for `SHARING` consecutive seeds.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SHARING = 4
 """Number of consecutive seeds whose runs follow the same schedule."""
 
 MEMORY_BYTES = 2**30
-"""Approximate size of the weights that the workers of all runs of an ensemble hold at most."""
+"""Approximate maximum size of the weights that the workers of all runs of an ensemble hold together."""
 
 FEW = 4  # for this number of runs or fewer, starting a process pool takes longer than it saves
 
@@ -104,7 +104,7 @@ class TrainingRun(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def parameters(self) -> dict[str, object]:
-        """What the outcome depends on: everything but the label."""
+        """All parameters on which the outcome depends, which are all but the label."""
         values = msgspec.structs.asdict(self) | {"problem": self.problem.name}
         return {name: value for name, value in values.items() if name != "label"}
 
@@ -135,7 +135,7 @@ class TrainingOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def slowness(self) -> float:
-        """Time to the target; if it was missed, a far larger number that grows with the final distance from it."""
+        """Time to the target; if it was missed, a far larger number that grows with the final `Target.lack`."""
         lack = min(self.run.target.lack(self.values[-1]), NEVER_S)
         return min(self.reached_s, NEVER_S * (1 + max(0.0, lack)))
 
@@ -169,7 +169,7 @@ def run_all(runs: Sequence[TrainingRun], tell: Tell = lambda what, share: None) 
 
 
 def _executed(tasks: Sequence[Task]) -> Iterator[tuple[Task, list[Fields]]]:
-    """Execute tasks, and yield each with its outcomes when it has ended."""
+    """Execute tasks, and yield each task with its outcomes when it has ended."""
     problems = {task[0].problem.name: task[0].problem for task in tasks}
     images = {name: problem.images() for name, problem in problems.items()}
     if sum(map(len, tasks)) <= FEW:
@@ -226,7 +226,7 @@ def speed_up(
     ours, others = (
         [measure(each) for each in outcomes if each.run.label == name] for name in (label, reference)
     )
-    # A run ends when it reaches its target, but would have been watched as long as one that misses it.
+    # A run ends when it reaches its target. Without the target, it would last as long as a run that misses it.
     end = max(time.end for time in (*ours, *others))
     ours, others = ([time._replace(end=end) for time in times] for times in (ours, others))
     return ratio_of_times(others, ours)

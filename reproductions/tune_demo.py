@@ -79,7 +79,7 @@ def tune(
     """For each sync model, find the setting with the smallest median time to the target.
 
     If times are equal, the higher final accuracy wins. The search takes about 25 runs of half a minute for each sync
-    model, about 45 minutes in total. Run it on an otherwise idle machine.
+    model, about 45 minutes in total. Run the search on an otherwise idle machine.
 
     Args:
         console: where results are printed.

@@ -1,7 +1,7 @@
 """Verdicts: what the kept results say about each number that a paper prints.
 
-An exhibit measures a number as a `Measured` value with its interval. The verdict follows from the two by the rules of
-`verdict`, so it changes with the results, and is never written by hand.
+An exhibit measures a number as a `Measured` value with its interval. The verdict follows from the measurement and the
+paper's number by the rules of `verdict`, so it changes with the results, and is never written by hand.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from .papers import PAPERS, Quote
 
 SEEDS, RUNS, MACHINES = "more seeds", "runs that reach the target", "the paper's machines and data"
 SMALLER = "more seeds, for an effect that is smaller than the paper's"
-"""What would tell."""
+"""What would allow a verdict."""
 
 NEGLIGIBLE = 0.1
-"""Share of the paper's effect up to which an effect of the same sign counts as none."""
+"""Share of the paper's effect up to which an effect of the same sign counts as no effect."""
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -34,7 +34,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         value: the measured value; None if it is unknown, for example because no run reached the target.
-        low: lower end of its interval; None if it has none, because the interval is open below.
+        low: lower end of its interval; None if the interval is open below.
         high: upper end of its interval; None if the interval is open above.
         how: under which conditions, where an exhibit measures the same number in several ways: "at its own best rate".
             The first measurement follows the paper.
@@ -59,7 +59,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def holds(self, again: Measured) -> bool:
-        """Return True if the value of another measurement lies in this interval, whose open ends hold everything."""
+        """Return True if the value of another measurement lies in this interval. An open end excludes no value."""
         if again.value is None or self.value is None:
             return again.value is self.value
         low = -math.inf if self.low is None else self.low
@@ -67,7 +67,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def saved(cls, ratio: Ratio, how: str = "") -> Measured:
-        """Return by how many percent something is less, given the ratio of what is left."""
+        """Return the saving in percent, given the ratio of what is left."""
         value, low, high = (_finite(100 * (1 - end)) for end in (ratio.ratio, ratio.high, ratio.low))
         return cls(value=value, low=low, high=high, how=how)
 
@@ -87,7 +87,7 @@ class Verdict(NamedTuple):
 
     Attributes:
         word: the verdict.
-        reason: what would tell, if this measurement cannot; why there is no measurement, if it is known; else "".
+        reason: what would allow a verdict, if this measurement does not; or why there is no measurement; else "".
     """
 
     word: Word
@@ -101,17 +101,17 @@ class Verdict(NamedTuple):
 def verdict(quote: Quote, ours: Measured | None) -> Verdict:
     """Compare a measurement with the number that a paper prints.
 
-    - It *agrees* if its interval holds the paper's number, as precisely as the paper prints it. With "up to", "over",
-      "above" and "at least", a larger number agrees, too; with "below" and "at most", a smaller one.
-    - It *agrees in direction* if the whole interval shows an effect of the same sign, but of another size.
-    - It *contradicts* the paper if the whole interval shows no effect, less than a tenth of the paper's, or one of the
+    - *agrees*: the interval holds the paper's number, as precisely as the paper prints it. With "up to", "over",
+      "above" and "at least", a larger number agrees, too; with "below" and "at most", a smaller number.
+    - *agrees in direction*: the whole interval shows an effect of the same sign, but of another size.
+    - *contradicts*: the whole interval shows no effect, less than a tenth of the paper's effect, or an effect of the
       other sign. A number that is not an effect, such as a count, is contradicted by any other number.
-    - It *cannot tell* if the interval holds both an effect and none, or if the number depends on the paper's machines
-      and data, for which others stand in. Even the same number would then be a coincidence.
+    - *cannot tell*: the interval includes both an effect and no effect, or the number depends on the paper's machines
+      and data, which are not used here. In the latter case, even the same number would be a coincidence.
 
     Args:
         quote: the number of the paper.
-        ours: the measurement; None if there is none.
+        ours: the measurement; None if the number was not measured.
 
     >>> quote = Quote(where="Fig. 1", value=1.75, means="speed", unit="x")
     >>> def word(low: float, high: float) -> str:
@@ -159,7 +159,7 @@ class Judged(NamedTuple):
         quote: the number.
         exhibit: name of the exhibit that has measured it; "" if none has.
         ours: the measurement that follows the paper, if there is one.
-        verdict: the verdict on it.
+        verdict: the verdict on the number.
         others: other measurements of the same number, for example with each model at its own best learning rate.
     """
 

@@ -1,9 +1,9 @@
-"""What the codecs of `--wire` cost in the quality of the result: each run beside one with float32, in virtual time.
+"""How much quality the codecs of `--wire` cost: each run is compared with a run with float32, in virtual time.
 
 Both runs of a pair begin with the same weights and compute gradients from the same batches, in the same order. Codecs
-round as in a live run (`paceline.shard.codecs`). All workers share a joint batch. The learning rate falls to 0 in
-ten steps at a time, and the quality is the mean of the last five of 50 evaluations with the weights of the servers.
-What a *cell* has lost is the mean of the paired differences over the seeds: more than 0 is worse than float32.
+round as in a live run (`paceline.shard.codecs`). All workers share a joint batch. The learning rate falls to 0, and
+stays the same for ten steps at a time. The quality is the mean of the last five of 50 evaluations of the servers'
+weights. A *cell* has lost the mean of the paired differences over the seeds: more than 0 is worse than float32.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ VERDICTS = (
     "met",
     "missed",
     "open",
-)  # whether what is lost is below the goal; open: within two standard errors of it
+)  # whether the loss of quality is below the goal; open: within two standard errors of the goal
 
 
 class Learned(NamedTuple):
@@ -60,7 +60,7 @@ class Learned(NamedTuple):
 
 
 def _digits(kind: type[DigitsMLP | DigitsCNN], samples: int) -> Learned:
-    """Learn from few images: with as many as in the demo, no codec changes what is left to get wrong."""
+    """Learn from few images: with as many as in the demo, so few errors remain that no codec changes them."""
     images = torch.cat([digits().train_images, digits().test_images])
     labels = torch.cat([digits().train_labels, digits().test_labels])
     problem: Any = kind(demo.Digits(images[:samples], labels[:samples], images[samples:], labels[samples:]))
@@ -79,13 +79,13 @@ def _text(samples: int) -> Learned:
 
 
 class Problem(NamedTuple):
-    """What is learned from so many samples, with so many of them in a joint batch."""
+    """A network to train, the number of samples, and the number of samples in a joint batch."""
 
-    learned: Callable[[int], Learned]  # all runs of a process share what it returns
+    learned: Callable[[int], Learned]  # all runs of a process share its result
     samples: int
     joint_batch: int
     relative: bool  # True if a loss is compared, in percent; False if an accuracy is, in points
-    most: float  # the goal: at most so much is lost
+    most: float  # the goal: the largest loss of quality
 
 
 PROBLEMS = {
@@ -96,7 +96,7 @@ PROBLEMS = {
 
 
 def _muon(weights: Weights, lr: float, others: dict[str, Any]) -> list[torch.optim.Optimizer]:
-    """Return Muon for the matrices inside the network, and AdamW for the others, as one usually trains with it."""
+    """Return Muon for the matrices inside the network, and AdamW for the others, which is the usual way to use Muon."""
     matrices = [weights.pop(name) for name in ("attention", "mixed", "wide", "narrow")]
     muon = torch.optim.Muon(matrices, lr, weight_decay=0.0)
     return [muon, torch.optim.AdamW(weights.values(), **others)]
@@ -131,7 +131,7 @@ OPTIMIZERS = {
 
 
 class Place(NamedTuple):
-    """Workers, and with which codecs they train. The cluster states the times of whole joint batches."""
+    """Workers, and the codecs with which they train. The cluster states the times of whole joint batches."""
 
     cluster: Cluster
     codecs: Sequence[str] = ("int8", "int4")
@@ -154,7 +154,7 @@ PLACES = {
 
 
 class Run(NamedTuple):
-    """A training run, by the names of what it consists of. The one with the seed 0 stands for its cell."""
+    """A training run, given by the names of its parts. The run with the seed 0 stands for its cell."""
 
     problem: str
     optimizer: str
@@ -193,7 +193,7 @@ def cells(problems: Sequence[str] = (), codecs: Sequence[str] = ()) -> list[Run]
 
 
 def missing(wanted: Sequence[Run], seeds: int, path: Path) -> list[Run]:
-    """Return the runs of some cells that a file of results lacks: one seed of all cells before the next one."""
+    """Return the runs of some cells that a file of results lacks: one seed of all cells before the next seed."""
     kept = KeptRuns(path)
     both = dict.fromkeys(cell._replace(codec=codec) for cell in wanted for codec in ("float32", cell.codec))
     runs = (run._replace(seed=seed) for seed in range(seeds) for run in both)
@@ -213,7 +213,7 @@ def make(runs: Sequence[Run], path: Path, processes: int, tell: Tell) -> None:
 
 
 def found(wanted: Sequence[Run], seeds: int, path: Path) -> dict[Run, tuple[float, float, str]]:
-    """Return what the cells with two pairs of runs or more have lost: mean, its standard error, and the verdict."""
+    """Return the loss of each cell with two or more pairs of runs: its mean, its standard error, and the verdict."""
     kept, results = KeptRuns(path), {}
     for cell in wanted:
         problem, lost = PROBLEMS[cell.problem], []
@@ -248,7 +248,7 @@ def result_tables(results: Mapping[Run, tuple[float, float, str]]) -> list[Table
 
 
 def train(run: Run) -> dict[str, Any]:
-    """Carry out a run. Return what is kept of it: its name, its last qualities, and its processor time."""
+    """Carry out a run. Return what is kept of the run: its name, its last qualities, and its processor time."""
     begun_s = time.process_time()
     torch.set_num_threads(1)
     problem, place = PROBLEMS[run.problem], PLACES[run.place]

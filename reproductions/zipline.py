@@ -45,7 +45,7 @@ def predicted(workers: int, lookahead: int, seed: int = SEED) -> Floats:
 def published(lookahead: int) -> Floats:
     """Return the end times in ms that the authors predict from their data, for 1,000 workers.
 
-    Their first column is the last push itself, not one interval later.
+    The first column is the last push itself, not one interval later.
     """
     file = Path(__file__).with_name("datasets") / "elasticbsp-pushes.csv"
     last, interval = np.loadtxt(file, delimiter=",").T

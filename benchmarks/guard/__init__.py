@@ -1,8 +1,9 @@
 """`python -m benchmarks guard`: what the guard of a run notices.
 
-Twenty divergences are planted in small training runs, with real gradients in virtual time. Each must be said within
-20 updates of the moment at which it can be seen. In twenty healthy runs, some of which look like a divergence for a
-while, nothing must be said. Observing and judging a push must take less than 1 % of a step of 5 ms.
+Twenty divergences are planted in small training runs, with real gradients in virtual time. The guard must report each
+divergence within 20 updates of the moment at which the divergence can be seen. In twenty healthy runs, some of which
+look like a divergence for a while, the guard must report nothing. Observing and judging a push must take less than 1 %
+of a step of 5 ms.
 """
 
 from __future__ import annotations
@@ -53,11 +54,13 @@ def measure(
 def figures_of(judged: Sequence[Sequence[Judged]], cost: Cost) -> list[Figures[Any]]:
     """Return the runs of each scenario, and the cost."""
     right = sum(each.right for runs in judged for each in runs)
-    caption = f"{right} of {sum(map(len, judged))} right: planted ones are said within {MOST_UPDATES} updates"
+    caption = (
+        f"{right} of {sum(map(len, judged))} right: divergences are reported within {MOST_UPDATES} updates"
+    )
     goal = f"Goal: at most {MOST_US:g} us, 1 % of a step of 5 ms."
     return [
         Figures("The guard of a run", judged, COLUMNS, caption, labels=2),
-        Figures("Its cost per push, us", [cost], COST_COLUMNS, goal, labels=0),
+        Figures("Cost of the guard per push, us", [cost], COST_COLUMNS, goal, labels=0),
     ]
 
 

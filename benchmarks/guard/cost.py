@@ -24,8 +24,10 @@ WORKERS = 4
 class Cost(msgspec.Struct, frozen=True):
     """The time on the processor of each part, in microseconds per push."""
 
-    observe_us: float  # at the worker: the norm of its weights; the check for NaN gives that of the gradient
-    report_us: float  # at both: a message, as if each push were reported by one of its own
+    observe_us: (
+        float  # at the worker: the norm of its weights; the check for NaN gives the norm of the gradient
+    )
+    report_us: float  # at both: a message, as if each push were reported by a message of its own
     judge_us: float  # at the coordinator
 
     @property

@@ -1,4 +1,4 @@
-"""Runs a scenario with a guard that tells, and compares what it says with what can be seen."""
+"""Runs a scenario with a guard, and compares the reports of the guard with the divergence that can be seen."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from paceline.sim import simulate
 
 from .scenarios import Measured, Scenario
 
-MOST_UPDATES = 20  # number of updates within which a divergence must be said
+MOST_UPDATES = 20  # number of updates within which a divergence must be reported
 GROWN, KEPT = 3.0, 0.25
-"""A divergence can be seen if the loss without noise exceeds this multiple of its beginning or, if something has been
-learned before, when less than this share of that remains."""
+"""A divergence from the first step on can be seen if the loss without noise exceeds `GROWN` times its first value. A
+later divergence can be seen if less than the share `KEPT` of the earlier decrease of this loss remains."""
 
-LASTING = 8  # number of pushes in a row for which it must do so
+LASTING = 8  # number of pushes in a row for which the loss must meet this condition
 
 
 class Judged(msgspec.Struct, frozen=True):
@@ -29,10 +29,10 @@ class Judged(msgspec.Struct, frozen=True):
     planted: bool  # True if a divergence was planted
     visible_at: (
         int | None
-    )  # the update at which it could be seen; None if it could not, or if none was planted
-    said_at: int | None  # the update at which the guard spoke first; None if it was silent
-    words: str  # what it said first; "" if it was silent
-    named: bool  # True if it named the worker that was to be named, if there was one
+    )  # the update at which the divergence could be seen; None if it could not be seen, or if none was planted
+    said_at: int | None  # the update at which the guard spoke first; None if the guard was silent
+    words: str  # what the guard said first; "" if the guard was silent
+    named: bool  # True if the guard named the scenario's culprit, or if the scenario has none
 
     @property
     def told(self) -> str:
@@ -41,21 +41,21 @@ class Judged(msgspec.Struct, frozen=True):
 
     @property
     def late(self) -> int | None:
-        """The number of updates from when it could be seen until it was said; 0 if it was said before."""
+        """The updates from when the divergence could be seen until the guard spoke; 0 if the guard spoke before."""
         if self.said_at is None or self.visible_at is None:
             return None
         return max(0, self.said_at - self.visible_at)
 
     @property
     def right(self) -> bool:
-        """True if the guard has spoken in time, or was silent in a healthy run."""
+        """True if the guard has named the culprit in time, or was silent in a healthy run."""
         if not self.planted:
             return self.said_at is None
         return self.said_at is not None and self.named and (self.late or 0) <= MOST_UPDATES
 
 
 class _Listener(logging.Handler):
-    """Keeps what the guard of a simulation says, also if the run fails afterwards."""
+    """Keeps what the guard of a simulation says, even if the run fails afterwards."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
@@ -71,13 +71,13 @@ def judge(scenario: Scenario, seed: int, hyperparameters: str = "raw") -> Judged
     Args:
         scenario: the scenario.
         seed: seed of the run.
-        hyperparameters: see `paceline.launch`. Default: "raw", with which each rate is what a scenario says.
+        hyperparameters: see `paceline.launch`. Default: "raw", with which each rate is that of the scenario.
     """
     measured: Measured = []
     listener, log = _Listener(), logging.getLogger("paceline.sim")
     propagates, log.propagate = log.propagate, False
     log.addHandler(listener)
-    training = logging.getLogger("paceline.train.training")  # names each gradient with NaN
+    training = logging.getLogger("paceline.train.training")  # reports each gradient with NaN
     level = training.level
     training.setLevel(logging.ERROR)
     try:

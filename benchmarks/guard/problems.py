@@ -14,13 +14,13 @@ from torch.nn import functional
 
 from paceline.lab.demo import CLASSES, load
 
-CONTEXT = 8  # number of characters from which the next one is predicted
+CONTEXT = 8  # number of characters from which the next character is predicted
 USERS, ITEMS, RANK = 60, 40, 4
 DIRECTIONS = 64  # number of dimensions of the quadratic
 
 
 class Batch(msgspec.Struct):
-    """Inputs and targets of one step, one row per sample. A scenario may change it before the loss is computed."""
+    """Inputs and targets of one step, one row per sample. A scenario may change a batch before the loss is computed."""
 
     inputs: torch.Tensor
     targets: torch.Tensor

@@ -1,4 +1,4 @@
-"""Runs for the guard to judge: divergences that are planted, and healthy runs that look like one at times."""
+"""Runs for the guard to judge: planted divergences, and healthy runs that look like a divergence at times."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ ONE_SLOW = (1.0, 1.1, 0.9, 3.0)
 class Scenario(msgspec.Struct, frozen=True):
     """One run."""
 
-    name: str  # what happens in it
-    # The training function of every worker, which receives the seed of the run, and a list to which it adds the
-    # losses of the weights that each worker had at each step, without noise.
+    name: str  # what happens in the run
+    # The training function of every worker. It receives the seed of the run and a list, to which it appends the loss
+    # without noise of the weights that the worker has at each step.
     train: Train
     sync: str = "asp"
     compute_s: tuple[float, ...] = EQUAL  # the compute time of each worker
     planted_at: int | None = None  # a worker's step at which the divergence begins; None for a healthy run
-    culprit: int | None = None  # the worker that is to be named; None if none is
-    # True if the pushes of the worker, or of all, show at once that something is wrong; False if the loss of the
-    # weights must be measured.
+    culprit: int | None = None  # the worker that the guard must name; None if it need not name a worker
+    # True if the pushes of the culprit (of all workers, if there is no culprit) show at once that something is wrong.
+    # False if the loss of the weights must be measured.
     at_once: bool = False
     on_nan: str = "stop"  # see `paceline.launch`
 
@@ -169,7 +169,7 @@ def noisy_labels(share: float) -> Spoil:
 
 
 def only(classes: Callable[[int, int], Iterable[int]]) -> Spoil:
-    """Replace the targets' samples by those of some classes: (worker, step) -> classes."""
+    """Keep only the samples of some classes. `classes` maps (worker, step) to these classes."""
 
     def change(worker: int, step: int, batch: Batch) -> Batch:
         keep = torch.isin(batch.targets, torch.tensor(list(classes(worker, step))))

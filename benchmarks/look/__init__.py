@@ -1,10 +1,11 @@
 """`python -m benchmarks look`: what it costs to look at a run while it goes on.
 
-A script trains with steps of about 5 ms, which compute all the time. Its run shows a live page, TensorBoard's files
-and metrics. The cases take turns within this run, for a few seconds each: the script logs or does not, and clients
-fetch what is shown or do not. In each round, every case has one turn, and the result is the median over the rounds of
-the ratio to the turn in which nothing happens. Turns are so short because a machine's speed may change by several
-percent within a minute. Two turns of each round are alike, and tell how much of a ratio is chance.
+A script trains with steps of about 5 ms, which compute all the time. The run has a live page, TensorBoard's files and
+metrics. The cases take turns within this run, for a few seconds each: in some cases the script logs, and in some
+cases clients fetch the page and the metrics. In each round, every case has one turn. The time of a step in a turn is
+divided by the time of a step in the turn in which nothing happens, and the result is the median of this ratio over the
+rounds. Turns are so short because a machine's speed may change by several percent within a minute. In a second turn of
+each round, nothing happens either, so the ratio of this turn shows the influence of chance.
 """
 
 from __future__ import annotations
@@ -101,9 +102,11 @@ class Case(msgspec.Struct, frozen=True):
 
     name: str
     logs: bool = False  # True if the script calls `paceline.log` in each step
-    visited: bool = False  # True if a client fetches the page as a browser does, and another one the metrics
+    visited: bool = (
+        False  # True if a client fetches the page as a browser does, and another client the metrics
+    )
     # "requests" for 1,000 requests per second without the token beside the run; "busy" for a process that uses as
-    # much of the processor without sending any; "" for neither.
+    # much of the processor without sending requests; "" for neither.
     flood: str = ""
     goal: float | None = None  # the largest acceptable ratio; None for no limit
 
@@ -112,8 +115,8 @@ class Times(msgspec.Struct, frozen=True):
     """How long the cases take turns."""
 
     block_s: float = 6.0  # duration of a turn
-    # Time at the beginning of a turn that is not measured, because the turn before it has effects: what was logged is
-    # written a little later.
+    # Time at the beginning of a turn that is not measured, because the previous turn still has effects: logged values
+    # are written a little later.
     settling_s: float = 2.0
     warm_up_s: float = 10.0  # time until the processes that show the run have imported their packages
 
@@ -142,8 +145,8 @@ class LookRow(msgspec.Struct, frozen=True):
     low: float
     high: float
     requests_per_s: float  # number of requests that a flood has sent; 0 without a flood
-    goal: str  # the goal in words; "" if there is none
-    met: bool  # True if the goal is met, or there is none
+    goal: str  # the goal in words; "" if there is no goal
+    met: bool  # True if the goal is met, or if there is no goal
 
 
 COLUMNS: Columns[LookRow] = {

@@ -1,14 +1,15 @@
-"""`python -m benchmarks.look.visitors PAGE METRICS VISITED FLOODS RATE BLOCK_S`: those who look at a run, or try to.
+"""`python -m benchmarks.look.visitors PAGE METRICS VISITED FLOODS RATE BLOCK_S`: clients that look at a run, or try to.
 
-A browser that has the page open fetches its data every 2 seconds, and a collector the metrics every 3 seconds. A
+A browser that has the page open fetches its data every 2 seconds. A collector fetches the metrics every 3 seconds. A
 flood of "requests" connects to the page RATE times per second, and sends a request without the token. A "busy" flood
-does the same with a socket of its own: it uses about as much of the processor, and does nothing to the run.
+connects to a socket of its own instead, so it uses about as much of the processor but has no effect on the run.
 
 Cases take turns, for BLOCK_S seconds each. VISITED and FLOODS are JSON lists, which say for each case whether the
-browser and the collector are active, and which flood is. All processes of the benchmark know the turn from the clock.
+browser and the collector are active, and which flood is active. All processes of the benchmark know the turn from the
+clock.
 
-The program runs until it is terminated. Then it prints how often data, metrics, and refusals were received, and how
-many requests each flood has sent in how many seconds.
+The program runs until it is terminated. Then the program prints how often data, metrics, and refusals were received,
+how many requests each flood has sent, and for how many seconds.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def browse(page: SplitResult, is_turn: Turn) -> None:
         _get(connection, "/", headers)
         while not over.wait(PAGE_INTERVAL_S):
             if not is_turn():
-                connection.close()  # the next request opens it again
+                connection.close()  # the next request opens the connection again
                 continue
             answer = _get(connection, "/data", headers)
             json.loads(
@@ -87,7 +88,7 @@ def _get(connection: http.client.HTTPConnection, path: str, headers: dict[str, s
 def flood(kind: str, page: SplitResult, rate_per_s: float, is_turn: Turn) -> None:
     """Send requests without the token, to the page or to a socket of this process, with the lowest priority.
 
-    Strangers on other machines use none of the processors of this one.
+    The priority is low because real strangers are on other machines, and use no processor of this machine.
     """
     os.nice(19)  # of this thread only
     listener = socket.create_server(("127.0.0.1", 0), backlog=HELD) if kind == "busy" else None

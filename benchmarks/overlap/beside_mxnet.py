@@ -1,13 +1,13 @@
-"""Compares Paceline with MXNet's kvstore on slow links, as Fig. 6 of FluentPS does with PS-Lite, which is in MXNet.
+"""Compares Paceline with MXNet's kvstore on slow links. Fig. 6 of FluentPS is a comparison with PS-Lite in MXNet.
 
 The parameters are those of ResNet-56, with one key of MXNet for each tensor. Eight workers and eight servers have a
 link each. To leave the cores of this machine to the exchange, a pass only sleeps for each layer: forward for a third of
-the time, backward for the rest. A layer's gradients are there when its part of the backward pass ends.
+the time, backward for the rest. A layer's gradients are ready when its part of the backward pass ends.
 
-By default, MXNet has overlap: it pushes, pulls and begins the next forward pass layer by layer. It chooses the server
-of a tensor by a hash. With "even", MXNET_KVSTORE_BIGARRAY_BOUND makes it divide the largest convolutions, with three
-quarters of the parameters, among all servers. With "one server", all keys are on one, as in PS-Lite itself: there,
-each server has an equal range of possible keys.
+By default, MXNet has overlap: it pushes, pulls and begins the next forward pass layer by layer. MXNet chooses the
+server of a tensor by a hash. With "even", MXNET_KVSTORE_BIGARRAY_BOUND makes MXNet divide the largest convolutions,
+with three quarters of the parameters, among all servers. With "one server", all keys are on one server. PS-Lite itself
+would also put all keys on one server, because it gives each server an equal range of all possible keys.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from .namespaces import Network, NetworkLink, network
 
 WORKERS = 8
 SERVERS = 8
-COMPUTE_S = 0.38  # of an iteration of each of 32 workers (FluentPS, Table IV)
+COMPUTE_S = 0.38  # compute time of an iteration of each of 32 workers (FluentPS, Table IV)
 LR = 1e-3
-EVEN = {"MXNET_KVSTORE_BIGARRAY_BOUND": "30000"}  # smaller ones mean far more messages
+EVEN = {"MXNET_KVSTORE_BIGARRAY_BOUND": "30000"}  # smaller bounds mean far more messages
 PAPER = ("overlap-saves", "overlap-and-eps-save", "faster-than-ps-lite")
 
 
@@ -43,7 +43,7 @@ class BesideRow(msgspec.Struct, frozen=True):
     """The results for one setting: medians over the rounds, and two comparisons with the first setting."""
 
     setting: str
-    communication_ms: float  # time of an iteration without that of its passes
+    communication_ms: float  # time of an iteration without the time of its passes
     low_ms: float
     high_ms: float
     iteration_ms: float

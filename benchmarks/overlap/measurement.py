@@ -8,7 +8,7 @@ settings:
     3  overlap, sliced evenly               overlap and Elastic Parameter Slicing, several shards on each server
 
 All settings use BSP over TCP. Nearly all parameters of the model are in one fully connected layer. Slicing by
-parameter does not split this layer, so one shard holds all of it.
+parameter does not split this layer, so one shard holds the whole layer.
 
 The *communication time* is the time of an iteration minus the time of a forward and backward pass without
 communication. After the last iteration, all workers time these passes simultaneously. For each time, the median over
@@ -85,7 +85,7 @@ class OverlapSetting(msgspec.Struct, frozen=True):
 
 
 def settings_of(shards: int) -> tuple[OverlapSetting, ...]:
-    """Return the compared settings. The first one is the baseline for the others.
+    """Return the compared settings. The first setting is the baseline of the others.
 
     With one shard per server, a server answers only after it has received all pushes. With several shards per server,
     a server sends the first answers while later pushes arrive, but there are more messages.
@@ -151,7 +151,7 @@ Shards = Annotated[
 def _require_sound(mxnet: str | None, picture: object, **rest: object) -> None:
     if mxnet is not None:
         if picture is not None:
-            raise ConfigurationError("picture is given, but there is none with --mxnet.")
+            raise ConfigurationError("picture is given, but --mxnet draws no picture.")
         require_mxnet(mxnet)
 
 

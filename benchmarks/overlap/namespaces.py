@@ -49,7 +49,7 @@ SLOWEST_BPS = 10**6
 BURST_S = 0.001  # largest burst that may exceed the link's rate, given as the time to send it at this rate
 SMALLEST_BURST_BYTES = (
     16 * 1024
-)  # the kernel splits larger packets; an int4 message may have few times as many bytes
+)  # the kernel splits larger packets; an int4 message may be only a few times as large
 PACKETS = 100_000  # maximum number of packets that netem can hold at a time
 
 
@@ -58,7 +58,7 @@ class NetworkLink(msgspec.Struct, frozen=True):
 
     rate: str = "1gbit"  # rate in each direction, in tc's notation, for example "1gbit"
     delay_s: float = 0.001  # delay of each packet that the machine sends, if the kernel can delay packets
-    # Length of the queue of each direction, as the time to send it at the rate. Packets in excess are dropped.
+    # Length of the queue of each direction, as the time to send a full queue. Packets in excess are dropped.
     queue_s: float = 0.05
 
 
@@ -71,7 +71,7 @@ class Network(msgspec.Struct, frozen=True):
     delayed: bool  # True if packets are delayed; False if no delay was requested or the kernel lacks netem
 
     def placement(self, servers: int) -> ProcessPlacement:
-        """Return a placement with so many servers on the first machines, and a worker on each of the others."""
+        """Return a placement with one server on each of the first machines, and one worker on each other machine."""
         return ProcessPlacement(self.host, self.machines[:servers], self.machines[servers:])
 
 
@@ -95,7 +95,7 @@ def rate_bps(rate: str) -> float:
 
 
 def why_not() -> str:
-    """Return what this process lacks to create network namespaces, or "" if it lacks nothing."""
+    """Return what this process lacks to create network namespaces; "" if nothing is missing."""
     missing = [f"the command {name!r}" for name in ("ip", "tc") if shutil.which(name) is None]
     if not hasattr(os, "geteuid") or os.geteuid() != 0:
         missing.insert(0, "root (try sudo)")
@@ -113,7 +113,7 @@ def network(
     Args:
         count: number of machines.
         link: settings of each machine's link.
-        others: index of a machine, counted from 0 -> settings of its link, where they are different.
+        others: index of a machine, counted from 0 -> settings of its link, for machines with different links.
 
     Raises:
         ConfigurationError: an argument is invalid, a command or permission is missing, or a command failed.

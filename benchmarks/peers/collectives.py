@@ -1,11 +1,11 @@
-"""PyTorch's own means, with gloo: DDP, DDP with shares by hand, PostLocalSGD; and Accelerate's LocalSGD.
+"""PyTorch's own methods, with gloo: DDP, DDP with shares by hand, PostLocalSGD; and Accelerate's LocalSGD.
 
 DDP takes the mean of the workers' gradients. So if shares are unequal, each worker multiplies its loss by its part of
 the joint batch times the number of workers. On slow links, DDP sends float16 (`fp16_compress_hook`).
 
-PostLocalSGD has the period 4 and the 10 steps of warm-up of PyTorch's examples, and no gradients are exchanged after
-these. Its subgroups have one worker each: a machine has no others. Accelerate synchronizes every 8 steps, as in its
-guide.
+PostLocalSGD has the period 4 and the 10 steps of warm-up of PyTorch's examples. After the warm-up, no gradients are
+exchanged. The subgroups of PostLocalSGD have one worker each, because each machine has only one worker. Accelerate
+synchronizes every 8 steps, as in its guide.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def train(
         size: number of samples of a step.
         model: the model.
         step: makes a step with some samples.
-        agreed: returns True if all workers have the same weights after the step with a number, counted from 0.
+        agreed: returns True if all workers have the same weights after the step with this number, counted from 0.
     """
     batches = Text().batches(task.seed, worker.machine, size)
     worker.begin()

@@ -1,8 +1,8 @@
 """Emulated machines that can be switched off: each has its own network, processes, mounts, shared memory and name.
 
 `benchmarks.overlap.namespaces` emulates the network. The first process of a machine only waits for the end of a pipe
-that the launcher holds; programs enter the machine beside it. When it is killed, or ends because the launcher has
-ended, the kernel ends all processes of the machine at once.
+that the launcher holds; further programs enter the machine. When this first process is killed, or ends because the
+launcher has ended, the kernel ends all processes of the machine at once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..overlap.namespaces import NetworkLink, network, why_not
 
 __all__ = ["Machine", "machines", "require_machines"]
 
-# The machine finds its own name, and that of the others, in its file /etc/hosts, as the programs of a cluster expect.
+# The names of all machines are in the file /etc/hosts of each machine, as the programs of a cluster expect.
 BOOT = 'hostname "$1" && mount --bind "$2" /etc/hosts && touch "$3" && exec cat'
 UNSHARE = ["unshare", "--mount", "--ipc", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
 NAMESPACES = ["--mount", "--ipc", "--uts", "--pid", "--net"]
@@ -32,7 +32,7 @@ BOOT_S = 20.0
 
 
 class Machine:
-    """An emulated machine, which is on when it is made.
+    """An emulated machine. Creating the object switches the machine on.
 
     Args:
         host: its address, and the command that enters its network.
@@ -67,7 +67,7 @@ class Machine:
         self._first = int(Path(f"/proc/{holder}/task/{holder}/children").read_text().split()[0])
 
     def start(self, *command: str, env: Mapping[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:
-        """Start a program on the machine, in a directory of its own. What is returned ends with it."""
+        """Start a program on the machine, in a directory of its own. The returned process ends with the program."""
         enter = ["nsenter", f"--target={self._first}", f"--wd={self._folder}", *NAMESPACES, "--"]
         return subprocess.Popen(
             [*enter, *command],
@@ -85,7 +85,7 @@ class Machine:
         self._holder.communicate()
 
     def sent_bytes(self) -> int:
-        """Return the bytes that the machine's network interface has sent since it was made."""
+        """Return the number of bytes that the machine's network interface has sent since the interface was made."""
         with contextlib.suppress(OSError):  # the machine is off
             lines = Path(f"/proc/{self._first}/net/dev").read_text().splitlines()
             [counters] = [line.split()[1:] for line in lines if line.strip().startswith("eth0:")]

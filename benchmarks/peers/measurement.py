@@ -5,9 +5,9 @@ sources of Python's standard library. What a system needs once (the coordinator 
 lighthouse of torchft, the first peer of hivemind, rank 0) is on machine 0. Machine 2 is slow, or is
 switched off and on.
 
-*Time.* The clock starts when all workers are ready for their first step. The launcher evaluates the weights that the
-worker on machine 0 saves, at the lowest priority, after the time of saving was noted. So an evaluation is out of the
-clock, and costs all systems the same: what saving 0.5 MB five times a second takes.
+*Time.* The clock starts when all workers are ready for their first step. The worker on machine 0 saves its weights
+together with the time, and the launcher evaluates them later, at the lowest priority. So the measured time includes no
+evaluations. But it includes the time to save 0.5 MB five times a second, which is the same for all systems.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ from .plan import (
 
 PORT = 29600
 LOOK_S = 0.05
-END_S = 120.0  # for how long a run of Paceline may take to end
-QUICK_TARGET = 5.2  # nats per byte; that of the initial weights is above 5.5
+END_S = 120.0  # longest time that a run of Paceline may take to end
+QUICK_TARGET = 5.2  # nats per byte; the loss of the initial weights is above 5.5
 PACKAGES = ("torch", "accelerate", "torchft", "hivemind")
 INSTALL = "make .venv-peers/.ready"
 
@@ -75,7 +75,10 @@ Python = Annotated[
     ),
 ]
 Results = Annotated[
-    str, typer.Option("--results", metavar="FILE", help="File of the results. What it has is not repeated.")
+    str,
+    typer.Option(
+        "--results", metavar="FILE", help="File of the results. Runs in this file are not repeated."
+    ),
 ]
 
 COLUMNS: Columns[Row] = {
@@ -116,7 +119,7 @@ def _require_sound(python: str, **rest: object) -> None:
     quick={"quick": True},
     require=_require_sound,
     notes=[
-        "docs/make_comparison.py writes a page with the results, how they were measured, and what they do not show."
+        "docs/make_comparison.py writes a page with the results, the way they were measured, and their limits."
     ],
 )
 def measure(
@@ -127,8 +130,8 @@ def measure(
 ) -> list[Figures[Any]]:
     """Compare Paceline with DDP, PostLocalSGD, Accelerate, torchft and hivemind on three emulated machines.
 
-    A run ends when a small language model has reached a validation loss. A command that was stopped goes on with the
-    runs that are left. Takes an environment of its own, which `make .venv-peers/.ready` creates.
+    A run ends when a small language model has reached a validation loss. If the command was stopped, repeat it to make
+    the runs that are left. The other systems need an environment of their own: run `make .venv-peers/.ready`.
 
     Requires root privileges and the commands ip, tc, unshare, nsenter, hostname and mount.
     """
@@ -170,7 +173,7 @@ QUICK_COLUMNS: Columns[Outcome] = {
 
 
 def versions_of(python: str) -> dict[str, str]:
-    """Return the versions of all systems. Raises `ConfigurationError` if this Python lacks one of them."""
+    """Return the versions of all systems. Raises `ConfigurationError` if this Python lacks a system."""
     program = (
         "import importlib.metadata, json, sys; "
         "print(json.dumps({name: importlib.metadata.version(name) for name in sys.argv[1:]}))"
@@ -182,7 +185,7 @@ def versions_of(python: str) -> dict[str, str]:
         reason = str(error)
     if reason:
         raise ConfigurationError(
-            f"python is {python!r}, which lacks what is compared: {reason}. Expected the Python of an environment "
+            f"python is {python!r}, which lacks a compared system: {reason}. Expected the Python of an environment "
             f"with {', '.join(PACKAGES)}; {INSTALL} creates one."
         )
     peers: dict[str, str] = json.loads(done.stdout)
@@ -195,7 +198,7 @@ def versions_of(python: str) -> dict[str, str]:
 
 
 class _Run:
-    """The processes of a run, and what is known about it so far."""
+    """The processes of a run, and what is known about the run so far."""
 
     def __init__(self, case: Case, python: str, on: Sequence[Machine], folder: Path) -> None:
         self.case, self.on, self.folder = case, on, folder
@@ -258,7 +261,7 @@ class _Run:
                 raise RuntimeError(f"the worker on machine {index} ended with {said or f'exit code {code}'}")
 
     def end(self) -> dict[str, Any]:
-        """End the run. Return the ledger of samples if it is one of Paceline."""
+        """End the run. If the system is Paceline, return the ledger of samples."""
         (self.folder / "end").touch()
         if self.serving is None:
             return {}
@@ -294,7 +297,7 @@ LIGHTHOUSE = (
 
 
 def run_case(case: Case, python: str, limits: Limits) -> Outcome:
-    """Make a run on emulated machines, and return what it has shown. No process of it is left."""
+    """Make a run on emulated machines, and return its outcome. Afterwards, no process of the run is left."""
     link = NetworkLink(CONDITIONS[case.condition].rate, 0.0)
     with TemporaryDirectory(prefix="peers-") as folder, machines(work.WORKERS, link) as on:
         run = _Run(case, python, on, Path(folder))
@@ -307,7 +310,7 @@ def run_case(case: Case, python: str, limits: Limits) -> Outcome:
             return Outcome(*case, None, 0.0, 0, None, failure=f"{error}")
 
 
-KEPT_LINES = 25  # of each process of a run that has failed
+KEPT_LINES = 25  # number of lines that are shown of each log of a run that has failed
 
 
 def error_in(log: str) -> str:
@@ -385,14 +388,14 @@ def _begun_s(run: _Run) -> float:
 
 
 def _returned_s(run: _Run, back_s: float) -> float | None:
-    """Return the seconds from the return of the last machine to its first gradient; None if there is none yet."""
+    """Return the seconds from the return of the last machine to its first gradient; None before this gradient."""
     computed = (each["at_s"] for each in run.events(len(run.on) - 1) if each["event"] == "computed")
     first_s = next((at_s for at_s in computed if at_s > back_s), None)
     return None if first_s is None else round(first_s - back_s, 1)
 
 
 def evaluation() -> Any:
-    """Return a function that evaluates a file of weights: it returns the time of saving and the validation loss."""
+    """Return a function that evaluates the weights in a file: it returns when they were saved, and their loss."""
     model = work.new_model(0)
     samples = work.Text().validation()
 

@@ -1,7 +1,8 @@
-"""What is compared under which conditions, which runs are left, and what the results say. Nothing here runs anything.
+"""The compared systems and the conditions, the runs that are left, and the table of results.
 
-Each system first makes a run at the first condition with each of four learning rates. With the best one, it then makes
-a run with each of three other seeds under each condition. Results are kept in a file, and what it has is not repeated.
+Each system first makes a run under the first condition with each of four learning rates. With the best of these rates,
+each system then makes a run with each of three other seeds under each condition. Results are kept in a file. A run
+whose result is in the file is not repeated.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ __all__ = [
 
 RESULTS = Path(__file__).with_name("results.jsonl")
 TARGET = 2.6  # nats per byte of the validation
-LIMIT_S = 90.0  # a run that has not reached the target by then is ended
+LIMIT_S = 90.0  # a run is ended if it has not reached the target after this time
 RATES = (0.002, 0.004, 0.008, 0.016)
 TUNING_SEED = 0
 SEEDS = (1, 2, 3)
@@ -61,7 +62,7 @@ class Condition(NamedTuple):
 
     @property
     def slow_link(self) -> bool:
-        """True if systems send fewer bytes, with the means that their documentation has for this."""
+        """True if systems send fewer bytes, by the means that their documentation describes."""
         return self.rate != "1gbit"
 
 
@@ -71,20 +72,20 @@ CONDITIONS = {
     "slow-link": Condition("one 3 x slower, 20 Mbit/s", (1.0, 1.0, 3.0), "20mbit"),
     "killed": Condition("equal, 1 Gbit/s, one killed that returns", killed=True),
 }
-"""All conditions by name. The first one is that of the learning rates."""
+"""All conditions by name. The learning rates are chosen under the first condition."""
 
 
 class System(NamedTuple):
-    """A system as it is used here.
+    """A system, and how the benchmark uses it.
 
     Attributes:
-        title: what the table calls it.
+        title: its name in the table.
         program: module of `benchmarks.peers` that its workers run.
-        survives: True if the others go on when a worker is lost.
+        survives: True if the other workers go on when a worker is lost.
         without: name of a condition -> why the system has no result there.
-        rate_of: system whose learning rate it has; "" if it has runs for its own.
+        rate_of: system whose learning rate it uses; "" if runs of its own choose its learning rate.
         options: options of `paceline serve`.
-        slow_link_options: further ones for slow links.
+        slow_link_options: further options for slow links.
     """
 
     title: str
@@ -139,16 +140,17 @@ class Session(msgspec.Struct, frozen=True, tag="session"):
 
 
 class Outcome(msgspec.Struct, frozen=True, tag="outcome"):
-    """What a run has shown.
+    """The outcome of a run.
 
     Attributes:
         time_s: seconds from the first step to the first weights whose validation loss is at most the target; None if
-            they were not reached.
-        sent_mb: bytes that the interfaces of the three machines have sent by then, or in the whole run, in 10**6.
-        lost_samples: samples that workers had computed, or had received, and that are in no agreed weights.
+            the target was not reached.
+        sent_mb: 10**6 bytes that the three machines have sent until the target or, without it, in the whole run.
+        lost_samples: samples that workers had computed or received, but that had no part in the weights that the
+            system has agreed on (see `work`).
         loss: validation loss of the last weights.
         returned_s: seconds from the return of the machine to the first gradient of its new worker; None without one.
-        failure: how the run has failed; "" if it has not.
+        failure: how the run has failed; "" if it has not failed.
     """
 
     system: str
@@ -169,7 +171,7 @@ class Outcome(msgspec.Struct, frozen=True, tag="outcome"):
 
 
 def read_results(path: Path) -> tuple[list[Session], list[Outcome]]:
-    """Return what a file of results has; nothing if there is none. A last line without an end is ignored.
+    """Return the content of a file of results; nothing if there is no file. An incomplete last line is ignored.
 
     Raises:
         ConfigurationError: the file cannot be read, or it is not a file of results.
@@ -184,7 +186,7 @@ def read_results(path: Path) -> tuple[list[Session], list[Outcome]]:
 
 
 def append_results(path: Path, *results: Session | Outcome) -> None:
-    """Append results to a file, in the place of a last line without an end."""
+    """Append results to a file. The first result replaces an incomplete last line."""
     path.touch()
     with path.open("r+b") as file:
         file.truncate(len(_whole_lines(file.read())))
@@ -197,9 +199,9 @@ def _whole_lines(content: bytes) -> bytes:
 
 
 def best_rate(outcomes: Iterable[Outcome], system: str) -> float | None:
-    """Return the learning rate with which a system was fastest; None if runs for it are left, or none has succeeded.
+    """Return the learning rate with which a system was fastest, or had the least loss if no rate reached the target.
 
-    If no rate has reached the target, it is the one with the least loss.
+    Return None if some of the runs with these rates are left, or if none of them has succeeded.
     """
     system = SYSTEMS[system].rate_of or system
     first = next(iter(CONDITIONS))
@@ -215,7 +217,7 @@ def best_rate(outcomes: Iterable[Outcome], system: str) -> float | None:
 
 
 def left(outcomes: Sequence[Outcome]) -> Iterator[Case]:
-    """Generate the runs that can be made now and are left: the learning rates of all systems before anything else."""
+    """Generate the runs that are left and can be made now: first only those that choose the learning rates."""
     done = {each.case for each in outcomes}
     first = next(iter(CONDITIONS))
     tuned = [name for name, system in SYSTEMS.items() if not system.rate_of]
@@ -254,8 +256,8 @@ class Row(msgspec.Struct, frozen=True):
         runs: number of runs.
         reached: number of runs that have reached the target.
         time_s: median time; None if not more than half of the runs have reached the target.
-        low_s, high_s: the extremes of the times that there are.
-        remark: what there is in the place of a time; "" if there is a time.
+        low_s, high_s: the shortest and the longest time of the runs that have reached the target.
+        remark: the text in the place of a time; "" if there is a time.
     """
 
     system: str

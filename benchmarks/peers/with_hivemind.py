@@ -1,12 +1,12 @@
-"""hivemind: peers that average gradients once they have the joint batch together, or weights between local updates.
+"""hivemind: peers that average gradients once the gradients make up a joint batch, or weights between local updates.
 
-Peers find each other in a distributed hash table, to which the peer on machine 0 opens the door. The guide recommends
-3 to 15 s of matchmaking and joint batches of thousands of samples. The joint batch is that of the other systems here,
-so the times are as short as they can be: 0.5 s of matchmaking, and 0.05 to 0.1 s between two looks at the others'
+Peers find each other in a distributed hash table, which they enter through the peer on machine 0. The guide recommends
+3 to 15 s of matchmaking and joint batches of thousands of samples. Here, the joint batch is that of the other systems,
+so the times are as short as possible: 0.5 s of matchmaking, and 0.05 to 0.1 s between two checks of the other peers'
 progress. Gradients are accumulated in batches of 7, so a fast peer contributes more of them. Local updates are averaged
 after 8 joint batches. On slow links, numbers have 8 bits, and 16 bits in small tensors, as in the ALBERT example.
 
-The samples since the last average are given up when a peer is so late that it takes the state of another one.
+If a peer is so late that it loads the state of another peer, its samples since the last average are given up.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ def main() -> None:
             worker.discarded()
         elif optimizer.local_epoch > epoch:
             worker.kept()
-        # Weights are averaged in the background, so peers with local updates have no moment at which they agree.
+        # With local updates, weights are averaged in the background, so the peers never have the same weights.
         if local or optimizer.local_epoch > epoch:
             worker.save(model)
 
 
 def joined_table(task: Task, worker: Worker) -> Any:
-    """Return the distributed hash table of the run, of which this process is a peer."""
+    """Join the distributed hash table of the run, and return the table."""
     import hivemind
 
     settings: dict[str, Any] = {

@@ -1,7 +1,7 @@
 """Paceline: the script that `paceline join` runs on each machine.
 
-The loader's batch is the joint batch, so the hyper-parameters mean what they mean in the other systems. Everything else
-is an option of `paceline serve`: see `plan.SYSTEMS`.
+The loader's batch is the joint batch, so the hyper-parameters have the same meaning as in the other systems. Everything
+else is an option of `paceline serve`: see `plan.SYSTEMS`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def main() -> None:
         DataLoader(Text(), batch_size=JOINT_BATCH, shuffle=True),
         joint_batch=True,
     )
-    # Training begins here: all workers receive the weights of the first one, as in the constructor of DDP.
+    # Training begins here: all workers receive the weights of the first worker, as in the constructor of DDP.
     model(torch.zeros(1, CONTEXT, dtype=torch.long))
     worker.begin()
     for samples in loader:

@@ -3,8 +3,8 @@
 The settings are those of torchft's examples, apart from H: 8 steps instead of 100, because a run has about 100 steps.
 DiLoCo's outer optimizer is SGD with the rate 0.7 and Nesterov's momentum 0.9. torchft has no compression for CPUs.
 
-A step counts as kept if torchft has committed it. If it has not, DDP and DiLoCo give up the samples since the last
-commit, and LocalSGD goes on with its local weights.
+A step counts as kept if torchft has committed it. If a step is not committed, DDP and DiLoCo give up the samples since
+the last commit, and LocalSGD goes on with its local weights.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def new_manager(task: Task, worker: Worker, model: nn.Module, optimizer: torch.o
     from torchft import Manager, ProcessGroupGloo
 
     own = task.addresses[worker.machine]
-    # torchft reads the store from the address that it tells the other groups.
+    # This process, too, connects to the store at the address that torchft gives to the other groups.
     store = TCPStore(own, 0, is_master=True, wait_for_workers=False)
 
     def load_state_dict(state: dict[str, Any]) -> None:
@@ -68,7 +68,7 @@ def new_manager(task: Task, worker: Worker, model: nn.Module, optimizer: torch.o
         use_async_quorum=task.system == "torchft-ddp",
         init_sync=False,  # all groups have the same initial weights
     )
-    manager.own_store = store  # lives as long as the manager
+    manager.own_store = store  # keeps the store alive as long as the manager
     return manager
 
 

@@ -1,17 +1,20 @@
 """The work that is the same for all systems: the text, the model, the paced step, and what a worker records.
 
-A worker is a program on a machine of its own, which imports this module, torch and its system, but not Paceline. Its
-task is a `Task`, as JSON in the environment variable `PEERS_TASK`; `PEERS_MACHINE` is the index of its machine.
+A worker is a program on a machine of its own, which imports this module, torch and its system, but not Paceline. The
+environment variable `PEERS_TASK` contains the `Task` of a worker as JSON. `PEERS_MACHINE` is the index of its machine.
 
 *Pace.* A step sleeps for a time in proportion to its number of samples, and then computes. The sleep stands for the
-computation of a large model, and its real computation is small beside it. No system can hide its traffic behind it.
+computation of a large model; the real computation is short compared with it. No system can hide its traffic behind the
+sleep.
 
 *What a worker records.* All workers append events to a file of their machine. The worker on machine 0 also saves the
-weights that its system has agreed on, at most every `SNAPSHOT_S`; the launcher evaluates them while the workers go on,
+weights that its system has agreed on, at most every `SNAPSHOT_S`. *Agreed* weights are those that the workers share, in
+contrast to weights after local steps of one worker. The launcher evaluates the saved weights while the workers go on,
 so no system spends time on evaluation.
 
-*Samples lost.* A worker says how many samples each step has, and when all of its steps so far are in the weights that
-the system has agreed on (`kept`), or were given up (`discarded`). See `lost_samples`.
+*Samples lost.* A worker records the number of samples of each step. A worker also records when all its samples so far
+have had a part in the weights that the system has agreed on (`kept`), and when the system has given up the samples
+since then (`discarded`). See `lost_samples`.
 """
 
 from __future__ import annotations
@@ -49,11 +52,11 @@ class Task:
         system: name of the system.
         folder: directory for events and weights, which all machines share.
         addresses: address of each machine.
-        slowness: for each machine, how many times slower it computes than the fastest one.
+        slowness: for each machine, how many times slower it computes than the fastest machine.
         lr: learning rate of AdamW.
         seed: random seed of the initial weights and of the samples.
-        slow_link: True if the system should send fewer bytes, with the means that its documentation has for this.
-        again: True in a worker that takes the place of one that was killed.
+        slow_link: True if the system should send fewer bytes, by the means that its documentation describes.
+        again: True in a worker that takes the place of a killed worker.
     """
 
     system: str
@@ -122,7 +125,7 @@ def library_text() -> Tensor:
 
 
 class Text(Dataset[Tensor]):
-    """Samples of the standard library's text. The last ones are for validation, and never trained on."""
+    """Samples of the standard library's text. The last samples are for validation, and never trained on."""
 
     def __init__(self) -> None:
         text = library_text()
@@ -140,7 +143,7 @@ class Text(Dataset[Tensor]):
         return self._tested.view(TESTED, CONTEXT + 1).long()
 
     def batches(self, seed: int, machine: int, size: int) -> Iterator[Tensor]:
-        """Draw batches without end, different ones on each machine."""
+        """Draw batches without end. Each machine draws different batches."""
         generator = torch.Generator().manual_seed(1000 * seed + machine)
         while True:
             drawn = torch.randint(len(self), (size,), generator=generator)
@@ -184,7 +187,7 @@ class Worker:
         return (self._folder / "end").exists()
 
     def begin(self) -> None:
-        """Wait until all workers can make their first step, and start the clock. A later worker does not wait."""
+        """Wait until all workers can make their first step, and start the clock. A returning worker does not wait."""
         self._tell("ready")
         if not self.task.again:
             (self._folder / f"ready-{self.machine}").touch()
@@ -208,11 +211,11 @@ class Worker:
         self._tell("kept")
 
     def discarded(self) -> None:
-        """Record that the system has given up the samples since the last ones that were kept."""
+        """Record that the system has given up the samples since `kept` was last called."""
         self._tell("discarded")
 
     def save(self, model: nn.Module) -> None:
-        """Save the weights that the system has agreed on, if this is machine 0 and the last ones are old enough."""
+        """On machine 0, save the weights that the system has agreed on, at most every `SNAPSHOT_S` seconds."""
         now_s = time.monotonic()
         if self.machine == 0 and now_s >= self._saved_s + SNAPSHOT_S:
             self._saved, self._saved_s = self._saved + 1, now_s
@@ -221,12 +224,12 @@ class Worker:
             hidden.rename(self._folder / f"weights-{self._saved:05}.pt")
 
     def publish(self, name: str, text: str) -> None:
-        """Write a file that other machines await. They never see a part of it."""
+        """Write a file atomically, for which other machines wait."""
         (self._folder / f".{name}").write_text(text)
         (self._folder / f".{name}").rename(self._folder / name)
 
     def awaited(self, name: str) -> str:
-        """Return the text of a file when another machine has published it."""
+        """Wait until another machine has published a file, and return its text."""
         deadline_s = time.monotonic() + READY_S
         while not (self._folder / name).exists():
             if time.monotonic() > deadline_s:
@@ -241,10 +244,10 @@ class Worker:
 
 
 def lost_samples(events: Iterable[Mapping[str, Any]]) -> int:
-    """Return how many samples of a machine's workers are in no agreed weights.
+    """Return how many samples of a machine's workers have had no part in the weights that the system has agreed on.
 
-    A new worker on the same machine is ready only after the earlier one was killed, which has kept nothing since. The
-    samples that are pending at the end are not counted.
+    When a new worker is ready on the machine, the earlier worker was killed, and its samples since its last `kept` are
+    lost. The samples that are pending at the end of the run are not counted.
 
     >>> told = [("ready", 0), ("computed", 7), ("kept", 0), ("computed", 7), ("ready", 0), ("computed", 5)]
     >>> lost_samples({"event": event, "samples": samples} for event, samples in told)

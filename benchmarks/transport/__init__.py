@@ -2,13 +2,13 @@
 
 The compared systems:
 
-- `floor`: one process per worker; the processes run simultaneously. Each computes its gradients, copies them into a
-  flat vector, makes one pass of SGD over this vector, and copies the weights once. Nothing is exchanged.
+- `floor`: one process per worker; the processes run simultaneously. Each process computes its gradients, copies them
+  into a flat vector, makes one pass of SGD over this vector, and copies the weights once. Nothing is exchanged.
 - `socket`: servers receive gradients over TCP on loopback, apply SGD and send weights. There is no framing.
 - `gloo`: all-reduce of the flat gradient, then fused SGD. DDP does the same on a CPU.
 - `paceline`: `zero_grad()`, `backward()` and `step()` with a `DistributedOptimizer`, in processes of a Paceline run.
-- `mxnet`, only with `--mxnet`: the kvstore of MXNet, which contains PS-Lite: `dist_async` and `dist_sync`. Its workers
-  only fill their gradients, its servers apply SGD, and a step ends when all weights have been pulled.
+- `mxnet`, only with `--mxnet`: the kvstore of MXNet, which contains PS-Lite: `dist_async` and `dist_sync`. MXNet's
+  workers only fill their gradients, its servers apply SGD, and a step ends when all weights have been pulled.
 - `optimizer`: one update of a `Shard` in a single process, compared with the time to copy as many bytes as the update
   reads and writes.
 
@@ -19,9 +19,9 @@ For each time, the median over iterations is computed first, then the mean over 
 In each round, the systems are measured in turn, so that a change in the machine's speed affects all systems. Every
 process uses one thread.
 
-A model consists of 8 tensors of equal size, or of one tensor if it is smaller than 64 KB. An MB is 2**20 bytes; sizes
-are rounded to whole KB. Each run of Paceline is measured under ASP and then under BSP, because starting its processes
-takes longer than the measurement.
+A model consists of 8 tensors of equal size, or of one tensor if the model is smaller than 64 KB. An MB is 2**20 bytes;
+sizes are rounded to whole KB. Each run of Paceline is measured under ASP and then under BSP, because starting its
+processes takes longer than the measurement.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class TransportRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     median_ms: float
     low_ms: float
     high_ms: float
-    # The following ones are None for a training step.
+    # The following fields are None for a training step.
     optimizer: str | None = None  # key in `OPTIMIZERS`
     traffic_ms: float | None = None  # time to copy as many bytes as the update reads and writes
     fastest_ms: float | None = None  # time of the fastest update in any round
@@ -156,7 +156,7 @@ def measure(
     updated_mb: Sequence[float] = (25.0, 100.0),
     mxnet: Mxnet = None,
 ) -> list[Figures[Any]]:
-    """Time a training step over shared memory and over TCP, and compare it with plain copies, sockets and gloo."""
+    """Time a training step over shared memory and over TCP. Compare the times with plain copies, sockets and gloo."""
     if mxnet is not None:
         systems = (*systems, MXNET_ASP.system)
     planned = plan.turns_of(sizes_mb, workers, servers, systems, updated_mb, mxnet)
@@ -210,7 +210,7 @@ class Goal(NamedTuple):
 
 
 def update_of(optimizer: str, what: str = "update by") -> Case:
-    """Return the case that represents an update by this optimizer; if `what` says so, its memory traffic."""
+    """Return the case of an update by this optimizer or, if `what` is `TRAFFIC`, of its memory traffic."""
     return OPTIMIZER._replace(system=f"{what} {optimizer}")
 
 

@@ -61,7 +61,9 @@ def require_mxnet(python: str) -> None:
     except OSError as error:
         reason = str(error)
     if reason:
-        raise ConfigurationError(f"mxnet is {python!r}, which cannot import it: {reason}. Expected {NEEDED}.")
+        raise ConfigurationError(
+            f"mxnet is {python!r}, which cannot import MXNet: {reason}. Expected {NEEDED}."
+        )
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -77,7 +79,7 @@ def run_kvstore(
     workers: Sequence[HostMachine],
     variables: Mapping[str, str] | None = None,
 ) -> list[KvTimes]:
-    """Run a job on these machines, and return what each worker has measured. No process of the job is left.
+    """Run a job on these machines, end all of its processes, and return what each worker has measured.
 
     The scheduler listens on this machine, at the address `scheduler`. MXNet reads `variables` from its environment.
 
@@ -85,7 +87,7 @@ def run_kvstore(
         RunFailedError: a process has failed.
     """
     with socket.create_server((scheduler, 0)) as listener:
-        port = listener.getsockname()[1]  # PS-Lite must be told one
+        port = listener.getsockname()[1]  # PS-Lite does not choose a free port by itself
     roles = [("worker", each) for each in workers] + [("server", each) for each in servers]
     command = [python, str(Path(__file__).with_name("mxnet_side.py")), msgspec.json.encode(task).decode()]
     with TemporaryFile() as log, ExitStack() as running:
@@ -103,7 +105,7 @@ def run_kvstore(
                 **(variables or {}),
             }
             output = subprocess.PIPE if role == "worker" else log
-            # In a group of its own, which Ctrl-C does not interrupt: the launcher ends it.
+            # The process is in a group of its own, so Ctrl-C does not interrupt it: the launcher ends it.
             process = subprocess.Popen(
                 [*machine.prefix, *command],
                 stdin=subprocess.PIPE,

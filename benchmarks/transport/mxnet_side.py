@@ -1,7 +1,7 @@
-"""A process of a job of MXNet's kvstore, run by the Python that has MXNet. So it imports nothing of Paceline or torch.
+"""A process of a job of MXNet's kvstore, run by the Python that has MXNet. So this file imports no Paceline or torch.
 
-The variables DMLC_* say whether it is the scheduler, a server or a worker, which prints its median times as JSON. Its
-argument is a `KvTask`. Every process ends when its standard input does, which the launcher holds.
+The variables DMLC_* say whether the process is the scheduler, a server or a worker. The argument of the process is a
+`KvTask`. A worker prints its median times as JSON. Every process ends when the launcher closes its standard input.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 
 class Worker:
-    """A worker with one key for each tensor. It computes by sleeping for each layer, as `beside_mxnet.Layer` does."""
+    """A worker with one key for each tensor. To compute a layer, it sleeps, as `beside_mxnet.Layer` does."""
 
     def __init__(self, mx: Any, task: dict[str, Any]) -> None:
         self.mx, self.task = mx, task
@@ -49,7 +49,7 @@ class Worker:
         """Compute gradients, and exchange them.
 
         With overlap, the gradients of a layer leave while earlier layers compute, and each layer of the next forward
-        pass waits for its own weights only. Without, all pushes follow the passes, and all pulls follow the pushes.
+        pass waits for its own weights only. Without overlap, all pushes follow the passes, and all pulls the pushes.
         """
         overlap = exchange and self.task["overlap"]
         layer_s = self.task["compute_s"] / 3 / len(self.layers)

@@ -79,7 +79,7 @@ class Turn(msgspec.Struct, frozen=True):
     iterations: int  # number of measured iterations
     # Key in `OPTIMIZERS` if updates are measured; None if training steps are measured.
     optimizer: str | None = None
-    mxnet: str | None = None  # the Python of an environment with MXNet, if that is measured
+    mxnet: str | None = None  # the Python of an environment with MXNet, if MXNet is measured
 
     @property
     def name(self) -> str:
@@ -92,7 +92,7 @@ class Turn(msgspec.Struct, frozen=True):
 
 
 Times = dict[str, float]
-"""Mode, or "traffic" for the memory traffic of an update, or "fastest" for the fastest one -> time in seconds."""
+"""Mode, or "traffic" for the memory traffic of an update, or "fastest" for the fastest update -> time in seconds."""
 
 
 def turns_of(

@@ -70,15 +70,15 @@ def measure_turn(turn: Turn) -> Times:
 
 
 def _run_processes(turn: Turn, out: Path) -> None:
-    """Run the processes of a turn until they exit. They write their results into the directory `out`.
+    """Run the processes of a turn until they exit. The processes write their results into the directory `out`.
 
-    They are forked from a process that has imported torch but has not computed anything.
+    The processes are forked from one that has imported torch but has not computed anything.
 
     Raises:
-        RunFailedError: a process failed. All others have been stopped.
+        RunFailedError: a process failed. All other processes have been stopped.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", __name__])  # the optimizers of torch import the former
+    context.set_forkserver_preload(["torch._dynamo", __name__])  # torch's optimizers import torch._dynamo
     servers = turn.servers if turn.cases[0].system in SERVER_ROLES else 0
     places = [
         *((True, index) for index in range(servers)),
@@ -105,7 +105,7 @@ def _run_processes(turn: Turn, out: Path) -> None:
 
 
 def _run(turn: Turn, server: bool, index: int, out: Path) -> None:
-    """Run as a process of a turn. Its errors are written to a log."""
+    """Run as a process of a turn. Errors of the process are written to a log."""
     if not out.is_dir():
         return  # Ctrl-C has ended the measurement while this process was being started
     with (out / "log").open("ab") as log:

@@ -1,6 +1,6 @@
 """Train a small network on scikit-learn's data set of handwritten digits, on a Ray cluster.
 
-    python examples/cluster/ray_digits.py                        # 2 to 4 workers, as Ray has resources for them
+    python examples/cluster/ray_digits.py                        # 2 to 4 workers, if Ray has resources for them
     python examples/cluster/ray_digits.py --workers 2 16 --sync elastic-bsp
 
 Without a cluster, Ray starts one on this machine, which needs at least 3 CPUs: one for the server and one for each of

@@ -2,7 +2,7 @@
 # Train on two machines with torchrun. Run this script on both, with the number of the machine:
 #
 #     ./torchrun.sh 0 digits.py        # on the machine whose address is MASTER
-#     ./torchrun.sh 1 digits.py        # on the other one
+#     ./torchrun.sh 1 digits.py        # on the other machine
 #
 # Copy the file with the secret to both machines first: (umask 077; openssl rand -hex 32 > paceline-secret)
 

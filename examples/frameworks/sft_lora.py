@@ -29,7 +29,7 @@ tokenizer = PreTrainedTokenizerFast(
 
 
 def sentence(choose: random.Random) -> str:
-    """Return a sentence that counts upwards: the next word follows from the last one."""
+    """Return a sentence that counts upwards, so that each word determines the next word."""
     first, length = choose.randrange(30), choose.randrange(4, 28)
     return " ".join(f"w{first + step}" for step in range(length))
 
@@ -67,6 +67,6 @@ trainer = SFTTrainer(
     processing_class=tokenizer,
     peft_config=LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"),
 )
-distribute(trainer)  # the only line for a run
+distribute(trainer)  # the only line that a run with Paceline needs
 trainer.train()
 trainer.save_model("adapters")

@@ -67,6 +67,6 @@ trainer = Trainer(
     eval_dataset=Sentences(128, seed=2),
     callbacks=[EarlyStoppingCallback(early_stopping_patience=2)],
 )
-distribute(trainer)  # the only line for a run
+distribute(trainer)  # the only line that a run with Paceline needs
 trainer.train()
 trainer.save_model("trained")

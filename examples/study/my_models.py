@@ -1,4 +1,4 @@
-"""Two sync models of one's own for the study beside this file."""
+"""Two user-defined sync models for the study beside this file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.sync.events import PullRequested, PushReceived, WorkerFinished, Wo
 
 @register
 class Majority(ConditionModel, frozen=True):
-    """SSP against the middle: a worker may be at most `staleness` iterations ahead of half of the workers."""
+    """SSP relative to the middle: a worker may be at most `staleness` iterations ahead of half of the workers."""
 
     name = "majority"
 
@@ -53,5 +53,5 @@ class PairsShard(ShardMachine):
     def left(self, event: WorkerLost | WorkerFinished) -> list[AnyAction]:
         if self.counts.live_count or self._held is None:
             return []
-        last, self._held = self._held, None  # no worker is left to push another one
+        last, self._held = self._held, None  # no worker is left to push another gradient
         return [ApplyMean((last,))]

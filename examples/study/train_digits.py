@@ -13,7 +13,7 @@ import paceline
 
 @functools.cache
 def digits() -> tuple[TensorDataset, tuple[Tensor, ...]]:
-    """Return the data for training, and the images and labels for testing. They are read once per process."""
+    """Return the data for training, and the images and labels for testing. All are read once per process."""
     from sklearn.datasets import load_digits
 
     data = load_digits()

@@ -43,7 +43,7 @@ VERSIONS = {
 
 
 def read_cifar(folder: Path, classes: int = 10, crop: int = 32) -> Images:
-    """Read CIFAR-10 or CIFAR-100 from the folder that contains its own folder.
+    """Read CIFAR-10 or CIFAR-100 from the folder that contains the folder of the data set.
 
     Args:
         folder: the folder.

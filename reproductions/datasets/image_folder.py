@@ -20,7 +20,7 @@ from paceline.errors import ConfigurationError
 from .images import Images, expect
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-SIZE, SHORTER = 224, 256  # pixels of the part that is used, and of the shorter side before
+SIZE, SHORTER = 224, 256  # pixels of the part that is used, and of the shorter side before cropping
 ENDINGS = {".jpeg", ".jpg", ".png"}
 SITE = "https://image-net.org/challenges/LSVRC/2012"
 
@@ -29,7 +29,7 @@ def read_imagenet(folder: Path) -> Images:
     """Return the training and the validation images of the folder that contains `imagenet`.
 
     Raises:
-        ConfigurationError: Pillow is not installed, or a folder is missing or empty, or the two have other classes.
+        ConfigurationError: Pillow is not installed, a folder is missing or empty, or the two folders' classes differ.
     """
     try:
         import PIL  # noqa: F401

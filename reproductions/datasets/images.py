@@ -79,10 +79,10 @@ def expect(folder: Path, name: str, what: str) -> Path:
     Args:
         folder: the folder given with `--data`, or a folder in it.
         name: name of the file or folder.
-        what: what it belongs to, and where it is published; part of the message.
+        what: name of the data set to which it belongs, and where that is published; part of the message.
 
     Raises:
-        ConfigurationError: it does not exist.
+        ConfigurationError: the file or folder does not exist.
     """
     path = folder / name
     if not path.exists():

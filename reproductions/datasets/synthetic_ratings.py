@@ -15,10 +15,10 @@ RANK, NOISE = 5, 0.5
 def synthetic_ratings() -> Images:
     """Return pairs (user, item) with ratings: a matrix of rank 5 with noise, of which 100,000 entries are observed.
 
-    Few items have many ratings and most have few, as in MovieLens: the popularity of items, and how much a user
-    rates, are log-normal. Ratings are centered, with a variance of about 1.25.
+    Few items have many ratings and most have few, as in MovieLens: the popularity of items, and the number of ratings
+    of a user, are log-normal. Ratings are centered, with a variance of about 1.25.
 
-    The entries are drawn with NumPy, because `torch.multinomial` draws others with another number of threads.
+    The entries are drawn with NumPy, because the draws of `torch.multinomial` depend on the number of threads.
 
     >>> ratings = synthetic_ratings()
     >>> len(ratings.train), len(ratings.test)

@@ -18,8 +18,8 @@ from .schedules import Batch
 class StackedNetwork:
     """A network that is trained on labeled samples by SGD.
 
-    BatchNorm always uses the statistics of the samples that it sees, in evaluations, too, because running statistics
-    would be a state of each run beside its weights.
+    BatchNorm always uses the statistics of the current samples, also in evaluations, because running statistics would
+    be a state of each run beside its weights.
 
     Args:
         network: function that returns the network with initial weights, which depend on torch's random seed.

@@ -86,7 +86,7 @@ class Problem(Trainable, Protocol):
 
     @property
     def rates(self) -> Sequence[float]:
-        """Learning rates among which the one for bsp is chosen, ascending."""
+        """Learning rates from which the rate for bsp is chosen, ascending."""
         ...
 
 

@@ -1,6 +1,6 @@
 """Schedules: which worker pushes when, and on which data each gradient is computed.
 
-None of these depends on the weights, for models that do not measure gradients. So a schedule is recorded once, in a
+Under models that do not measure gradients, a schedule does not depend on the weights. So it is recorded once, in a
 simulated run with real epochs of positions in place of data, and a network with one parameter. It is then used for
 all networks, rates, seeds and hyper-parameters.
 """

@@ -1,13 +1,13 @@
 """Training along a recorded schedule, with many runs at once.
 
 All runs of an ensemble have the same events in the same order, because no worker's turn depends on the weights. So the
-core of one shard decides for all runs with raw hyper-parameters what is applied, another one for all runs with
-translated ones, and all gradients are computed together. But each run has a store of its own, which translates the
+core of one shard decides which pushes are applied in all runs with raw hyper-parameters, and a second core in all runs
+with translated ones. All gradients are computed together. But each run has a store of its own, which translates the
 hyper-parameters and updates the weights as in any other run. The result is that of `paceline.simulate(train_fn=...)`
 with the same order of the data, apart from rounding.
 
-A gradient is computed when it is pushed, or together with the gradients of other workers whose weights are known by
-then, which makes large tensors out of small ones.
+A gradient is computed at the latest when it is pushed. The gradients of other workers whose weights are known by then
+are computed together with it, which makes large tensors out of small ones.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Observer(Protocol):
         ...
 
     def standing(self, run: int, standing: Standing) -> Standing:
-        """Return the standing of an update of a run with translated hyper-parameters, which is given as for all."""
+        """Return the standing of an update for one run. `standing` is the one for all runs with translation."""
         ...
 
 
@@ -105,7 +105,7 @@ def train(
 ) -> Iterator[Evaluation]:
     """Train one run for each setting and seed, and yield their qualities whenever an evaluation is due.
 
-    The runs are trained as far as the evaluations are asked for: to stop earlier, stop to iterate.
+    The runs are trained only as far as evaluations are requested. To stop earlier, stop iterating.
 
     Args:
         problem: the problem.
@@ -142,7 +142,7 @@ class _Ensemble:
         for row, weights in zip(of_seeds, initial, strict=True):
             for value, view in zip(weights.values(), self._views(row.unsqueeze(0)).values(), strict=True):
                 view[0] = value
-        # The stores update the rows of this tensor, each those columns that one optimizer trains.
+        # The stores update the rows of this tensor: each store the columns that its optimizer trains.
         self._weights = of_seeds.repeat(len(settings), 1)
         self._parts = parts_of(problem, len(initial[0]))
         self._columns = [self._columns_of(part.parameters) for part in self._parts]

@@ -1,7 +1,7 @@
 """A comparison of sync models that separates what is certain from what is noise.
 
 - `places`: the simulated clusters, and the contenders with their own parameters.
-- `schedules`: who pushes when, and on which weights. It does not depend on the weights, so it is recorded once.
+- `schedules`: who pushes when, and on which version. A schedule depends on no weights, so it is recorded once.
 - `quadratics`: noisy quadratics, for which the expected loss follows exactly from a schedule.
 - `batched`: trains any problem along a recorded schedule, with all learning rates together.
 - `language`, `images`, `factors`: problems with real data, for `batched`.

@@ -36,7 +36,7 @@ class Problem(Protocol):
         ...
 
     def validation(self, weights: Weights) -> Tensor:
-        """Return what is to be made small, as a tensor without dimensions."""
+        """Return the loss by which a run is judged, as a tensor without dimensions."""
         ...
 
 

@@ -24,7 +24,7 @@ REGULARIZATION = 0.01
 def noisy_ratings() -> tuple[Tensor, Tensor]:
     """Return the ratings of all items by all users, and an order in which they are observed. Both are flat.
 
-    All problems share them, and none changes them.
+    All problems share these tensors, and no problem changes them.
     """
     generator = torch.Generator().manual_seed(0)
     users = torch.randn(USERS, RANK, generator=generator)
@@ -35,7 +35,7 @@ def noisy_ratings() -> tuple[Tensor, Tensor]:
 
 
 def drawn_factors(seed: int, spread: float) -> Weights:
-    """Return random factors of rank 8, which is more than that of the ratings, because of their noise."""
+    """Return random factors of rank 8, which is more than the rank of the ratings, because these are noisy."""
     generator = torch.Generator().manual_seed(seed)
     counts = {"users": USERS, "items": ITEMS}
     return {name: spread * torch.randn(n, WIDTH, generator=generator) for name, n in counts.items()}
@@ -47,7 +47,7 @@ def squared_errors(users: Tensor, items: Tensor, ratings: Tensor) -> Tensor:
 
 
 def penalized_errors(users: Tensor, items: Tensor, ratings: Tensor) -> Tensor:
-    """Return the squared error of each rating, with its squared factors with a small weight."""
+    """Return the squared error of each rating, plus its squared factors with a small weight."""
     sizes = users.square().sum(dim=-1) + items.square().sum(dim=-1)
     return squared_errors(users, items, ratings) + REGULARIZATION * sizes
 

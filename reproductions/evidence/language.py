@@ -40,7 +40,7 @@ def library_text(size: int) -> Tensor:
 
 
 def sequences(text: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Cut a text into sequences, and return them with what follows each of their characters."""
+    """Cut a text into sequences, and return them with the character that follows each of their characters."""
     return text[:-1].view(-1, length), text[1:].view(-1, length)
 
 

@@ -80,7 +80,7 @@ class MeasuredLosses:
             )
 
     def outcome(self, point: Point, batches: str, measure: str) -> Outcome:
-        """Return the outcome with one setting. Rates beyond all steps are as bad as divergence."""
+        """Return the outcome with one setting. A rate beyond all steps counts as divergence."""
         at = self._index.get(setting_of(point, measure))
         if at is None:
             return Outcome(math.inf, math.inf, True)

@@ -2,9 +2,9 @@
 
 Each contender is tuned by itself, for each size of the batches and each measure. The settings are learning rates that
 differ by a factor of sqrt 2, three values of momentum, and the variants of the contender, with the same number of
-settings for every contender: with more variants, fewer learning rates of each. If the best of them is at an end, more
-learning rates are added. A setting that diverges with any tuning seed is rejected. The seeds of the evaluation are
-others than those of the tuning. A result that is not reached, or that diverges, is infinite: "never".
+settings for every contender: with more variants, fewer learning rates of each. If the best learning rate is at an end,
+more of them are added. A setting that diverges with any tuning seed is rejected. The evaluation uses other seeds than
+the tuning. The result of a run that does not reach the target, or that diverges, is infinite: "never".
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ with variance v h, as if the batches of a linear model had the covariance of the
 
 With delays, an update is x' = x - a u', u' = m u + sum of w (h x_r + noise), where x_r are the weights on which a
 gradient was computed. This is linear in x, u and the x_r that are still needed, so the second moments of these
-variables have an exact recursion, and with them the expected loss. It has two parts: that of the mean of x, and that
-of the noise, which is proportional to v. So one recursion gives the loss for every size of the batches.
+variables have an exact recursion, and with them the expected loss. The loss has two parts: one from the mean of x, and
+one from the noise, which is proportional to v. So one recursion gives the loss for every size of the batches.
 
 The *critical batch* is the size at which noise and curvature slow down a step equally (McCandlish et al., "An
 empirical model of large-batch training", 2018): tr(H S) / (g' H g) for the covariance S of one sample's gradient.
@@ -114,7 +114,7 @@ def expected_losses(
 
 
 class _Slots:
-    """Where the weights are kept on which later gradients were computed. Slot 0 contains the current weights."""
+    """The slots for the weights on which later gradients were computed. Slot 0 contains the current weights."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._gradients = [update.gradients for update in schedule.updates]
@@ -138,7 +138,7 @@ class _Slots:
         self.count = count
 
     def keep(self, version: int) -> int | None:
-        """Return the slot to which the current weights must be copied before the update; None if to none."""
+        """Return the slot to which the current weights must be copied before the update; None for no copy."""
         return self._slot.get(version)
 
     def weights(self, k: int) -> Sequence[tuple[int, float]]:

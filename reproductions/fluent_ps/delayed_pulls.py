@@ -179,7 +179,7 @@ TABLE_4 = {
 def printed(row: str, execution: str, label: str) -> tuple[Quote, Quote] | None:
     """Return seconds and delayed pulls per 100 iterations from Table IV. Return None if the table has no such column.
 
-    Under P=0, no pull is delayed, so that both kinds of execution are the same; the paper prints it once.
+    Under P=0, no pull is delayed, so both kinds of execution are the same, and the paper prints only one column.
     """
     column = f"{execution} {label}"
     if column not in TIMES.columns:
@@ -209,7 +209,7 @@ def table_4(options: Options, tell: TellShare) -> Made:
         found[name, execution, label] = row.finished_s * 100 / iterations, row.delayed_share * pulls_per_100
     tables = []
     measured = {}
-    claims = FLUENT_PS.claims()  # those of which the table makes a base of comparison are none
+    claims = FLUENT_PS.claims()  # without the numbers with which a table compares its other numbers
     for name, row_name, machines in (
         (cluster, row, described)
         for cluster, described in (

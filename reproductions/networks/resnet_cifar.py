@@ -47,7 +47,7 @@ def resnet_cifar(depth: int, classes: int = 10, channels: int = 3, width: int = 
 
 
 def small_resnet() -> nn.Sequential:
-    """Return a small residual network for images of 28 x 28 pixels with one channel, which it halves first.
+    """Return a small residual network, whose first layer halves images of 28 x 28 pixels with one channel.
 
     It has 8 layers and 19,074 parameters, few of them in its one fully connected layer.
     """

@@ -26,7 +26,7 @@ def make_table(
     processes: int,
     epochs: int | None = None,
 ) -> None:
-    """Make what is missing in a file of results, append it to the file, and print the summary of the scope.
+    """Make the runs that a file of results lacks, append the results, and print the summary of the scope.
 
     Args:
         scope: which part of the table is asked for.

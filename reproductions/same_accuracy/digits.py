@@ -17,7 +17,7 @@ from ..ensembles.problems import Data, Orders, Weights, sgd
 from ..ensembles.schedules import Batch
 
 digits = cache(demo.load)
-"""Returns the images and labels, which all problems share, and none changes."""
+"""Returns the images and labels, which all problems share and no problem changes."""
 
 
 class Digits:

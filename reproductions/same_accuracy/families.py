@@ -59,7 +59,7 @@ class Others:
         base: the problem.
         label: the part of the problem's name that stands for the optimizer.
         kind: class of the optimizer.
-        rates: learning rates among which the one for bsp is chosen, ascending.
+        rates: learning rates from which the rate for bsp is chosen, ascending.
         schedule: the schedule of the rates.
         inside: pattern of the names of the matrices inside the network.
         settings: other hyper-parameters.

@@ -90,7 +90,7 @@ def covered(problem: str, cluster: str, workers: int, model: str) -> bool:
     """Return True if a problem is part of the table for a cluster under a model.
 
     The table is meant to take four hours on two cores. So the GPT, whose runs take 300 times as long as those of the
-    perceptron, and the perceptron with other optimizers are trained only in some places, and many workers train under
+    perceptron, and the perceptron with other optimizers are trained only in some clusters. Many workers train under
     most models only in the first cluster.
     """
     if problem in FAMILIES or problem in NORMALIZED:
@@ -102,7 +102,7 @@ def covered(problem: str, cluster: str, workers: int, model: str) -> bool:
 
 
 def kinds_of(problem: str, model: str, kinds: Sequence[str]) -> tuple[str, ...]:
-    """Return with which of some kinds of hyper-parameters a problem is trained under a model."""
+    """Return those of the given kinds of hyper-parameters with which a problem is trained under a model."""
     if model == "bsp":
         return ("raw",)
     return tuple(kind for kind in kinds if problem not in NORMALIZED or kind == "translated")
@@ -143,7 +143,7 @@ class Scope(NamedTuple):
         workers: Iterable[int],
         models: Iterable[str],
     ) -> Scope:
-        """Return the scope with these names. Nothing stands for everything, and bsp is always part of it.
+        """Return the scope with these names. No names stand for all names. The model bsp is always part of the scope.
 
         Raises:
             ConfigurationError: a name is unknown.

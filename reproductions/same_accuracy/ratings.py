@@ -56,7 +56,7 @@ class Ratings:
         return positions, self._ratings[positions]
 
     def losses(self, weights: Weights, *data: Tensor) -> Tensor:
-        """Return half of the mean squared errors, and of the squared factors with a small weight."""
+        """Return half of the mean squared errors, plus half of the squared factors with a small weight."""
         positions, ratings = data
         return 0.5 * penalized_errors(*_factors(weights, positions), ratings).mean(dim=1)
 

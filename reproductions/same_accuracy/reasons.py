@@ -88,7 +88,7 @@ def _quadratics(cells: Sequence[Cell], results: Mapping[tuple[object, ...], Resu
 
 
 def _lost(cells: Sequence[Cell], results: Mapping[tuple[object, ...], Result]) -> list[str]:
-    """Return how far bsp itself comes where runs are at chance, although they get better until the end."""
+    """Return how far bsp itself comes in cells whose runs end at chance, although they get better until the end."""
     found = []
     slow = [cell for cell in cells if cell.at_chance and _gets_better(cell, results)]
     for name, model, factor in dict.fromkeys((cell.problem, cell.model, cell.factor) for cell in slow):
@@ -103,7 +103,7 @@ def _lost(cells: Sequence[Cell], results: Mapping[tuple[object, ...], Result]) -
             f"The runs of `{model}` on `{name}` at {factor:g} of the best rate count as runs that have learned "
             f"nothing, because they end on the wrong side of {problem.chance:g}: at "
             f"{_range([cell.quality for cell in own], '.2f')}. But `bsp` itself needs "
-            f"{_range([100 * part for part in learned], '.0f')} % of its run to come so far, and ends at "
+            f"{_range([100 * part for part in learned], '.0f')} % of its run to reach {problem.chance:g}, and ends at "
             f"{_range([cell.reference for cell in own], '.2f')}. The other runs end where `bsp` is after "
             f"{_range([100 * part for part in parts], '.0f')} % of its run. They learn until the end, only more "
             "slowly, so there is nothing in their losses that a guard could notice. "

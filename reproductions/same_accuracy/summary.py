@@ -25,7 +25,7 @@ NAMES = {1.0: "best", 0.5: "1/2", 0.25: "1/4"}
 
 
 class Cell(NamedTuple):
-    """A model beside bsp with the same hyper-parameters."""
+    """A model, compared with bsp with the same hyper-parameters."""
 
     problem: str  # name of the problem
     cluster: str  # name of the cluster
@@ -33,7 +33,7 @@ class Cell(NamedTuple):
     model: str  # name of the sync model
     hyperparameters: str  # "raw" or "translated"
     factor: float  # the learning rate, as a share of the best one for bsp
-    quality: float  # mean final quality over the seeds; the worst one there is if a run has diverged
+    quality: float  # mean final quality over the seeds; infinitely bad if a run has diverged
     reference: float  # that of bsp
     lack: float  # by how much the accuracy is lower, or by which share the loss is higher
     # standard error of `lack`, from the differences between runs with the same seed; infinity if a run has
@@ -41,19 +41,19 @@ class Cell(NamedTuple):
     error: float
     within: bool  # True if `lack` is within the bounds
     at_chance: int  # number of runs that have learned nothing
-    untold: int  # number of those whose users were not told
+    untold: int  # number of these runs whose users were not told
     runs: int  # number of runs
     sooner: float  # by which factor the run reaches bsp's final quality sooner than bsp; 0 if it never does
     shorter: float  # by which factor all epochs take less time than under bsp
 
     @property
     def bound(self) -> float:
-        """What a cell may lack."""
+        """The largest allowed `lack` of a cell."""
         return _bound(self.problem, self.factor)
 
 
 def cells_of(results: Mapping[tuple[object, ...], Result]) -> list[Cell]:
-    """Return the cells for which there is a result of bsp with the same number of seeds, which has not diverged."""
+    """Return the cells for which bsp has a result with the same number of seeds, and has not diverged."""
     cells = []
     for result in results.values():
         key = (result.problem, result.cluster, result.workers, "bsp", "raw", result.seeds)
@@ -226,7 +226,7 @@ def tables(cells: Sequence[Cell]) -> list[Table]:
 def _shares(
     heading: str, cells: Sequence[Cell], name_of: Callable[[Cell], str], names: Iterable[str]
 ) -> Table:
-    """Return how many cells are within the bounds, and how many are lost: with runs that have learned nothing."""
+    """Return how many cells are within the bounds, and how many have runs that have learned nothing."""
     kinds = [kind for kind in KINDS if any(cell.hyperparameters == kind for cell in cells)]
     columns = [f"{kind}\n{name}" for kind in kinds for name in (*NAMES.values(), "lost")]
     table = plain_table(f"cells within the bounds of bsp, by {heading}", heading, *columns)

@@ -115,7 +115,7 @@ class Order(msgspec.Struct, frozen=True):
 
 
 def read(path: Path) -> tuple[dict[str, Tuned], dict[tuple[object, ...], Result]]:
-    """Return the rates of each problem, and the results by their keys, in a file; none if it does not exist."""
+    """Return the rates of each problem, and the results by their keys, in a file; none if there is no file."""
     found: list[Tuned | Result] = read_results(path, Tuned, Result)
     return (
         {each.problem: each for each in found if isinstance(each, Tuned)},
@@ -124,7 +124,7 @@ def read(path: Path) -> tuple[dict[str, Tuned], dict[tuple[object, ...], Result]
 
 
 def missing(scope: Scope, kinds: Sequence[str], seeds: int, path: Path, epochs: int | None) -> list[Order]:
-    """Return what is missing in a file of results."""
+    """Return orders for the results that a file lacks."""
     _, results = read(path)
     orders = []
     for job in jobs(scope):
@@ -165,7 +165,7 @@ def make(orders: Sequence[Order], processes: int, tell: Tell) -> None:
 
 
 def tune(names: Sequence[str], path: Path, epochs: int | None) -> None:
-    """Search for the best learning rate of each problem for which the file contains none, and append it."""
+    """Search for the best learning rate of each problem that the file contains no rate for, and append the rates."""
     _prepare()
     known, _ = read(path)
     for name in names:

@@ -1,8 +1,8 @@
 """The problem `digits` of the page "When it pays", as a script trains it.
 
 The network, the data and its order, and the loss that is aimed at are those of the problem (see
-`reproductions.evidence.images`), so a run differs from one of the page only by how it is computed: alone, in place
-of along a schedule that was recorded for many settings.
+`reproductions.evidence.images`), so a run differs from a run of the page only in one way: it is computed alone, and
+not along a schedule that was recorded for many settings.
 """
 
 from __future__ import annotations

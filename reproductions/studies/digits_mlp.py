@@ -1,8 +1,8 @@
 """The problem `digits-mlp` of the page "The same hyper-parameters under every model", as a script trains it.
 
 The network, the data and its order, the optimizer and the test are those of the problem (see
-`reproductions.same_accuracy.digits`), so a run differs from one of the page only by how it is computed: alone, in
-place of along a schedule that was recorded for many runs.
+`reproductions.same_accuracy.digits`), so a run differs from a run of the page only in one way: it is computed alone,
+and not along a schedule that was recorded for many runs.
 """
 
 from __future__ import annotations

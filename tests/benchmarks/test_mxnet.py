@@ -125,7 +125,7 @@ def test_a_python_without_mxnet_is_refused_with_the_command_that_installs_it(
 ) -> None:
     with pytest.raises(ConfigurationError) as error:
         CliRunner().invoke(app_of([command]), [command, "--mxnet", python], catch_exceptions=False)
-    assert f"mxnet is {python!r}, which cannot import it" in str(error.value)
+    assert f"mxnet is {python!r}, which cannot import MXNet" in str(error.value)
     assert words in str(error.value)
     assert INSTALL in str(error.value)
 

@@ -1,7 +1,8 @@
-"""The runs of a study, which are its *cells*: what identifies a cell, how it is run, and the file of its result.
+"""The runs of a study, called its *cells*: the key of a cell, how a cell is run, and the file with its result.
 
-A cell is a model on a cluster, with values of the hyper-parameters and a seed. Its result is written when it has
-ended, and is then never changed. It contains no times of this machine, so it is the same wherever it was computed.
+A cell is a model on a cluster, with values of the hyper-parameters and a seed. The result of a cell is written when
+the run has ended, and is never changed afterwards. The result contains no times of the computing machine, so it is the
+same on every machine.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from .statistics import crossing
 from .trained import TrainedProblem, Value
 
 UNITS = ("seconds", "updates", "samples")
-"""In what the length of a run is counted: virtual seconds, updates of shard 0, and samples of all workers."""
+"""Units in which the length of a run is counted: virtual seconds, updates of shard 0, and samples of all workers."""
 
 
 class Cell(NamedTuple):
@@ -54,7 +55,7 @@ class Cell(NamedTuple):
 
     @property
     def file_name(self) -> str:
-        """Name of the file with the result. It can be read, and no other cell has the same."""
+        """Name of the file with the result. The name is readable, and different for each cell."""
         values = "".join(f" {key}={value}" for key, value in self.point)
         words = re.sub(r"[^\w.=+-]+", "-", f"{self.cluster} {self.contender}{values} {self.seed}")
         return f"{words[:120]}-{hashlib.sha256(repr(self).encode()).hexdigest()[:8]}.json"
@@ -65,9 +66,9 @@ class Measured(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         seconds: virtual time in seconds.
-        updates: number of updates by then.
-        samples: number of samples that all workers had used by then; 0 if it is unknown.
-        value: the value; NaN or infinite if the metric was.
+        updates: number of updates that had been applied at this time.
+        samples: number of samples that all workers had used at this time; 0 if it is unknown.
+        value: the logged value, which may be NaN or infinite.
     """
 
     seconds: float
@@ -87,11 +88,11 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         samples: number of samples in all pushes; 0 if it is unknown.
         gradients: number of gradients that were pushed.
         staleness: staleness in updates -> number of pushes with it, counted per shard.
-        time: what the workers have spent their time on -> the share, from 0 to 1.
+        time: activity of the workers -> its share of their time, from 0 to 1.
         worker_samples: worker -> number of samples in its pushes that were not dropped.
         bytes_sent: number of bytes sent by all processes.
         restarts: number of computations that were restarted.
-        findings: what made the result worse than it could be, in sentences.
+        findings: sentences about what made the result worse than it could be.
     """
 
     curve: tuple[Measured, ...]
@@ -109,7 +110,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def final(self) -> float:
-        """The last value of the metric; NaN if there is none."""
+        """The last value of the metric; NaN if there is no value."""
         return self.curve[-1].value if self.curve else math.nan
 
     def points(self, unit: str) -> list[tuple[float, float]]:
@@ -117,7 +118,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         return [(getattr(each, unit), each.value) for each in self.curve]
 
     def reaches(self, unit: str, target: float, *, higher_is_better: bool) -> float:
-        """Return where the curve first reaches a target, counted in one of `UNITS`; infinity if it does not."""
+        """Return where the curve first reaches a target, counted in one of `UNITS`, or infinity."""
         return crossing(self.points(unit), target, higher_is_better=higher_is_better)
 
     @property
@@ -130,17 +131,17 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CellTask(NamedTuple):
-    """A cell, and all that is needed to run it, also in another process.
+    """A cell, and everything that a process needs to run it.
 
     Attributes:
-        cell: what identifies it.
+        cell: the key of the cell.
         cluster: the cluster.
         sync: the sync model.
         batch: "equal" or "balanced".
         hyperparameters: "translated" or "raw".
         trained: what is trained.
-        values: all values of its hyper-parameters.
-        budget: where the run ends.
+        values: the values of all hyper-parameters.
+        budget: the limits of the run.
         metric: the metric that is kept.
         joint_batch: True if the batch sizes of loaders are those of joint batches.
         wire: format in which gradients and weights travel.
@@ -160,7 +161,7 @@ class CellTask(NamedTuple):
 
 
 def prepare() -> None:
-    """Prepare a process for cells: it computes with one thread, and logs nothing, because findings are kept."""
+    """Prepare a process for cells: use one thread, and log nothing, because the results contain the findings."""
     import torch
 
     torch.set_num_threads(1)
@@ -226,18 +227,18 @@ TEXTS = {
     "train": "the text of the training function or script",
     "imports": "a module with sync models, or its text,",
 }
-"""Part of the identity of a study that contains fingerprints of source texts -> what it is called."""
+"""Key of the identity of a study whose value contains fingerprints of source texts -> its name in messages."""
 
 
 class Folder:
-    """The folder of a study: what it consists of, the results of its cells, and what was made of them.
+    """The folder of a study: its identity, the results of its cells, and the tables and figures.
 
     Args:
-        path: the folder. It is made if it does not exist.
-        identity: what another study must have in common with this one to go on with its cells.
+        path: the folder, which is made if it does not exist.
+        identity: the values that another study must share with this study to go on with its cells.
 
     Raises:
-        ConfigurationError: the folder cannot be written, or belongs to something else.
+        ConfigurationError: the folder cannot be written, or its content does not belong to this study.
     """
 
     def __init__(self, path: Path, identity: Mapping[str, Any]) -> None:
@@ -254,18 +255,18 @@ class Folder:
                 place.write_bytes(text)
         except OSError as error:
             raise ConfigurationError(
-                f"the folder {path} cannot be written: {error.strerror}. Choose another one with --out."
+                f"the folder {path} cannot be written: {error.strerror}. Choose another folder with --out."
             ) from error
 
     def read(self, cell: Cell) -> Outcome | None:
-        """Return the result of a cell; None if it has not ended yet."""
+        """Return the result of a cell; None if the cell has not ended yet."""
         try:
             return _decode(self._cells.joinpath(cell.file_name).read_bytes())
         except FileNotFoundError:
             return None
 
     def write(self, cell: Cell, outcome: Outcome) -> None:
-        """Write the result of a cell, wholly or not at all."""
+        """Write the result of a cell atomically."""
         with Unfinished(self._cells / cell.file_name) as place:
             place.write_bytes(_encode(outcome))
 
@@ -277,7 +278,7 @@ class Folder:
                 file.unlink()
 
     def discard(self) -> None:
-        """Remove the folder, in which nothing has been written but what the study consists of."""
+        """Remove the folder, which contains only the identity of the study so far."""
         shutil.rmtree(self._cells)
         (self.path / IDENTITY).unlink()
         with contextlib.suppress(OSError):  # the folder may have been there before
@@ -288,7 +289,7 @@ def _require_same(path: Path, identity: dict[str, Any]) -> None:
     """Raise `ConfigurationError` unless a folder belongs to this study."""
     if not (path / IDENTITY).exists():
         raise ConfigurationError(
-            f"the folder {path} is not empty and contains no study; choose another with --out."
+            f"the folder {path} is not empty and contains no study; choose another folder with --out."
         )
     try:
         before = msgspec.json.decode((path / IDENTITY).read_bytes(), type=dict[str, Any])
@@ -306,7 +307,7 @@ def _require_same(path: Path, identity: dict[str, Any]) -> None:
 
 
 def _encode(outcome: Outcome) -> bytes:
-    """Encode a result. JSON has no infinite numbers and no NaN, so these are text."""
+    """Encode a result. JSON has no infinite numbers and no NaN, so these values are encoded as text."""
     values = msgspec.to_builtins(outcome, str_keys=True)
     values["curve"] = [
         [*place, value if math.isfinite(value) else str(value)] for *place, value in values["curve"]
@@ -322,21 +323,21 @@ def _decode(content: bytes) -> Outcome:
 
 # -- The cells of a study: those in which hyper-parameters are chosen, and those evaluated with the choice ---
 #
-# Hyper-parameters are chosen for each model on each cluster, by other seeds than those of the evaluation: the
-# ones that reach the target soonest, in the median over the seeds, where a run that never reaches it comes
-# last. Ties go to the better final value. If the target is what the reference reaches, the reference itself
-# is chosen by its final value.
+# Hyper-parameters are chosen for each model on each cluster, with seeds that the evaluation does not use. The
+# choice has the smallest median time to the target over these seeds; the time of a run that never reaches the
+# target counts as infinite. Ties go to the better final value. If the target is the final value of a model,
+# the hyper-parameters of this model are chosen by the final value alone.
 
 Find = Callable[[Cell], Outcome | None]
-"""Function that returns the result of a cell; None if it has failed."""
+"""Function that returns the result of a cell; None if the cell has failed."""
 
 
 class ChosenPoint(NamedTuple):
     """The hyper-parameters that were chosen for a model on a cluster.
 
     Attributes:
-        point: their values.
-        edges: sentences about values at the edge of the grid, beyond which there may be better ones.
+        point: the chosen values.
+        edges: sentences about chosen values at the edge of the grid. Better values may lie outside the grid.
     """
 
     point: Point
@@ -348,7 +349,7 @@ Choices = Mapping[tuple[str, str], ChosenPoint]
 
 
 def task_of(study: Study, cell: Cell) -> CellTask:
-    """Return what is needed to run a cell."""
+    """Return everything that is needed to run a cell."""
     contender = study.contender(cell.contender)
     return CellTask(
         cell=cell,
@@ -425,7 +426,7 @@ def choose(study: Study, find: Find) -> dict[tuple[str, str], ChosenPoint]:
 
 
 def target_value(target: Target, outcomes: Iterable[Outcome]) -> float:
-    """Return the value that is to be reached, given the runs of the model whose final value it is."""
+    """Return the value to be reached. `outcomes` are the runs of the model whose final value sets the target."""
     if target.value is not None:
         return target.value
     finals = [outcome.final for outcome in outcomes]
@@ -458,7 +459,7 @@ def _choice(
 
 
 def _score(outcomes: list[Outcome], target: Target, value: float | None) -> tuple[float, float]:
-    """Return what is to be small: the median time to the target, and the mean final value, negated if need be."""
+    """Return a score; smaller is better: (median time to the target, mean final value with a sign)."""
     higher = target.higher_is_better
     times_s = [
         math.inf if value is None else each.reaches("seconds", value, higher_is_better=higher)

@@ -1,6 +1,6 @@
-"""What a study consists of, as its TOML file or the call of `paceline.study` states it, and what follows from that.
+"""The description of a study, from its TOML file or the call of `paceline.study`, and the `Study` made from it.
 
-Everything is checked here, before the first run begins.
+All entries are checked here, before the first run begins.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ Positive = Annotated[float, Meta(gt=0)]
 Grid = dict[str, Any]
 
 FIRST_TUNING_SEED = 1_000_000
-"""First seed of the runs in which hyper-parameters are chosen, unless the study has such seeds itself."""
+"""First seed of the runs in which hyper-parameters are chosen, if the study does not list these seeds."""
 
 
 class ModelEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A model with more than its notation. See `Contender`; what is omitted is that of the whole study."""
+    """A model with more than its notation. See `Contender`. An omitted entry has the value of the whole study."""
 
     sync: str
     name: str = ""
@@ -55,11 +55,11 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the runs aim at.
+    """The target of the runs.
 
     Attributes:
         metric: the metric that the training function logs.
-        value: the value to be reached; None if it is what a model reaches.
+        value: the value to be reached; None if the final value of a model sets the target.
         of: the model whose mean final value is to be reached on each cluster; "" if `value` is given.
         within: by how much the value may be worse than the final value of that model.
         better: "higher" or "lower"; by default "lower" if the metric is called a loss or an error.
@@ -80,7 +80,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Budget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The limits of each run, which ends at the first of them if it has not ended by itself.
+    """The limits of each run. A run that has not ended by itself ends at the first limit that it reaches.
 
     Attributes:
         seconds: virtual time in seconds.
@@ -121,11 +121,11 @@ class Contender(NamedTuple):
 
     Attributes:
         name: its name in tables and figures.
-        style: what its color in the figures depends on.
+        style: the notation on which its color in the figures depends.
         sync: the sync model, in the notation of the command line.
         batch: "equal" or "balanced".
         hyperparameters: "translated" or "raw".
-        points: the hyper-parameters among which its best are chosen.
+        points: the combinations of hyper-parameters from which the best one is chosen.
         wire: format in which gradients and weights travel, in the notation of `--wire`.
     """
 
@@ -139,7 +139,7 @@ class Contender(NamedTuple):
 
     @property
     def identity(self) -> list[Any]:
-        """What identifies it, as plain values. Studies from before there was a wire format can go on, too."""
+        """Plain values that identify the model. The default `wire` is left out, as in studies that have no `wire`."""
         plain: list[Any] = msgspec.to_builtins(self._replace(style=""))
         return plain if self.wire != "float32" else plain[:-1]
 
@@ -155,11 +155,11 @@ class Study(NamedTuple):
         clusters: the clusters by name.
         seeds: seeds of the runs that are evaluated.
         tuning_seeds: seeds of the runs in which hyper-parameters are chosen.
-        reference: name of the model with which the others are compared.
-        tuning: "each" if each model has its own best hyper-parameters, "reference" if all have those of the
+        reference: name of the model with which the other models are compared.
+        tuning: "each" if each model has its own best hyper-parameters, "reference" if all models have those of the
             reference.
-        target: what the runs aim at.
-        budget: where they end.
+        target: the target of the runs.
+        budget: the limits of each run.
         imports: modules that define models of the user.
         folder: folder to which paths are relative.
         paired: True if runs with the same seed are compared with each other.
@@ -188,7 +188,7 @@ class Study(NamedTuple):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What two studies must have in common so that one can go on with the runs of the other, as plain values."""
+        """Plain values that two studies must share so that one study can go on with the runs of the other."""
         return {
             "train": [self.trained.kind, Path(self.trained.name).name, self.trained.digest],
             "arguments": dict(self.arguments),
@@ -248,12 +248,12 @@ def describe(values: Mapping[str, Any], folder: Path, imports: Sequence[str] = (
     if (file.target.value is None) == (not file.target.of):
         raise ConfigurationError(
             f"target has {'both' if file.target.of else 'neither'} a value {'and' if file.target.of else 'nor'} the "
-            "name of a model in 'of', expected one of them."
+            "name of a model in 'of', expected one of the two."
         )
     if file.target.within and not file.target.of:
         raise ConfigurationError(
-            f"target.within is {file.target.within:g}, but it makes what a model reaches easier: state the model in "
-            "target.of, or omit within."
+            f"target.within is {file.target.within:g}, but it can only ease a target that a model sets: name the model "
+            "in target.of, or omit within."
         )
     if file.tuning == "reference" and any(
         each.grid is not None for each in file.models if not isinstance(each, str)
@@ -276,7 +276,7 @@ def describe(values: Mapping[str, Any], folder: Path, imports: Sequence[str] = (
     tuning_seeds = _seeds("tuning_seeds", file.tuning_seeds, FIRST_TUNING_SEED)
     if both := set(seeds) & set(tuning_seeds):
         raise ConfigurationError(
-            f"seeds and tuning_seeds both contain {min(both)}, expected different ones, so that no hyper-parameters "
+            f"seeds and tuning_seeds both contain {min(both)}, expected different seeds, so that no hyper-parameters "
             "are chosen by the runs that are evaluated."
         )
     for contender in contenders:
@@ -330,7 +330,7 @@ def _clusters(entries: Mapping[str, Any], folder: Path) -> dict[str, Cluster]:
 
 
 def _cluster(name: str, entry: Any, folder: Path) -> Cluster:
-    """Return a cluster: itself, a generated one, or one from a file, a recorded run, or the papers."""
+    """Return a cluster: the entry itself, a generated cluster, or that of a file, a recorded run or a paper."""
     if isinstance(entry, Cluster):
         return entry
     if isinstance(entry, Generator):
@@ -432,19 +432,19 @@ TABLES: Mapping[str, type[msgspec.Struct]] = {
 """Pattern of the place of a table in a study file -> its entries."""
 
 CHOICES = {"batch": BATCH_SIZINGS, "better": BETTER, "hyperparameters": MEANINGS, "tuning": TUNINGS}
-"""Name of an entry -> what it may be."""
+"""Name of an entry -> the values that it may have."""
 
 
 def _digest(cluster: Cluster) -> str:
-    """Return a fingerprint of a cluster. Its name does not matter."""
+    """Return a fingerprint of a cluster. The name of the cluster does not matter."""
     plain = msgspec.to_builtins(dataclasses.replace(cluster, name=""), enc_hook=_own_object)
     return hashlib.sha256(repr(plain).encode()).hexdigest()[:16]
 
 
 def _own_object(value: object) -> object:
-    """Return what an object that draws times consists of: the text of its module, and its attributes.
+    """Return the parts of an object that draws times: the text of its module, and its attributes.
 
-    Its representation contains its place in memory, which is another one in each process.
+    The `repr` of the object would contain its address in memory, which differs between processes.
     """
     attributes = getattr(value, "__dict__", None)
     return repr(value) if attributes is None else [source_digest(type(value)), attributes]
@@ -490,7 +490,7 @@ class Generator(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", for
         return Cluster(compute_s=self.times(), latency_s=self.latency_s, links=self.links(), name=name)
 
     def some(self, share: float) -> int:
-        """Return the number of workers that are a share of them, rounded down."""
+        """Return a share of the number of workers, rounded down."""
         return int(share * self.workers)
 
 
@@ -499,11 +499,11 @@ class Equal(Generator, frozen=True, kw_only=True, tag="equal"):
 
 
 class Steady(Generator, frozen=True, kw_only=True, tag="steady"):
-    """Some of the workers, the last ones, are always slower.
+    """The last workers are always slower than the others.
 
     Attributes:
-        slower: how many times longer their gradients take.
-        share: their share of the workers.
+        slower: how many times longer a gradient of a slow worker takes.
+        share: share of the workers that are slow.
     """
 
     slower: Factor = 2.0
@@ -531,9 +531,9 @@ class StudyPauses(Generator, frozen=True, kw_only=True, tag="pauses"):
     """Each worker is slow for some time, now and then.
 
     Attributes:
-        slower: how many times longer a gradient takes then.
-        lasting_s: for how long, in seconds.
-        every_s: once in how many seconds.
+        slower: how many times longer a gradient takes while the worker is slow.
+        lasting_s: how long the worker is slow, in seconds.
+        every_s: length of the periods, in seconds. The worker is slow once in each period.
     """
 
     slower: Factor = 10.0
@@ -546,11 +546,11 @@ class StudyPauses(Generator, frozen=True, kw_only=True, tag="pauses"):
 
 
 class SlowLinks(Generator, frozen=True, kw_only=True, tag="slow-links"):
-    """The messages of some of the workers, the last ones, take longer.
+    """The messages of the last workers take longer than those of the others.
 
     Attributes:
-        message_s: time for which their messages travel, in seconds.
-        share: their share of the workers.
+        message_s: time that a message from or to a slow worker takes, in seconds.
+        share: share of the workers whose messages are slow.
     """
 
     message_s: Seconds = 0.5

@@ -1,4 +1,4 @@
-"""The figures of a study. A model has the same color and dashes in all of them, and in all other pictures."""
+"""The figures of a study. A model has the same color and dashes in every figure, and in all other pictures."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def _target_line(axes: Axes, target: float) -> Any:
 
 
 def _label_decades(axis: Axis) -> None:
-    """Label 1, 2 and 5 in each decade of a logarithmic axis: its usual labels overlap if it has only one decade."""
+    """Label 1, 2 and 5 in each decade of a logarithmic axis. The usual labels overlap on an axis of one decade."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
@@ -279,7 +279,7 @@ def _draw_times(axes: Axes, row: StudyRow, place: int, right: float, color: str)
 
 
 def _front(result: StudyResult, drawing: Drawing) -> Figure:
-    """Draw the final value over the time to the target, and join what is not dominated."""
+    """Draw the final value over the time to the target, and join the points that are not dominated."""
     from matplotlib.lines import Line2D
 
     figure, panels = _panels(result, 2.9)
@@ -420,7 +420,7 @@ def _quantile(counts: Mapping[int, int], share: float) -> int:
 
 
 def _time_of_workers(result: StudyResult) -> Figure:
-    """Draw what the workers spent their time on, as bars that are divided."""
+    """Draw what the workers spent their time on, as stacked bars."""
     names = [contender.name for contender in result.study.contenders]
     figure, panels = _panels(result, 0.8 + 0.24 * len(names))
     kinds = [kind for kind in COLOR_OF if kind != "idle"]
@@ -444,7 +444,7 @@ def _time_of_workers(result: StudyResult) -> Figure:
 
 
 def _tuning(result: StudyResult, drawing: Drawing) -> Figure:
-    """Draw the median time to the target over the hyper-parameter that has most values, and what was chosen."""
+    """Draw the median time to the target over the hyper-parameter that has most values, and mark the choices."""
     axis = _axis(result)
     figure, panels = _panels(result, 2.7)
     handles: dict[str, Any] = {}
@@ -514,7 +514,7 @@ def _axis(result: StudyResult) -> str:
 def _tuned(
     result: StudyResult, cluster: str, axis: str, seconds: Callable[[Outcome], float]
 ) -> dict[str, dict[Any, float]]:
-    """Return the median over the seeds for each model and value, and the best over all other hyper-parameters."""
+    """Return model -> value of `axis` -> the median seconds, with the best choice of the other hyper-parameters."""
     found: dict[str, dict[Any, dict[Any, list[float]]]] = {}
     for cell, outcome in result.tuning:
         if cell.cluster == cluster:

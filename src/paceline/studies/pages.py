@@ -90,7 +90,7 @@ def _method(study: Study) -> str:
 
 
 def _as_they_are(study: Study) -> str:
-    """Return a sentence about the models whose hyper-parameters are not translated, although they are to be."""
+    """Return a sentence about models whose hyper-parameters are not translated although the study translates them."""
     names = [
         contender.name
         for contender in study.contenders
@@ -133,8 +133,8 @@ def _cells(row: StudyRow, keys: Sequence[str], missing: str, of: str) -> list[st
     Args:
         row: the row.
         keys: the hyper-parameters of the columns.
-        missing: what stands for a hyper-parameter that a model does not have.
-        of: what stands between two numbers of runs.
+        missing: the text for a hyper-parameter that a model does not have.
+        of: the text between two numbers of runs.
     """
     values = dict(row.choice.point)
     significant = 1 - CONFIDENCE
@@ -154,7 +154,7 @@ def _cells(row: StudyRow, keys: Sequence[str], missing: str, of: str) -> list[st
 
 
 def _sentences(study: Study, rows: Sequence[StudyRow]) -> Iterator[str]:
-    """Yield what the rows of a cluster say, each claim only if its interval supports it."""
+    """Yield sentences about the rows of a cluster. A claim is made only if its interval supports it."""
     surely = [row for row in rows if row.ratio is not None and row.ratio_p <= 1 - CONFIDENCE]
     for words, chosen in (
         ("sooner", [row for row in surely if row.ratio is not None and row.ratio.high < 1]),
@@ -191,7 +191,7 @@ def _factor(row: StudyRow) -> str:
 def _failures(result: StudyResult) -> Iterator[str]:
     if result.failures:
         yield "## Failed runs"
-        yield "The other runs were compared without these."
+        yield "The comparisons do not include these runs."
         yield "\n".join(f"- {failure.name}: {first_line(failure.error)}" for failure in result.failures)
     if findings := list(_findings(result.rows)):
         yield "## Findings"
@@ -199,7 +199,7 @@ def _failures(result: StudyResult) -> Iterator[str]:
 
 
 def _findings(rows: Sequence[StudyRow]) -> Iterator[str]:
-    """Yield each finding about a model on a cluster once, although its numbers differ between seeds."""
+    """Yield each finding about a model on a cluster once, even if the numbers in it differ between seeds."""
     for row in rows:
         alike: dict[str, list[tuple[int, str]]] = {}
         for seed, outcome in row.outcomes.items():
@@ -216,7 +216,7 @@ TIMES = ("computing", "loading", "waiting", "transfer", "wasted", "paused", "out
 
 
 def runs_csv(result: StudyResult) -> str:
-    """Return a line for each run: what it was, when it reached the target, and how it went."""
+    """Return a line for each run: its cell, when it reached the target, and its statistics."""
     keys = keys_of(result)
     metric = result.study.target.metric
     header = ["cluster", "model", "purpose", "seed", *keys, "reached"]
@@ -343,10 +343,10 @@ COLUMNS = ("model", "seconds to target", "ratio", "reached", "final {metric}", "
 
 
 def table_tex(result: StudyResult) -> str:
-    """Return a table for a paper, which needs the package booktabs. Each cluster is a block of rows.
+    """Return a table in LaTeX, for a paper that uses the package booktabs. Each cluster is a block of rows.
 
-    A dagger marks what differs from the reference after Holm's correction, and bold what no other model on this
-    cluster surpasses in time to target and in the final value together.
+    A dagger marks a significant difference from the reference after Holm's correction. A model is bold if no other
+    model on its cluster is both sooner at the target and better in the final value.
     """
     study = result.study
     keys = keys_of(result)

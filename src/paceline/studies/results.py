@@ -1,4 +1,4 @@
-"""What the cells of a study say: times to the target, final values, and comparisons with the reference."""
+"""The results of a study from its cells: times to the target, final values, and comparisons with the reference."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class StudyRow(NamedTuple):
         time: unit -> the typical time.
         final: the mean final value.
         ratio: its seconds to the target, divided by those of the reference; None for the reference itself.
-        ratio_p: probability of such a ratio after Holm's correction.
+        ratio_p: p-value of this ratio after Holm's correction.
         lead: its final value minus that of the reference; None for the reference itself.
-        lead_p: probability of such a difference after Holm's correction.
+        lead_p: p-value of this difference after Holm's correction.
         front: True if no other model on this cluster is sooner at the target and has a better final value.
     """
 
@@ -67,7 +67,7 @@ class StudyResult(NamedTuple):
 
     Attributes:
         study: the study.
-        rows: what was evaluated, in the order of the clusters and models.
+        rows: the evaluated runs, in the order of the clusters and models.
         tuning: the cells in which hyper-parameters were chosen, with their results.
         failures: the cells that have failed.
     """
@@ -147,14 +147,14 @@ def _row(
 
 
 def _time(outcome: Outcome, unit: str, target: float, higher_is_better: bool) -> Time:
-    """Return when a run reached the target, or that it ended before."""
+    """Return when a run reached the target, or when it ended without reaching the target."""
     end = float(getattr(outcome, unit))
     reached = outcome.reaches(unit, target, higher_is_better=higher_is_better)
     return Time(min(reached, end), end, math.isfinite(reached))
 
 
 def _compared(study: Study, rows: Sequence[StudyRow]) -> list[StudyRow]:
-    """Return the rows with comparisons with the reference on the same cluster, corrected for their number."""
+    """Return the rows, each compared with the reference on its cluster and corrected for the number of comparisons."""
     references = {row.cluster: row for row in rows if row.contender.name == study.reference}
     found = [
         _with_comparison(row, references[row.cluster], paired=study.paired)
@@ -172,7 +172,7 @@ def _compared(study: Study, rows: Sequence[StudyRow]) -> list[StudyRow]:
 
 
 def _with_comparison(row: StudyRow, reference: StudyRow, *, paired: bool) -> StudyRow:
-    """Return a row with its comparison; if pairs are compared, of the seeds that both have."""
+    """Return a row compared with the reference. If runs are paired, only seeds that both rows have are compared."""
     common = [seed for seed in row.outcomes if seed in reference.outcomes]
     if paired and not common:
         return row

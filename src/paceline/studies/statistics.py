@@ -1,11 +1,11 @@
 """Pure functions of the results of runs: intervals for their differences, Holm's correction, ranks, and curves.
 
-A run that ends before it reaches its target is *censored*: it is known only that it would have taken longer. Censored
-times are neither left out nor replaced by the time at which the run ended. A ratio belongs to the interval of
-`ratio_of_times` if the times, divided by this ratio, do not differ from the others by Student's test when both are
-cut off where the shorter run of the pair ends. If they really differ by this ratio only, then the pairs that are cut
-off are symmetric, so that the test holds. Without censored times, this is Student's interval for the mean of the
-logarithms.
+A run that ends before it reaches its target is *censored*: its time to the target is only known to be longer than the
+run. Censored times are neither left out nor replaced by the time at which the run ended. `ratio_of_times` tests each
+ratio: the times are divided by the ratio, both times of each pair are cut off where the shorter run of the pair ends,
+and Student's test compares them. The ratio belongs to the interval if the test finds no difference. If the times really
+differ by this ratio only, the cut-off treats both sides alike, so that the test is valid. Without censored times, the
+interval is Student's interval for the mean of the logarithms.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CONFIDENCE = 0.95
 
 FARTHEST = 32.0  # logarithm of the largest ratio that is considered
 PRECISION = 1e-7  # of the logarithm of a ratio
-SHORTEST = 1e-9  # what a time of 0 counts as, because it has no logarithm
+SHORTEST = 1e-9  # a time of 0 counts as this time, because 0 has no logarithm
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -43,7 +43,7 @@ class Ratio(NamedTuple):
         ratio: the geometric mean of the ratios; the median if a result is infinite ("never").
         low: lower end of the interval.
         high: upper end of the interval.
-        p: probability of a difference as large as this one if there were none.
+        p: p-value: the probability of at least this difference if there were no true difference.
     """
 
     ratio: float
@@ -65,8 +65,8 @@ class Time(NamedTuple):
     """When a run reached its target.
 
     Attributes:
-        value: seconds, updates or samples until the target was reached; if it was not, those until the run ended.
-        end: seconds, updates or samples until the run ended. Later, it would not have been seen to reach the target.
+        value: seconds, updates or samples until the target was reached or, without the target, until the run ended.
+        end: seconds, updates or samples until the run ended. Whether the target is reached later is unknown.
         reached: True if the target was reached.
     """
 
@@ -90,7 +90,7 @@ class Difference(NamedTuple):
         value: the mean difference.
         low: lower end of the interval.
         high: upper end of the interval.
-        p: probability of a difference as large as this one if there were none.
+        p: p-value: the probability of at least this difference if there were no true difference.
     """
 
     value: float
@@ -103,8 +103,8 @@ def compare_samples(ours: Sequence[float], others: Sequence[float]) -> Ratio:
     """Return the ratio of our results to the others', paired on seeds, with an interval.
 
     The logarithms of the ratios are averaged, and the interval is Student's. If any result is infinite, the ratio is
-    the median, its interval is that of the sign test, and a pair of infinite results counts as equal. For times of
-    which it is known when the runs ended, see `ratio_of_times`.
+    the median, its interval is that of the sign test, and a pair of infinite results counts as equal. If the ends of
+    the runs are known, use `ratio_of_times` for times.
 
     >>> ratio = compare_samples([1.0, 1.1, 0.9, 1.0], [2.0, 2.0, 2.0, 2.0])
     >>> str(ratio), ratio.tie
@@ -119,9 +119,9 @@ def compare_samples(ours: Sequence[float], others: Sequence[float]) -> Ratio:
 
 
 def ratio_of_times(ours: Sequence[Time], others: Sequence[Time], *, paired: bool = True) -> Ratio:
-    """Return the ratio of our times to the others', with an interval. See above for censored times.
+    """Return the ratio of our times to the others', with an interval. The module's docstring explains censored times.
 
-    The ratio is infinite if our runs do not reach the target, 0 if the others do not, and NaN if neither do.
+    The ratio is infinite if only the other runs reach the target, 0 if only our runs reach it, and NaN if no run does.
 
     Args:
         ours: our times.
@@ -144,10 +144,10 @@ def ratio_of_times(ours: Sequence[Time], others: Sequence[Time], *, paired: bool
 def typical_time(times: Sequence[Time]) -> Estimate:
     """Return the geometric mean of times, with an interval.
 
-    If some of the times are censored, a value belongs to the interval if the logarithms, cut off at the same distance
-    on both sides of it, are on average not different from it by Student's test. The distance is that to the end of
-    each run, so nothing is known about what lies behind the first end. If all values up to there are possible, the
-    interval has no upper end.
+    If some of the times are censored, each value is tested: the logarithm of each time is cut off at the same distance
+    on both sides of the value's logarithm, and Student's test compares their mean with this logarithm. The value is in
+    the interval if the test finds no difference. The distance is that to the end of the run, so values behind the first
+    end of a run cannot be tested. If all values up to this end belong to the interval, the interval has no upper end.
 
     >>> estimate = typical_time([Time(value, 9.0, True) for value in (1.0, 1.2, 1.1)])
     >>> [round(number, 2) for number in estimate]
@@ -232,12 +232,12 @@ def _p(t: float, freedom: int) -> float:
 
 @functools.cache
 def _critical(freedom: int) -> float:
-    """Return what a value of Student's t must exceed to be significant."""
+    """Return the value that Student's t must exceed to be significant."""
     return float(special.stdtrit(freedom, (1 + CONFIDENCE) / 2)) if freedom > 0 else math.inf
 
 
 class _Mean(NamedTuple):
-    """A mean, or the difference of two, with its standard error and the degrees of freedom of Student's t."""
+    """A mean, or the difference of two means, with its standard error and the degrees of freedom of Student's t."""
 
     value: float
     error: float
@@ -245,7 +245,7 @@ class _Mean(NamedTuple):
 
     @property
     def t(self) -> float:
-        """Student's t. Values that are all equal differ certainly, or not at all."""
+        """Student's t. If all values are equal, t is 0 for a mean of 0, and infinite for any other mean."""
         if self.error == 0.0:
             return math.copysign(math.inf, self.value) if self.value else 0.0
         return self.value / self.error
@@ -294,11 +294,11 @@ class _Logs(NamedTuple):
 
 
 Test = Callable[[float], _Mean]
-"""Function that returns the mean difference at a shift. It falls with the shift, and so does Student's t."""
+"""Function that returns the mean difference at a shift. The difference and Student's t fall with the shift."""
 
 
 def _cut_off(ours: Sequence[Time], others: Sequence[Time], *, paired: bool) -> Test:
-    """Return the test that shifts the others' logarithms, and cuts off all of them."""
+    """Return the test that shifts the others' logarithms, and cuts off all logarithms."""
     x, y = _Logs.of(ours), _Logs.of(others)
     first_x, first_y = min(one.end for one in x), min(other.end for other in y)
 
@@ -319,7 +319,7 @@ def _cut_off(ours: Sequence[Time], others: Sequence[Time], *, paired: bool) -> T
 
 
 def _cut_around(times: Sequence[Time]) -> Test:
-    """Return the test that compares logarithms with a center, and cuts off distances from it on both sides."""
+    """Return the test that compares logarithms with a center, and cuts off distances on both sides of the center."""
     logs = _Logs.of(times)
 
     def around(center: float) -> _Mean:
@@ -330,7 +330,7 @@ def _cut_around(times: Sequence[Time]) -> Test:
 
 
 def _inverted(at: Test, farthest: float = FARTHEST) -> Difference:
-    """Return all shifts at which a test finds no difference, the shift in their middle, and the test's p at 0.
+    """Return the range of shifts at which a test finds no difference, its middle, and the p-value at the shift 0.
 
     Args:
         at: the test.
@@ -340,7 +340,7 @@ def _inverted(at: Test, farthest: float = FARTHEST) -> Difference:
     most = _critical(same.freedom)
     low = _boundary(lambda shift: at(shift).t > most, farthest)
     high = _boundary(lambda shift: at(shift).t >= -most, farthest)
-    # Between these two, our runs are cut off wherever they differ from the others.
+    # Between `first` and `last`, the mean difference is 0: our runs are cut off wherever they differ from the others.
     first = _boundary(lambda shift: at(shift).value > 0.0, farthest)
     last = _boundary(lambda shift: at(shift).value >= 0.0, farthest)
     if math.isinf(first) and math.isinf(last):
@@ -351,7 +351,7 @@ def _inverted(at: Test, farthest: float = FARTHEST) -> Difference:
 
 
 def _boundary(holds: Callable[[float], bool], farthest: float) -> float:
-    """Return the largest shift at which a condition holds that holds up to some shift; infinite if there is none."""
+    """Return the shift up to which a condition holds; infinite if it holds for all shifts or for none."""
     below, above = -FARTHEST, farthest
     if not holds(below):
         return -math.inf
@@ -401,8 +401,8 @@ Curve = Sequence[tuple[float, float]]
 def crossing(curve: Curve, target: float, *, higher_is_better: bool = False) -> float:
     """Return where a curve first reaches a target, or infinity.
 
-    The value is measured only now and then, so the place is interpolated on the straight line between two points. If
-    the point before is not finite, or there is none, it is that of the point itself.
+    The value is measured only now and then, so the result is interpolated on the straight line between two points. If
+    there is no finite point before the first point at the target, the result is the place of this first point.
 
     >>> crossing([(0.0, 8.0), (10.0, 6.0), (20.0, 4.0)], 5.0)
     15.0
@@ -445,10 +445,10 @@ def band(curves: Sequence[Curve], places: Sequence[float]) -> list[tuple[float, 
 
 
 def not_dominated(points: Mapping[Key, tuple[float, float]], *, higher_is_better: bool) -> list[Key]:
-    """Return the keys of the points (cost, value) for which no other one has less cost and a better value.
+    """Return the keys of the points (cost, value) for which no other point has less cost and a better value.
 
-    The keys are in order of the cost. Points whose cost is infinite are dominated by each finite one with a value as
-    good.
+    The keys are in order of the cost. A point with infinite cost is dominated by every point with finite cost whose
+    value is at least as good.
 
     >>> not_dominated({"a": (1.0, 0.8), "b": (2.0, 0.9), "c": (3.0, 0.85)}, higher_is_better=True)
     ['a', 'b']

@@ -34,7 +34,7 @@ NO_FIGURES = (
     "the figures are left out, and can be drawn from the same results by repeating the study with matplotlib: "
     f"{NO_MATPLOTLIB}"
 )
-"""What is said before a study starts on a machine without matplotlib. It ends with a command that may be copied."""
+"""The message before a study starts on a machine without matplotlib. The message ends with a command to copy."""
 
 
 def study(
@@ -49,17 +49,17 @@ def study(
 
     Every run trains on a simulated cluster, in virtual time. Runs are carried out in several processes, and each
     result is written when its run has ended. If a study was interrupted, the same call goes on with what is missing.
-    The files are the same to the byte, whether it was interrupted or not, and with any number of processes. In a
-    script, call this below `if __name__ == "__main__":`, because each process imports the script. Without matplotlib,
-    the figures are left out, which is logged.
+    The files are the same to the byte, whether the study was interrupted or not, and with any number of processes. In
+    a script, call `study` below `if __name__ == "__main__":`, because each process imports the script. Without
+    matplotlib, the figures are left out, which is logged.
 
     Args:
         description: the path of a study file (see `docs/how-to/study.md`), or its entries as a mapping. Alternatively,
             the entries are further arguments: `study(train=train, models=["bsp", "asp"], ...)`. In Python, `train`
             may be a function, and a cluster a `Cluster`.
-        out: folder for the results: new, or that of the same study.
+        out: folder for the results: a new folder, or the folder of the same study.
         processes: number of processes. Default: one for each core.
-        tell: progress callback, with what is done and the fraction of all runs that have ended.
+        tell: progress callback, which receives the current task and the fraction of all runs that have ended.
 
     Raises:
         ConfigurationError: an entry is not valid, or the folder belongs to another study. Nothing was started.
@@ -120,7 +120,7 @@ class _Runs:
         self._logged = False  # True once a run has logged the metric
 
     def make(self, cells: Sequence[Cell]) -> None:
-        """Make those of these cells that are missing."""
+        """Run those of the given cells whose results are missing."""
         missing = [cell for cell in cells if self._folder.read(cell) is None]
         self._logged |= len(missing) < len(cells)
         self._done += len(cells) - len(missing)
@@ -138,7 +138,7 @@ class _Runs:
         self._done += len(missing)
 
     def _keep(self, task: CellTask, outcome: Outcome) -> None:
-        """Write a result. If it is the first one, the metric of the target must have been logged."""
+        """Write a result. In the first result of a study, the metric of the target must have been logged."""
         if not self._logged:
             self._require_logged(outcome)
         self._logged = True

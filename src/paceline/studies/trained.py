@@ -1,8 +1,8 @@
 """What a study trains: a function, a script, or a problem that comes with Paceline.
 
-A function is stated by its name, "module:function" or "file.py:function", or given itself, in Python. Its parameters
-receive the hyper-parameters of the study by their names, and the seed if there is a parameter `seed`. The command of
-a script contains the hyper-parameters in braces: "train.py --lr {rate} --seed {seed}".
+A function is given by its name, "module:function" or "file.py:function". In Python, the function object may be given
+instead. The function's parameters receive the hyper-parameters of the study by their names, and the seed if there is a
+parameter `seed`. The command of a script contains the hyper-parameters in braces: "train.py --lr {rate} --seed {seed}".
 
 Every process of the study loads the function or the script itself.
 """
@@ -42,13 +42,13 @@ class Run(NamedTuple):
 
 
 class TrainedProblem(msgspec.Struct, frozen=True):
-    """What a study trains. It can be sent to another process.
+    """What a study trains, in a form that can be sent to another process.
 
     Attributes:
-        name: what it is called: a function, a command or a problem.
-        kind: "name" for the name of a function, "function" for a function itself, "script" or "problem".
-        folders: where the modules are that it imports.
-        content: the pickled function, if it is given itself.
+        name: the name of the function or the problem, or the command of the script.
+        kind: "name" for the name of a function, "function" for a function object, "script" or "problem".
+        folders: folders with the modules that it imports.
+        content: the pickled function, if a function object was given.
         digest: fingerprint of its source text.
     """
 
@@ -65,12 +65,12 @@ class TrainedProblem(msgspec.Struct, frozen=True):
 
     @property
     def title(self) -> str:
-        """Its name without folders, which differ between machines."""
+        """The name without folders, which differ between machines."""
         folders = [f"{folder}/" for folder in self.folders]
         return functools.reduce(lambda name, folder: name.replace(folder, ""), folders, self.name)
 
     def run(self, values: Values, seed: int) -> Run:
-        """Return what is run with hyper-parameters and a seed."""
+        """Return the function to run, with its arguments, for some hyper-parameters and a seed."""
         if self.kind == "script":
             path, *arguments = (_filled(part, {**values, SEED: seed}) for part in shlex.split(self.name))
             return Run(_run_script, (path, arguments, self.folders))
@@ -80,7 +80,7 @@ class TrainedProblem(msgspec.Struct, frozen=True):
         return Run(functools.partial(function, **values, **seeded), ())
 
     def require(self, names: Collection[str]) -> None:
-        """Raise `ConfigurationError` unless these hyper-parameters can be set, and no others must be."""
+        """Raise `ConfigurationError` unless these hyper-parameters can be set, and no others need to be set."""
         if self.kind == "script":
             _require_placeholders(self.name, names)
         else:
@@ -146,15 +146,15 @@ def of_name(name: str, folder: Path) -> TrainedProblem:
 
 
 def of_function(function: Callable[..., object]) -> TrainedProblem:
-    """Return a function that is given itself.
+    """Return a function that is given as an object.
 
     Raises:
-        ConfigurationError: it cannot be sent to another process.
+        ConfigurationError: the function cannot be sent to another process.
     """
     name = getattr(function, "__qualname__", repr(function))
     try:
         content = cloudpickle.dumps(function)
-    except Exception as error:  # what cannot be pickled raises whatever its own methods raise
+    except Exception as error:  # pickling may raise any exception of the pickled object's own methods
         raise ConfigurationError(
             f"the function {name} cannot be sent to another process: {first_line(error)}. Define it at the top level "
             "of a module."
@@ -164,7 +164,7 @@ def of_function(function: Callable[..., object]) -> TrainedProblem:
 
 @functools.cache
 def _loaded(trained: TrainedProblem) -> Callable[..., object]:
-    """Return the function, which this process imports when it first needs it."""
+    """Return the function. This process imports the function on first use."""
     if trained.kind == "problem":
         return PROBLEMS[trained.name]
     if trained.kind == "function":
@@ -245,7 +245,7 @@ def _require_parameters(name: str, function: Callable[..., object], names: Colle
 def source_digest(what: Any) -> str:
     """Return a fingerprint of the text of a module, or of the module that defines a function or a class.
 
-    Of what a script defines, only its own text counts.
+    If a script, `__main__`, defines the function or class, only the text of the function or class counts.
     """
     try:
         module = inspect.getmodule(what)
@@ -259,9 +259,9 @@ def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-# -- Problems that come with Paceline: training functions that need no file of one's own ---------------------
+# -- Problems that come with Paceline: training functions that need no file of the user ----------------------
 #
-# Each of them logs a metric that a study can aim at, and takes its hyper-parameters by name.
+# Each problem logs a metric that can be the target of a study, and takes its hyper-parameters by name.
 
 
 @functools.cache
@@ -322,7 +322,7 @@ def digits(
 def quadratic(
     rate: float = 0.1, momentum: float = 0.0, iterations: int = 60, noise: float = 0.3, every: int = 2
 ) -> None:
-    """Minimize a quadratic with curvatures from 1 to 1/64 and noisy gradients. The main worker logs its `loss`.
+    """Minimize a quadratic with curvatures from 1 to 1/64 and noisy gradients. The main worker logs the `loss`.
 
     Args:
         rate: learning rate of SGD.

@@ -1,7 +1,7 @@
 """The admission rule of each sync model, which determines the workers that must wait at a shard.
 
-The rules follow the models' descriptions. They depend only on the events that a shard has received and the pulls that
-it has answered, never on the state of a state machine. They therefore detect state machines that count incorrectly.
+The rules follow the models' descriptions. A rule depends only on the events that a shard has received and the pulls
+that it has answered, never on the state of a state machine. So the rules detect state machines that count incorrectly.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ class ShardView(NamedTuple):
         worked: the previous model, to which the shard returns if a user's condition fails.
         workers: a summary of what the shard has received from each worker.
         round: V_train, the number of complete rounds.
-        change: the change of the model that is in progress; None if there is none.
+        change: the change of the model that is in progress; None if no change is in progress.
         changed: the number of the last completed change of the model.
         alone: True if all shards run the model in force. Otherwise, a push belongs to the round of its weights if the
-            rule has a quorum; only then are `newest` and `counted` kept.
+            rule has a quorum. `newest` and `counted` are kept up to date only in this case.
     """
 
     sync: SyncModel
@@ -91,7 +91,7 @@ class Admission(NamedTuple):
 
     Attributes:
         must: function that returns the workers that must wait.
-        may: function that returns the workers that are allowed to wait; it need not include workers that must wait.
+        may: function that returns the workers that are allowed to wait, with or without those that must wait.
         quorum: number of pushes that close a round; None if all workers must push. This determines
             `ShardView.round`.
     """

@@ -49,25 +49,25 @@ def check(
     """Check that a sync model keeps the promises that every model must keep, and return what was tested.
 
     First, the state machines of the model receive random legal and illegal events. Then all interleavings of four
-    small jobs are searched for failures. In one job, a worker may be lost at any time. In another, a worker may join
-    at any time. One of the other two may change from the model to BSP at any time, and the other one from BSP to the
-    model. If the model says that it agrees on means (`SyncModel.agrees_on_means`), there is a fifth job, whose script
-    clips the gradient that is applied, and in which a worker may be lost. The jobs run the same code as a live run.
+    small jobs are searched for failures. In the first job, a worker may be lost at any time. In the second job, a
+    worker may join at any time. The third job may change from the model to BSP at any time, and the fourth job from
+    BSP to the model. If the model says that it agrees on means (`SyncModel.agrees_on_means`), there is a fifth job:
+    its script clips the gradient that is applied, and a worker may be lost. The jobs run the same code as a live run.
 
     Args:
-        sync: the model. It must be registered (see `paceline.sync.register`).
-        rule: the rule that determines which workers must wait and which may; checked in every state. By default, the
-            models of this package have their own rules (see `admission`), and under other models, any worker may wait
+        sync: the model, which must be registered (see `paceline.sync.register`).
+        rule: the rule that determines which workers must wait and which may wait; checked in every state. By default,
+            the models of this package have their own rules (see `admission`). Under other models, any worker may wait
             as long as there is no deadlock.
-        oracle: if given, the model is also compared with this oracle while it receives random events.
-        agree: True to check also that all shards have averaged the same groups of pushes, as is always checked if the
-            model says that it agrees on means. Do not use this for models that drop pushes by their order of arrival,
-            because the order differs between shards.
+        oracle: if given, the model is also compared with this oracle while the model receives random events.
+        agree: True to check also that all shards have averaged the same groups of pushes. This is always checked if
+            the model says that it agrees on means. Leave it False for models that drop pushes by their order of
+            arrival, because the order differs between shards.
         workers: number of workers in each small job.
         shards: number of shards in each small job; always 1 if the model can only run on one shard.
-        iterations: number of iterations of each worker in the first small job; one fewer in the other jobs, and one
-            fewer in all jobs if the model uses staleness on several shards, but at least 1. Each additional iteration
-            makes the check take about ten times as long.
+        iterations: number of iterations of each worker in the first small job. The other jobs have one fewer. If the
+            model uses staleness on several shards, all jobs have one fewer. No job has less than 1. Each additional
+            iteration makes the check take about ten times as long.
 
     Raises:
         AssertionError: the model breaks a promise. The message names the promise and lists the preceding events.
@@ -97,7 +97,7 @@ def _small_jobs(
     if rule is None and isinstance(sync, Conditions):
         rule = UNKNOWN
     plans = sync.at_coordinator() is not None
-    # Staleness differs with every order of the events at every shard, so such models have many more states.
+    # Staleness differs with every order of the events at every shard, so models that use it have many more states.
     stale = sync.needs_staleness and not sync.one_shard
     if sync.one_shard:
         shards = 1
@@ -222,7 +222,7 @@ def explore(
 def survey(job: SmallJob, progress: Callable[[int], None]) -> int:
     """Search like `explore`, but depth first and with less memory: store only a 64-bit hash of each visited state.
 
-    If two states have the same hash, the second one is not visited. Among n states, the probability that any two have
+    If two states have the same hash, the second state is not visited. Among n states, the probability that any two have
     the same hash is about n^2 / 2^65 (10^-4 for 60 million states). If a check fails, the message lists a sequence of
     steps that is not necessarily the shortest. `progress` is called repeatedly with the number of states visited so
     far.

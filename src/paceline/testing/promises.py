@@ -192,7 +192,7 @@ def no_worker_waits_for_one_that_has_left(sync: SyncModel) -> None:
 
 
 def workers_that_return_take_part(sync: SyncModel) -> None:
-    """A worker that has left can join again. It then computes, and its pulls are answered."""
+    """A worker that has left can join again. Then the worker computes, and its pulls are answered."""
     checked = CheckedShard(ShardSync(sync))
     legal = checked.legal
     with _shown(checked.events):
@@ -210,7 +210,7 @@ def workers_that_return_take_part(sync: SyncModel) -> None:
 
 
 def delayed_pulls_are_described(sync: SyncModel) -> None:
-    """If the model has a method `waits`, it describes every delayed pull in words, and no other pull."""
+    """If the model has a method `waits`, this method describes every delayed pull in words, and no other pull."""
     if type(sync.at_shard()).waits is ShardMachine.waits:
         return
     for walk in WALKS:
@@ -363,7 +363,7 @@ PROMISES: tuple[Callable[[SyncModel], None], ...] = (
 # - the first action after a push applies, holds or drops the push. Each held push is applied later as part of
 #   exactly one mean, whose pushes are in worker order. An empty push is dropped. A scale is a finite number
 #   above 0;
-# - a pull is answered only if it was requested, and only once. Under a lockstep model, it is not answered
+# - a pull is answered only if it was requested, and only once. Under a lockstep model, a pull is not answered
 #   while the worker's own push is held. A worker that is told to continue from a later round does so with its
 #   next push;
 # - at least one live worker does not wait, or a timer is set. When all workers have left, no push remains
@@ -549,7 +549,7 @@ class LegalEvents:
         now_ticks: time of the next event, in ticks. The caller may increase this attribute.
         phase: live worker -> its phase, in order of joining.
         label: live worker -> iteration that its next push is labeled with.
-        progress: worker -> the later round that the worker was told to continue from; removed by its next push.
+        progress: worker -> the later round from which the worker was told to continue, until its next push.
         gone: workers that have left and have not joined again.
         timers: timers that are set and have not fired.
     """
@@ -705,8 +705,8 @@ Events = Sequence[AnyEvent]
 class Oracle(NamedTuple):
     """Specifies what a sync model should do at a shard.
 
-    Write the functions as directly as possible from the description of the model. They must keep no state, and may be
-    slow. A `CheckedShard` compares the state machine with these functions after every event.
+    Write the functions as directly as possible from the description of the model. The functions must keep no state, and
+    may be slow. A `CheckedShard` compares the state machine with these functions after every event.
 
     Attributes:
         must_wait: function that returns the workers whose pulls must be unanswered after the given events.

@@ -41,9 +41,9 @@ class ShardChecks:
             joined = entry.event.worker, (entry.event.iteration, entry.event.count)
             at = replace(at, joins=frozenset(join for join in at.joins if join[0] != joined[0]) | {joined})
         if not isinstance(entry.event, events.PullRequested | events.PullRepeated | events.TimerFired):
-            view = self._advanced(view, index)  # the other events cannot close a round
+            view = self._advanced(view, index)  # pulls and timers cannot close a round
         if isinstance(entry.event, events.PushReceived) and entry.event.change is not None:
-            # The push has counted in its round. Then the model is told that the worker has left.
+            # First, the push counts in its round. Afterwards, the model is told that the worker has left.
             view = self._advanced(_passed(view, entry.event), index)
         return self._carried_out(replace(at, view=view), entry)
 
@@ -100,11 +100,11 @@ class ShardChecks:
         )
 
     def _renews(self, view: ShardView) -> bool:
-        """Return True if a push belongs to the round of its weights, whatever its worker has pushed before."""
+        """Return True if a push belongs to the round of its weights, regardless of its worker's earlier pushes."""
         return not view.alone and self._admission(view).quorum is not None
 
     def _counted(self, view: ShardView, entry: Entry, push: events.PushReceived) -> ShardView:
-        """Check whether a push is averaged: the first one of its worker on the newest weights is. Count it."""
+        """Check that only the first nonempty push of a worker on the newest weights is averaged; count this push."""
         worker = view.workers[push.worker]
         averaged = worker.newest and not worker.counted and not push.empty
         assert isinstance(entry.actions[0], HoldPush) == averaged, (

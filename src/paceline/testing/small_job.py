@@ -4,8 +4,8 @@ The job runs the same cores as a live run (`paceline.core`): one for each worker
 one shard), and one for the coordinator. Messages from one process to another keep their order. Apart from that, steps
 can happen in any order, as with a real network and scheduler. In one step, a worker joins, pushes, is lost, requests
 another sync model or restarts an iteration; a server or the coordinator receives the next message from a worker, or
-notices that the worker is lost; or a timer fires. There is no clock: a timer may fire at any later step, and when a
-worker pushes, it may or may not have received what the coordinator has sent to it. Every step is checked. The checks
+notices that the worker is lost; or a timer fires. There is no clock: a timer may fire at any later step, and a worker
+that pushes may or may not have received the coordinator's messages. Every step is checked. The checks
 use only what a shard has received, never the state of a state machine:
 
 - according to the admission rule of the model in force (see `admission`), every worker that must wait at a shard does
@@ -27,13 +27,14 @@ The following reductions keep the number of states small. Each entry explains wh
 - *Losses while waiting* (made by `reduced_steps`, like the reductions with "first" in their names). Losing a worker
   just before a push has the same effect as losing it after the push, with none of the push's messages delivered. So
   the search only considers losses of waiting workers.
-- *Answers about joins.* The coordinator receives a `JoinOffered` or a `WorkerWelcomed` immediately. It has the same
-  effect later, except that the messages that it causes are sent later, and these may be delayed anyway.
+- *Answers about joins.* The coordinator receives a `JoinOffered` or a `WorkerWelcomed` immediately. A later receipt
+  would have the same effect, except that the messages that it causes would be sent later, and these messages may be
+  delayed anyway.
 - *Loss notifications.* If no model holds pushes and no worker joins, the coordinator's `WorkerLost` messages are
   discarded: a server can detect a loss on its own at any step, so the messages add no new behavior. Otherwise, the
   servers' reports about the lost worker are received immediately, like their answers about joins.
 - *Pushes first.* If no further message from the coordinator can reach a worker, nothing that happens before the
-  worker's next push changes this push. So the push comes first.
+  worker's next push changes this push. So the search makes the push first.
 - *One shard first.* If every worker that may still push waits for an answer from the same shard, no worker can send a
   new message to this shard before the shard takes a step. If, in addition, no more workers can be lost, all other
   possible steps commute with the shard's steps, so only the shard's steps are searched. (In terms of partial-order
@@ -43,23 +44,24 @@ The following reductions keep the number of states small. Each entry explains wh
 - *Stale timers.* If a timer would have no effect now, it will have no effect later under the same model. Such a timer
   is discarded in jobs that do not change the model.
 - *Deliveries first* (`_in_any_order`; only for ElasticBSP and SpecSync without late workers or changes). The messages
-  from two workers to a shard have the same effect in either order, and neither prevents the other. So a shard
-  receives each message immediately. The only alternatives are that the sender is lost at that moment or, if it was
-  lost before, that the message is dropped. If the sender is lost later, while it waits, it never receives the
-  answers, so the loss commutes with all steps since the push. A separate test checks, in every state of small
+  from two workers to a shard have the same effect in either order, and neither message prevents the other. So a
+  shard receives each message immediately. There are two alternatives: the sender is lost at that moment, or the
+  message is dropped because the sender was lost before. If the sender is lost later, while it waits, it never receives
+  the answers, so the loss commutes with all steps since the push. A separate test checks, in every state of small
   jobs, that the order has no effect.
 - *Notifications first, and late pushes* (`_apart`; only for SpecSync with ASP as its base). With this base, a push
   affects other workers only when the coordinator receives the notification of the push. A restart that the
-  coordinator orders before it receives the notification is ignored, like a restart that a worker receives after the
+  coordinator orders before receiving the notification is ignored, like a restart that a worker receives after the
   push. So a worker pushes only after the coordinator has received all earlier messages from this worker, and the
-  coordinator then receives the notification immediately. If the worker is lost before that, its push affects no
-  other worker.
+  coordinator then receives the notification immediately. If the worker is lost before that, the worker's push affects
+  no other worker.
 - *Order of shards* (`canonical`). Shards with the same model and the same random numbers differ only in name, so
   their order is ignored.
 - *Names of workers* (`canonical`). Workers differ only in name, unless the model draws separate random numbers for
-  each worker, plans are followed exactly (they break ties by name), or a worker joins late. Of all states that
+  each worker, plans are followed exactly (plans break ties by name), or a worker joins late. Of all states that
   differ only in names, one is kept.
-- *Shards that all workers have left* (only with "deliveries first"). Their state has no effect, so it is reset.
+- *Shards that all workers have left* (only with "deliveries first"). The state of such a shard has no effect, so it is
+  reset.
 - *Means.* A mean that all shards have applied cannot reveal a disagreement between shards, so it is discarded. (No
   push is part of two means, so different means cannot be confused.)
 - *Interned cores* (`states.Interned`). Each state of a core is stored once, and each call is made only once in each
@@ -67,8 +69,8 @@ The following reductions keep the number of states small. Each entry explains wh
   the answers to one event; in the labels of workers that have left, which matter only if a worker returns; in the
   staleness of the workers' weights, unless a model depends on it; or in the order of held pushes, which are summed in
   worker order. Of SpecSync's state machine at the coordinator, only the
-  parts that may still cause a restart are kept (`Speculator.outlook`). What is compared is declared by the classes of
-  the cores (see `paceline.state`). A test checks that equal states behave alike.
+  parts that may still cause a restart are kept (`Speculator.outlook`). The classes of the cores declare
+  which attributes are compared (see `paceline.state`). A test checks that equal states behave alike.
 """
 
 from __future__ import annotations
@@ -146,7 +148,7 @@ from .state_pools import (
 Item = TypeVar("Item")
 
 NO_SCRIPTS: Set[Subject] = {"scripts", "connections"}
-"""What the cores of workers and the coordinator decide about, and a small job has not."""
+"""Subjects about which the cores of workers and the coordinator decide, but which do not exist in a small job."""
 
 MODEL = ModelSpec(Layout((), (), {}), OptimizerSpec("", (), ()), ())
 
@@ -214,7 +216,7 @@ class SmallJob:
         all_models = (models, *map(parse_shards, changes))
         models_of_all = {model for step in all_models for model in step}
         # True if the messages about losses are searched, because shards may hold pushes of a lost worker, or because
-        # a worker may be lost before it has connected to the servers, which only the coordinator notices.
+        # a worker may be lost before it has connected to the servers. (Only the coordinator notices such a loss.)
         self._settles = losses > 0 and (late > 0 or any(map(_may_hold, models_of_all)))
         # Shards are distinguishable if their models differ, if each draws its own random numbers, or if workers join
         # late (the coordinator's core records which servers have answered).
@@ -223,7 +225,7 @@ class SmallJob:
             len(set(step)) == 1 and getattr(step[0], "draws", "shared") == "shared" for step in all_models
         )
         # Workers are distinguishable if each has its own random numbers, if plans break ties by name, or if workers
-        # join late. (A core may forget which workers have left, and could mistake a renamed worker for one of them.)
+        # join late. (A core may forget which workers have left, and could mistake a renamed worker for such a worker.)
         workers_alike = alike and not any(
             hasattr(model, "draws") or (isinstance(model, ElasticBSP) and not any_plan)
             for model in models_of_all
@@ -243,7 +245,7 @@ class SmallJob:
             "returns": remembers,
             "staleness": any(model.needs_staleness for model in models_of_all),
             "factors": any(model.needs_at_once for model in models_of_all),
-            # A server that is told of a loss answers at once only if the worker is not connected any longer.
+            # A server that is told of a loss answers at once only if the lost worker is no longer connected.
             "connections": self._settles,
             "cuts": False,
         }
@@ -401,7 +403,7 @@ class SmallJob:
         return state if servers is state.servers else replace(state, servers=servers)
 
     def _tidied(self, servers: tuple[ServerState, ...]) -> tuple[ServerState, ...]:
-        """Return the servers of a state after what `plain` does."""
+        """Return the servers of a state after the changes that `plain` makes."""
         if self._agree and (common := frozenset.intersection(*(at.means for at in servers))):
             servers = tuple(self._server_pool(replace(at, means=at.means - common)) for at in servers)
         if shared := frozenset.intersection(*(at.factors for at in servers)):
@@ -542,12 +544,13 @@ class SmallJob:
                 )
         lost = any(worker_state.phase == "lost" for worker_state in state.workers)
         if not self._agree or (self._changes and lost):
-            # One shard may have changed the model with a worker that was lost then, and another shard with the next
-            # worker. Until then, they run different models, and only one of them may average.
+            # One shard may have changed the model together with a worker that was lost afterwards, and another shard
+            # changes it together with the next worker. In between, the two shards run different models, and perhaps
+            # only one of these models averages pushes.
             return
         counted = {w for w, worker_state in enumerate(state.workers) if worker_state.phase == "finished"}
         if self._settles and not self._coordinators[state.coordinator.core].losses.torn:
-            # No push of a lost worker may be in the mean of one shard only.
+            # A push of a lost worker must not be in the mean of only one shard.
             counted = set(range(len(state.workers)))
         joint = []
         for at in state.servers:
@@ -600,7 +603,7 @@ class SmallJob:
             yield label, partial(self._fire_at_coordinator, state, timer)
 
     def _steps_at_coordinator(self, state: State, w: int) -> Iterator[Step]:
-        """Yield the coordinator's steps: it receives a message from or about worker w, or notices that w is lost."""
+        """Yield the coordinator's steps: receiving a message from or about worker w, or noticing that w is lost."""
         at = state.coordinator
         if state.workers[w].phase == "lost" and self._known(at, w):
             label = f"the coordinator notices the loss of worker {w}"
@@ -634,7 +637,7 @@ class SmallJob:
             yield from self._end_of(state, index, w)
 
     def _end_of(self, state: State, index: int, w: int) -> Iterator[Step]:
-        """Yield the step in which a shard notices the loss of a worker, unless it has noticed it."""
+        """Yield the step in which a shard notices the loss of a worker, unless the shard has already noticed it."""
         at = state.servers[index]
         connected = _is_in(at, w) if not self._settles else self._servers[at.core].is_connected(w)
         if connected or at.queues[w]:
@@ -666,11 +669,11 @@ class SmallJob:
                     )
                 case ChangePublished():
                     assert core.change is None, (
-                        f"worker {w} receives a second change before it has passed the first"
+                        f"worker {w} receives a second change before it has passed the first change"
                     )
                 case PlanPublished():
                     assert core.stops_at is None, (
-                        f"worker {w} receives a second plan before it has stopped for the first"
+                        f"worker {w} receives a second plan before it has stopped for the first plan"
                     )
                 case _:
                     raise AssertionError(f"a worker cannot receive {order}")
@@ -865,7 +868,7 @@ class SmallJob:
     def _server_takes(self, at: ServerState, index: int, call: Call) -> tuple[ServerState, tuple[Send, ...]]:
         """Return the state of a server after a call, and the messages that it sends.
 
-        The call "deliver" stands for the one that a worker's next message causes.
+        The call "deliver" stands for the call that a worker's next message causes.
         """
         if call.method == "deliver":
             w = call.worker
@@ -955,7 +958,7 @@ class SmallJob:
         return replace(state, coordinator=self._coordinator_pool(at))
 
     def _matters(self, core: int, timer: Timer) -> bool:
-        """Return True if the timer would have an effect now. If not, it never will under the same model."""
+        """Return True if the timer would have an effect now. Otherwise, it will never have one under the same model."""
         after, outcome = self._coordinators.after(core, Call("fire", message=timer, now_ticks=self.now_ticks))
         return after != core or bool(outcome.requests)
 
@@ -1017,7 +1020,7 @@ class _ServerRequests(Host):
         made: (number, worker) of each edit that is carried out.
         squares: the squared norms of means, for the coordinator. The norms do not matter, but they differ between
             shards and between means.
-        missing: the other messages about means, for the coordinator.
+        missing: the `MeanMissing` messages, for the coordinator.
     """
 
     def __init__(self, index: int) -> None:
@@ -1061,7 +1064,7 @@ class _ServerRequests(Host):
 
 
 class _FromServer(Host):
-    """Delivers the messages of a server that are received at once. The others are in flight as reports.
+    """Delivers the messages of a server that are received at once. The other messages are in flight as reports.
 
     Attributes:
         state: the state of the job, which changes with each message.
@@ -1120,7 +1123,7 @@ class _FromCoordinator(Host):
             self.send(to, lost)
 
     def _ignore(self, to: Peer, message: messages.MainChosen) -> None:
-        """Send nothing: the message says which script writes files, which no shard and no sync model knows."""
+        """Send nothing: the message says which script writes files. No shard or sync model depends on this."""
 
     senders: ClassVar = {Started: _start, messages.WorkerLost: _report_loss, messages.MainChosen: _ignore}
 
@@ -1138,7 +1141,7 @@ def _in_any_order(model: SyncModel) -> bool:
 
 
 def _may_hold(model: SyncModel) -> bool:
-    """Return True if a shard with this model may hold pushes, also after a user's condition has failed."""
+    """Return True if a shard with this model may hold pushes, even after a user's condition has failed."""
     machine = model.at_shard()
     averages = isinstance(machine, ConditionMachine) and machine.averages
     return averages or isinstance(model, ElasticBSP | Conditions)

@@ -97,12 +97,13 @@ class WorkerState(Pooled):
         phase: what the worker is doing.
         core: number of the worker's core (see `Interned`).
         orders: messages from the coordinator that the worker has not received yet.
-        v_train: the latest round that an answer has named since the worker's last push; None if no answer has. The
-            core receives all answers together, when the last one arrives.
+        v_train: the latest round that an answer has named since the worker's last push; None if no answer has named
+            one. The core receives all answers together, when the last answer arrives.
         restarted: True if the worker has restarted its current iteration.
-        changed: number of the last change that one of the worker's pushes was flagged with; 0 if there is none.
+        changed: number of the last change with which a push of the worker was flagged; 0 if no push was flagged.
         edits: True if the worker is in the block of an edit.
-        named: True if shard 0 has named the worker as the one whose edit counts, and other answers are missing.
+        named: True if shard 0 has named the worker as the one whose edit counts, while answers from other shards are
+            still missing.
     """
 
     phase: Literal["absent", "joining", "computing", "waiting", "finished", "lost"]
@@ -197,7 +198,7 @@ class Tape:
 
 
 SHARED = (Tape, type, FunctionType, BuiltinFunctionType)
-"""What a core and its copy have in common, besides immutable values."""
+"""Classes of the objects that a core and its copy share, besides immutable values."""
 
 
 class Interned(Generic[Core]):
@@ -206,7 +207,7 @@ class Interned(Generic[Core]):
     Args:
         tape: the recorder that the cores use.
         without: subjects that do not matter in the job. States are equal if they differ only in fields that decide
-            about one of these.
+            about one of these subjects.
     """
 
     def __init__(self, tape: Tape, without: Collection[Subject] = ()) -> None:
@@ -263,10 +264,10 @@ class Interned(Generic[Core]):
         return ""
 
     def difference_of_restored(self, make: Callable[[], Core]) -> str:
-        """Describe a core that behaves differently if a new core has its state. Return "" if there is none.
+        """Describe a core that behaves differently after it was restored. Return "" if there is none.
 
-        All calls that were made in any state are made again. So a new core behaves as the original does whatever
-        follows, as far as the search has gone.
+        Every call that the search has made in any state is made again, on a new core to which this state was restored.
+        So all behavior that the search has seen is compared.
         """
         for number, call in self._next:
             core = make()
@@ -276,7 +277,7 @@ class Interned(Generic[Core]):
         return ""
 
     def _difference(self, core: Core, number: int, call: Call) -> str:
-        """Make a call. Describe how what follows differs from what is stored for it in state `number`."""
+        """Make a call. Describe how the result differs from the stored result of the same call in state `number`."""
         outcome = self._perform(core, call)
         then, expected = self._next[number, call]
         state = self._number.get(self._outlook(core))
@@ -455,11 +456,11 @@ class Renaming:
 
 
 class _Writer(pickle.Pickler):
-    """Writes a core, to be read in this process, which takes 55 to 70 % of the time of `copy.deepcopy`.
+    """Writes a core as bytes that only this process can read. Copying takes 55 to 70 % of the time of `copy.deepcopy`.
 
     Args:
         file: where the core is written.
-        shared: receives the objects that a core and its copy have in common, because they never change.
+        shared: receives the objects that a core and its copy share, because these objects never change.
     """
 
     def __init__(self, file: io.BytesIO, shared: list[object]) -> None:
@@ -487,7 +488,7 @@ class _Reader(pickle.Unpickler):
 
 @cache
 def _is_shared(kind: type) -> bool:
-    """Return True if a core and its copy have the objects of a class in common."""
+    """Return True if a core and its copy share the objects of a class."""
     return issubclass(kind, SHARED) or (issubclass(kind, msgspec.Struct) and kind.__struct_config__.frozen)
 
 
