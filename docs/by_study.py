@@ -89,8 +89,9 @@ def _agreement(p_values: Mapping[Place, float], outside: Sequence[Place]) -> str
     named = ", ".join(f"`{name}` in {cluster}" for cluster, name in outside)
     return (
         f"After Holm's correction for the {count} comparisons, {len(surely) or 'none'} of the differences "
-        f"{'is' if len(surely) == 1 else 'are'} significant. Without it, {count - len(outside)} intervals hold no "
-        f"difference. The others are {named or 'none'}; about {0.05 * count:.0f} would be so by chance."
+        f"{'is' if len(surely) == 1 else 'are'} significant. Without the correction, {count - len(outside)} of the "
+        f"intervals include 'no difference'. The others are those of {named or 'none'}; about {0.05 * count:.0f} "
+        "such intervals are to be expected by chance."
     )
 
 
@@ -117,25 +118,26 @@ BOUND = BOUNDS[FACTOR][0]
 SAME_ACCURACY = """\
 `paceline study` asks the same question for `{problem}` with {workers} workers, at half of the best rate. In the
 table, hundreds of runs are trained together along one schedule. In the study, each run is simulated alone, with
-a schedule of its own, and evaluates its weights itself, which takes messages. The network, the order of the
-data and the seeds are the same. This command repeats the study, which takes 7 minutes of
-computing time:
+a schedule of its own, and evaluates its weights itself, which needs messages. The network, the order of the
+data and the seeds are the same. This command repeats the study, which takes 7 minutes of computing time:
 
     paceline study reproductions/studies/same-accuracy.toml --out DIR
 
-Its results are in `reproductions/results/study-same-accuracy`. Mean final accuracies over {seeds} seeds in
-percent, in the table and in the study, and their difference with its 95 % interval, paired by seed:
+Its results are in `reproductions/results/study-same-accuracy`. The following table shows the mean final
+accuracies over {seeds} seeds in percent, in the table and in the study, and their difference with its 95 %
+interval, paired by seed:
 
 ACCURACIES
 
 {agreement} Under `rennala`, the last mean is incomplete, and is applied when the workers have left, so the last
-evaluations of the study come before it. With the seed of the table's schedule, and without evaluations on the
-way, a run of each of the 69 cells that is simulated alone ends at the same time and with the same accuracy as
-in the table (`tests/reproductions/test_studies.py`).
+evaluations of the study come before this update. If a run of each of the 69 cells is simulated alone, with the
+seed of the table's schedule and without evaluations during training, it ends at the same time and with the same
+accuracy as in the table (`tests/reproductions/test_studies.py`).
 
-How many times sooner than `bsp` a model reaches the final accuracy of `bsp`, less the bound: the mean over the
-seeds in the table and in the study, and then, as in the `summary.md` of the study, single runs. A single run
-exceeds the target now and then before the mean does, most of all under `bsp`.
+The next table shows how many times sooner than `bsp` a model reaches the final accuracy of `bsp`, less the
+bound. The first two numbers are those of the mean over the seeds, in the table and in the study. The third
+number is that of single runs, as in the `summary.md` of the study. A single run exceeds the target now and then
+before the mean does, most of all under `bsp`.
 
 TIMES
 
@@ -256,12 +258,12 @@ def _of_times(
         ]
         usual = (times[cluster, BASELINE] for times in (in_table, in_study))
         parts.append(
-            f"by {_percent(median(changes))} in the middle and {_percent(max(changes))} at most in {cluster}, where "
+            f"by a median of {_percent(median(changes))} and by at most {_percent(max(changes))} in {cluster}, where "
             f"`bsp` needs {' and '.join(f'{each:.0f} s' for each in usual)}"
         )
     return (
         f"The first two numbers differ {'; '.join(parts)}. The table has one schedule, so its times depend on when "
-        "this schedule slows down which worker: most of all in pauses, where a run has few of them."
+        "this schedule slows down which worker: most of all in the cluster *pauses*, where a run has few pauses."
     )
 
 
@@ -276,20 +278,20 @@ TARGET = "time to 0.05"
 
 DIGITS = """\
 `paceline study` asks for `digits` which model reaches 0.05 of the initial loss soonest, each with its own best
-rate. On the page, all settings are trained together along recorded schedules, and rates and momenta are
-searched. In the study, each run is simulated alone, and each model has five rates and one momentum: a grid
-around the best ones of the page. The network, the seeds and the random times of the workers are the same. This
-command repeats the study, which takes 10 minutes of computing time:
+rate. On the page, all settings are trained together along recorded schedules, and the best rates and momenta
+are searched for. In the study, each run is simulated alone, and each model has five rates and one momentum: a
+grid around the best ones of the page. The network, the seeds and the random times of the workers are the same.
+This command repeats the study, which takes 10 minutes of computing time:
 
     paceline study reproductions/studies/evidence-digits.toml --out DIR
 
-Its results are in `reproductions/results/study-evidence-digits`. The mean time to the target over {seeds} seeds
-on the page and in the study, the quotient of both, paired by seed, and the ratios to `bsp`:
+Its results are in `reproductions/results/study-evidence-digits`. The tables show the mean time to the target
+over {seeds} seeds on the page and in the study, the quotient of both, paired by seed, and the ratios to `bsp`:
 
 TABLES
 
 {agreement} The page and the
-study choose different rates where several are about equally good with the three tuning seeds.
+study choose different rates where several rates are about equally good with the three tuning seeds.
 """
 
 

@@ -50,29 +50,31 @@ QUESTION = (
 METHOD = (
     "*Problems.* `digits-mlp`: 64-64-10 network on scikit-learn's digits; `digits-cnn`: two convolutions with "
     "BatchNorm on the same images. Joint batch 128. 600 images are learned, and the accuracy is that on the other "
-    "1,197: with more images to learn from, nearly all runs get the same few images wrong, whatever the codec. "
-    "`text-gpt`: a transformer with one layer and about 60,000 parameters on the bytes of Python's standard library, "
-    "joint batch 16 sequences of 64 bytes. The loss is that on 8,192 bytes that follow.",
+    "1,197: with more images to learn from, nearly all runs get the same few images wrong, regardless of the codec. "
+    "`text-gpt`: a transformer with one layer and about 60,000 parameters on the bytes of Python's standard "
+    "library, joint batch 16 sequences of 64 bytes. The loss is measured on the 8,192 bytes that follow.",
     "*Optimizers.* `sgd`: momentum 0.9. `adamw`: betas 0.9 and 0.95, weight decay 0.1. `muon`: Muon for the four "
     "matrices inside `text-gpt`, and the same AdamW for the rest, only with four workers and three codecs. The "
     "learning rates are near the best ones of a single process with float32 and other seeds. They fall to 0 over the "
     "200 joint steps of a run, or the 5,000 of the long one.",
-    "*Workers.* All of them share the joint batch. Under `bsp` if nothing else is said. *Balanced*: one of four "
-    "workers is three times slower, and has a third of the samples of each other one. *Replaced*: one of four workers "
-    "is lost in the middle of the run, and another joins ten steps later. Under `asp`, runs are compared with `asp` "
-    "and float32.",
-    "*Runs.* In virtual time, with `paceline.simulate(wire=...)`, so rounding is that of a live run between machines. "
-    "*int4 without feedback* is no codec of `--wire`: it forgets what rounding has taken from a gradient.",
-    "*Result.* The mean of the last five of 50 evaluations, with the weights of the servers. A table shows the mean of "
-    "what is lost over the seeds and its standard error; what is below 0 is better than float32. *Open*: the goal is "
-    "within two standard errors of the mean.",
+    "*Workers.* All of them share the joint batch. The sync model is `bsp` unless another one is named. *Balanced*: "
+    "one of four workers is three times slower, and has a third of the samples of each other worker. *Replaced*: "
+    "one of four workers is lost in the middle of the run, and another joins ten steps later. Runs under `asp` are "
+    "compared with runs under `asp` with float32.",
+    "*Runs.* All runs are in virtual time, with `paceline.simulate(wire=...)`. Values are rounded as in a live run "
+    "between machines. *int4 without feedback* is not a codec of `--wire`: it does not add the rounding error of a "
+    "gradient to the next gradient.",
+    "*Result.* The result of a run is the mean of the last five of 50 evaluations, with the weights of the servers. "
+    "A table shows the mean loss of quality over the seeds and its standard error; a number below 0 is better than "
+    "float32. *Open*: the goal is within two standard errors of the mean.",
 )
 
 LIMITS = (
-    "Nothing about larger networks and longer runs, apart from the 5,000 steps of the smallest one.",
-    "Nothing about learning rates that stay as they are: where they fall to 0, the last steps average over the noise "
-    "that rounding adds.",
-    "Little about what feedback is good for: these problems are mostly learned without it, too.",
+    "There are no results for larger networks or longer runs, apart from the 5,000 steps of the smallest network.",
+    "There are no results for constant learning rates. With rates that fall to 0, the last steps average over the "
+    "noise that rounding adds.",
+    "The results show little of the benefit of feedback, because these problems are mostly learned without "
+    "feedback, too.",
     "The cells of a problem with an optimizer share their runs with float32, so their errors are not independent.",
 )
 
@@ -103,7 +105,7 @@ def findings(results: dict[Run, tuple[float, float, str]]) -> list[str]:
         kind = f"`{codec}` under `asp`" if codec == ASP else f"`{codec}`"
         but = f" Not met: {'; '.join(others)}." if others else ""
         met = f"{kind}: the goal is met in {count['met']} of {len(own)} cells."
-        lines.append(f"{met}{but} Most is lost here: {'; '.join(most)}.")
+        lines.append(f"{met}{but} The largest losses: {'; '.join(most)}.")
     return lines
 
 
@@ -152,7 +154,7 @@ def text() -> str:
         "    python docs/make_codecs.py",
         "",
     ]
-    lines += ["## What this does not say", "", *bullets(LIMITS), ""]
+    lines += ["## Limits of these results", "", *bullets(LIMITS), ""]
     lines += ["## Results", "", *(line for table in result_tables(results) for line in markdown(table))]
     return "\n".join(lines).rstrip() + "\n"
 

@@ -46,37 +46,40 @@ QUESTION = (
 METHOD = (
     "*Work.* A transformer with about 120,000 parameters learns the bytes of Python's standard library with AdamW. "
     f"The joint batch is {work.JOINT_BATCH} samples of {work.CONTEXT} bytes in every system. A step sleeps "
-    f"{1000 * work.PACE_S:g} ms for each sample, as if the model were large, and then computes for real, which takes "
-    "a small part of that. A slow machine sleeps three times as long.",
+    f"{1000 * work.PACE_S:g} ms for each sample, as if the model were large, and then really computes the gradient, "
+    "which takes a small part of this time. A slow machine sleeps three times as long.",
     "*Machines.* Three emulated machines, each with its own network, processes, mounts and shared memory, and a link "
-    "with the given rate in each direction and no added delay. What a system needs once (Paceline's coordinator and "
-    "server, torchft's lighthouse, rank 0, the first peer of hivemind) is on the first machine. The third one is slow, "
-    f"or loses all processes after {KILLED_S:g} s and starts again at {RETURNED_S:g} s.",
-    "*Time.* The clock starts when all workers are ready for their first step, and stops at the first weights with the "
-    "loss. The worker on the first machine saves the weights that its system has agreed on, at most every "
-    f"{work.SNAPSHOT_S:g} s. Another process evaluates them at the lowest priority, so all systems pay the same: the "
-    f"time to save 0.5 MB. Methods with local steps are evaluated after each synchronization. A run ends after "
-    f"{LIMIT_S:g} s.",
+    "with the given rate in each direction and no added delay. The processes that a system needs once (Paceline's "
+    "coordinator and server, torchft's lighthouse, rank 0, the first peer of hivemind) run on the first machine. "
+    f"The third machine is slow, or loses all processes after {KILLED_S:g} s and starts again at {RETURNED_S:g} s.",
+    "*Time.* The clock starts when all workers are ready for their first step, and stops at the first weights with "
+    "the target loss. The worker on the first machine saves the common weights, on which all workers of the system "
+    f"agree, at most every {work.SNAPSHOT_S:g} s. Another process evaluates them at the lowest priority, so the cost "
+    "is the same for all systems: the time to save 0.5 MB. Methods with local steps are evaluated after each "
+    f"synchronization. A run ends after {LIMIT_S:g} s.",
     f"*Rates.* Each system makes a run with each of the learning rates {', '.join(f'{lr:g}' for lr in RATES)} "
     f"under the first condition, and keeps the best one. The results are medians over {len(SEEDS)} other seeds.",
-    "*Settings.* As the documentation of each system recommends, where it fits a run of about 100 steps: see the heads "
-    "of the files in `benchmarks/peers`. H is the number of local steps: 8 for Accelerate as in its guide, 4 after 10 "
-    "steps of warm-up for PostLocalSGD as in PyTorch's examples, and 8 instead of 100 for torchft. On slow links, "
-    "systems send fewer bytes if they can: Paceline `--wire int8` and a server on each machine, as its guide says; DDP "
-    "float16; hivemind 8 bits. PostLocalSGD, Accelerate and torchft have nothing for this on CPUs.",
-    "*MB sent* is what the interfaces of all three machines have sent until the loss was reached. *Samples lost* are "
-    "those that a worker has computed or received and that are in no weights that the system has agreed on, without "
-    "those that were under way at the end.",
+    "*Settings.* The settings are those that the documentation of each system recommends, if they fit a run of "
+    "about 100 steps: see the heads of the files in `benchmarks/peers`. H is the number of local steps: 8 for "
+    "Accelerate as in its guide, 4 after 10 steps of warm-up for PostLocalSGD as in PyTorch's examples, and 8 "
+    "instead of 100 for torchft. On slow links, systems send fewer bytes if they can: Paceline uses `--wire int8` "
+    "and a server on each machine, as its guide says; DDP uses float16, and hivemind 8 bits. PostLocalSGD, "
+    "Accelerate and torchft have no such option on CPUs.",
+    "*MB sent* is the amount that the interfaces of all three machines have sent until the loss was reached. "
+    "*Samples lost* are samples that a worker has received or computed, but that are not in the common weights. "
+    "Samples that were under way at the end do not count.",
 )
 LIMITS = (
-    "Nothing about GPUs, NCCL, or more than three workers.",
-    "Nothing about large models: the sleep stands for their computation, but their gradients are larger, too.",
-    "Nothing hides behind a computation: each step first sleeps and then exchanges. DDP and Paceline send parts of a "
-    "gradient while a real model still computes the others.",
-    "Nothing about the final quality of a model, which matters most where steps are local or gradients are stale.",
-    "Little about hivemind and DiLoCo as they are meant to be used: with joint batches of thousands of samples, or "
-    "hundreds of local steps, between two exchanges over the internet.",
-    "The connections of Paceline are encrypted, and those of hivemind. The others are not.",
+    "There are no results for GPUs, NCCL, or more than three workers.",
+    "There are no results for large models: the sleep stands for their computation, but their gradients are larger, "
+    "too.",
+    "No communication overlaps with a computation: each step first sleeps and then exchanges gradients. DDP and "
+    "Paceline send parts of a gradient while a real model still computes the others.",
+    "There are no results for the final quality of a model, which matters most if steps are local or gradients are "
+    "stale.",
+    "The results say little about hivemind and DiLoCo as they are meant to be used: with joint batches of thousands "
+    "of samples, or hundreds of local steps, between two exchanges over the internet.",
+    "The connections of Paceline and hivemind are encrypted. Those of the other systems are not.",
 )
 
 
@@ -145,7 +148,7 @@ def text(outcomes: Sequence[Outcome], sessions: Sequence[Session]) -> str:
     again = "The following commands repeat the runs, and write this page. Runs that a file contains are not repeated:"
     lines += [*textwrap.wrap(again, 118), "", "    make .venv-peers/.ready"]
     lines += ["    python -m benchmarks peers --results FILE", "    python docs/make_comparison.py", ""]
-    lines += ["## What this does not say", "", *bullets(LIMITS)]
+    lines += ["## Limits of these results", "", *bullets(LIMITS)]
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -26,23 +26,23 @@ the coordinator.
 
 A connection has two directions, and each direction has a *phase*. Only messages in the same direction change the
 phase. So both ends know the phase, although messages in opposite directions may cross. The picture shows the phases
-of every direction that has more than one. Below each phase are the messages that may be sent only in some phases. The
-message at an arrow begins the next phase.
+of every direction that has more than one. Below the name of a phase are the messages that may be sent in this phase,
+but not in all phases. The message at an arrow begins the next phase.
 
 ![The phases of each direction](../pictures/phases.svg)
 
 A process closes a connection on which it receives a message that the tables do not allow in this direction and
-phase, and says in its log what was expected. The tables say what a process may send by what it is and by what it has
-sent. The order of iterations is checked in `core/order.py`, and who takes part in the run in
-`core/members.py`. "Any" phase means any except *greeting* and *left*.
+phase, and says in its log what was expected. The tables say which messages a process may send, depending on its role
+and on the messages that it has already sent. The order of iterations is checked in `core/order.py`, and membership in
+the run in `core/members.py`. "Any" phase means any except *greeting* and *left*.
 
 In the tables, "core" means that the receiving process passes the message to its core, which decides what follows (see
 [the design](../design.md#the-cores)). A message for the "host" concerns only the receiving process itself: its
 connections, its memory, or the machine.
 
 **To add a message**, write its class in a module of `core/messages/`, with one decorator `@sent(...)` for
-each row of the table. Then let a core send it, and another one handle it, in its method `handle`. The decoders, what
-is accepted, the fuzzers' examples and this page (`make docs`) follow from the class.
+each row of the table. Then let one core send the message, and another core handle it in its method `handle`. The
+decoders, the checks of received messages, the fuzzers' examples and this page (`make docs`) follow from the class.
 """
 
 

@@ -35,13 +35,13 @@ KINDS = ("element by element", "tensor by tensor", "refused")
 
 INTRODUCTION = """\
 Can the servers run your optimizer? Before training begins, a worker [tests](../index.md) the class: on slices of small
-parameters, then on whole tensors. The table shows what the test has found for each class of some packages, built with
-its defaults for a small model: a convolution, a linear layer and their biases, or matrices only where a class accepts
-nothing else.
+parameters, then on whole tensors. The tables show the kind that the test has found for each class of some packages.
+Each class was built with its defaults for a small model: a convolution, a linear layer and their biases, or only
+matrices if the class accepts nothing else.
 
 - *Element by element*: the servers hold slices of equal size.
 - *Tensor by tensor*: each tensor is whole at one server.
-- *Refused*: the run stops before it begins, with this reason. "..." stands for numbers.
+- *Refused*: the run is refused before it begins, with the reason in the table. "..." stands for numbers.
 """
 
 REMEDIES = """\

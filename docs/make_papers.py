@@ -27,24 +27,24 @@ HEAD = """\
 # What the papers claim
 
 Paceline implements the systems of three papers. For each number that the papers print as a result, these pages say
-whether ours agrees, by the rules of `reproductions/verdicts.py`:
+whether our number agrees, by the rules of `reproductions/verdicts.py`:
 
-- *agrees*: the interval of ours holds the paper's number, as precisely as the paper prints it ("about": within 10 %).
-  With "up to", "over", "above" and "at least", a larger number agrees, too; with "below" and "at most", a smaller one.
+- *agrees*: our interval contains the paper's number, as precisely as the paper prints it ("about": within 10 %). With
+  "up to", "over", "above" and "at least", a larger number agrees, too; with "below" and "at most", a smaller one.
 - *agrees in direction*: the whole interval shows an effect of the same sign, but of another size.
-- *contradicts*: the whole interval shows no effect, less than a tenth of the paper's, or one of the other sign. A
-  number that is not an effect, such as a count, is contradicted by any other number.
-- *cannot tell*: the interval holds both an effect and none, which more seeds would tell; or the number depends on the
-  paper's machines and data, for which others stand in.
-- *not reproduced*: there is no kept result that measures it.
+- *contradicts*: the whole interval shows no effect, an effect of less than a tenth of the paper's, or an effect of
+  the opposite sign. A number that is not an effect, such as a count, is contradicted by any other number.
+- *cannot tell*: the interval includes both an effect and no effect, so more seeds would be needed; or the number
+  depends on the paper's machines and data, which are replaced by others here.
+- *not reproduced*: no kept result measures the number.
 
 Where training is involved, a small network, small data and virtual time stand in for the paper's network, data and
 machines, and the same number is given in two ways: with all models at the same learning rate, as in the papers, and
-with each model at its own best one, as a user who tunes them would see it. Brackets hold 95 % intervals over seeds
-or, where the paper draws the input of ZipLine at random, nine tenths of our inputs; "..." is an open end, because runs
-did not reach the target. A number without brackets has no interval: it is a count, one simulation without training, or
-a time on the machine that is named in the result. Where the paper only says "faster" or "similar", the number is
-"above 1" or "about 1".
+with each model at its own best learning rate, as a user who tunes the models would see it. Brackets contain 95 %
+intervals over seeds. Where the paper draws the input of ZipLine at random, they contain the interval of nine tenths
+of our inputs. "..." is an open end, because runs did not reach the target. A number without brackets has no interval:
+it is a count, one simulation without training, or a time on the machine that is named in the result. Where the paper
+only says "faster" or "similar", the number is "above 1" or "about 1".
 
     python -m reproductions --list       # every number with its verdict
     python -m reproductions NAME...      # make an exhibit: its text, numbers and picture
@@ -72,17 +72,17 @@ NOT_YET = "There is no kept result yet."
 BY_SEED = "The runs differ more by seed than by model."
 CHAOS = (
     "The runs differ more by seed than by model. At twice this rate, it depends on the seed whether a run with 40 "
-    "workers converges; at four times, none does."
+    "workers converges; at four times this rate, no run converges."
 )
 FRESHER = "Restarted computations use fresher weights, which saves more time than the restarts cost."
 NO_FRESHER = "Restarts cost nearly as much time as fresher weights save, or more."
 FEWER_ITERATIONS = "Restarted computations use fresher weights."
 UNREACHED = "Too few runs reach the target."
 SLICES = (
-    "Nearly all of it comes from slices of equal size. The costs of PS-Lite's scheduler and of its work for each "
-    "message, which the paper's baseline pays as well, are not simulated."
+    "Nearly all of the effect comes from slices of equal size. The costs of PS-Lite's scheduler and of its work for "
+    "each message, which the paper's baseline pays as well, are not simulated."
 )
-SLOW_MACHINE = "Fast machines wait less for the slow one. How slow it is, and when, is our choice."
+SLOW_MACHINE = "Fast machines wait less for the slow one. How slow this machine is, and when, is our choice."
 FEWER_UPDATES = "BSP makes fewer updates in the same number of epochs."
 STALEST = "ASP's gradients are the stalest."
 
@@ -123,7 +123,7 @@ HEADLINES = (
         "elasticbsp",
         "table1: zipline-opt-bs, n",
         {
-            "agrees": "The measured exponent contains the logarithm: from 50 to 400 workers, n log n grows with 1.2.",
+            "agrees": "The measured exponent contains the logarithm: from 50 to 400 workers, that of n log n is 1.2.",
             "contradicts": "The measured exponent is larger even than that of n log n from 50 to 400 workers, 1.2.",
         },
     ),
@@ -152,8 +152,8 @@ HEADLINES = (
         "more-delayed-pulls",
         {
             "contradicts": (
-                "After a lazy wait, a worker is level with the slowest. How soon it is ahead again depends on how the "
-                "machines differ, which the paper does not say."
+                "After a lazy wait, a worker is level with the slowest worker. How soon it is ahead again depends "
+                "on how the machines differ, which the paper does not say."
             )
         },
     ),
@@ -162,8 +162,8 @@ HEADLINES = (
         "lazy-faster",
         {
             "contradicts": (
-                "Under SSP, workers at their bound go at the pace of the slowest with both kinds of execution. What a "
-                "delayed pull costs the server is not simulated."
+                "Under SSP, workers at their bound are as slow as the slowest worker with both kinds of execution. "
+                "The cost of a delayed pull for the server is not simulated."
             )
         },
     ),
@@ -184,7 +184,7 @@ HEADLINES = (
         {
             "agrees in direction": (
                 "At its bound, a fast worker waits in each step under SSP, and in half of them under PSSP. The time is "
-                "the mean over the workers, as in Table IV: the slowest ones take as long under both."
+                "the mean over the workers, as in Table IV: the slowest workers take the same time under both."
             )
         },
     ),
@@ -217,7 +217,7 @@ def headlines() -> Iterator[str]:
     rows = {(prefix, row.key): row for prefix in PAPERS for row in judged(prefix)}
     yield "## The headlines"
     yield ""
-    yield "The numbers in the papers' abstracts and conclusions, and five from their text."
+    yield "The table has the numbers in the papers' abstracts and conclusions, and five from their text."
     yield ""
     yield from table(
         ("paper", "claim", "paper", "ours", "ours, own rates", "verdict", "why"),

@@ -41,24 +41,24 @@ COMMANDS = """\
 # Command line
 
 Each command has a help text: `paceline run --help`. An option that begins with two hyphens may be written
-`--option VALUE` or `--option=VALUE`. Options of Paceline go before the name of the script; what follows the script is
-passed to it. [Exit codes](exit-codes.md) say how a command has ended. `paceline --version` prints the version.
-[Simulate and compare](command-line-simulate.md) has the commands that start no run.
+`--option VALUE` or `--option=VALUE`. Options of Paceline go before the name of the script; everything after this name
+is passed to the script. The [exit codes](exit-codes.md) say how a command has ended. `paceline --version` prints the
+version. [Simulate and compare](command-line-simulate.md) has the commands that start no run.
 
 """
 
 SETTING = """\
 # Settings
 
-What `paceline run`, `paceline serve` and `paceline join --slurm` take as options, `paceline.launch` takes as arguments.
-A run writes its settings to `run.json`, and its report lists those that are not the default.
+These are options of `paceline run`, `paceline serve` and `paceline join --slurm`, and arguments of `paceline.launch`. A
+run writes its settings to `run.json`, and its report lists those that are not the default.
 
 """
 
 VARIABLES = {
     "PACELINE_SECRET": "the secret of a run that several machines join. `--secret-file` names a file instead",
     "PACELINE_LOG": "the level of the logs of servers and workers, such as `INFO`. Default: `WARNING`",
-    "XDG_CONFIG_HOME": "the folder in which `paceline/key` signs the runs that you start. Default: `~/.config`",
+    "XDG_CONFIG_HOME": "the folder with `paceline/key`, which signs the runs that you start. Default: `~/.config`",
 }
 
 
@@ -203,8 +203,9 @@ def settings() -> str:
     lines += ["## Environment variables", ""]
     lines += table(["variable", "meaning"], ([code(name), cell(what)] for name, what in VARIABLES.items()))
     lines += [
-        "A worker also finds the variables of torchrun with `--torchrun-env`, and those that choose its",
-        "[accelerator](../how-to/gpus.md#each-worker-sees-its-own-accelerator-only).",
+        "Each worker also has the variables that select its",
+        "[accelerator](../how-to/gpus.md#each-worker-sees-its-own-accelerator-only) and, with `--torchrun-env`, those",
+        "of torchrun.",
     ]
     return "\n".join(lines).rstrip() + "\n"
 

@@ -69,58 +69,63 @@ PROBLEM_LINES = (
     "class that is not torch's.",
     "`digits-cnn-...` and `small-gpt-...`: optimizers that normalize, with rates that rise and fall to 0, only "
     "translated, under `asp`, `ssp`, `elastic-bsp` and `drop-stragglers` in the cluster steady 3x with 4 and 16 "
-    "workers. Muon for the matrices inside the network with AdamW for the rest, Adafactor, and Lion; besides, with a "
-    "constant rate, the schedule-free AdamW, at the weights of its `eval()`. The network of `digits-cnn` "
-    "on 1,408 images, and a GPT like that of `text-gpt` with two layers, half the width, a joint batch of 64 sequences "
-    "and 120 joint steps, only at the best rate.",
+    "workers. Muon for the matrices inside the network with AdamW for the rest, Adafactor, and Lion; also, with a "
+    "constant rate, the schedule-free AdamW, evaluated at the weights of its `eval()`. The network of `digits-cnn` "
+    "on 1,408 images, and a GPT like that of `text-gpt` with two layers, half the width, a joint batch of 64 "
+    "sequences and 120 joint steps, only at the best rate.",
 )
 
 REASONS = (
-    "`rennala` drops every gradient whose weights are outdated: with as many gradients in a mean as there are "
-    "workers, 40 to 46 % of them in the cluster steady 3x. An update makes up for dropped gradients only up to a "
-    "whole step, so an epoch moves the weights less far than under `bsp`. At small rates, which need all epochs, "
-    "little is learned.",
-    "`drop-stragglers` and `ringmaster` drop gradients, too. Their updates make up for the distance, but not for the "
-    "noise, which a mean of three gradients instead of four has 4/3 of. It shows where the loss is mostly noise: on "
-    "the quadratics, at the best rate and half of it.",
-    "Momentum lags behind by half of the delay, which costs about 0.5 m / (1 - m) joint steps at the beginning: 4.5 "
-    "for a momentum of 0.9, and 25 for 0.98 (`digits-mlp-slow`), of 112. Without this correction, larger steps "
-    "oscillate: on `quadratic-256` at the best rate, with 16 workers under `asp` in the cluster steady 3x, the loss "
-    "is 8 % above that of `bsp`, instead of 10 % below it.",
-    "Adamax divides by the largest gradient lately. The noise of a single push is larger than that of a joint "
-    "gradient, which makes its steps shorter. For optimizers that divide by a mean of squares, the noise is taken into "
-    "account. Optimizers that normalize their updates, such as Muon, Adafactor and Lion, receive a running mean of "
-    "gradients that has the noise of a joint gradient. It lags by up to half a joint step. Most is lost on "
-    "`small-gpt-muon`, whose best rate is the largest that was tried, and whose runs have 120 joint steps.",
+    "`rennala` drops every gradient whose weights are outdated. If a mean has as many gradients as there are "
+    "workers, these are 40 to 46 % of the gradients in the cluster steady 3x. An update makes up for dropped "
+    "gradients only up to a whole step, so an epoch moves the weights less far than under `bsp`. At small rates, "
+    "training needs this distance in every epoch, so little is learned.",
+    "`drop-stragglers` and `ringmaster` drop gradients, too. Their updates make up for the distance, but not for "
+    "the noise: a mean of three gradients has 4/3 of the noise of a mean of four. This matters where the loss is "
+    "mostly noise: on the quadratics, at the best rate and half of it.",
+    "The correction for delayed gradients makes momentum lag behind by half of the delay, which costs about 0.5 m / "
+    "(1 - m) joint steps at the beginning: 4.5 for a momentum of 0.9, and 25 for 0.98 (`digits-mlp-slow`), of 112. "
+    "Without this correction, larger steps oscillate: on `quadratic-256` at the best rate, with 16 workers under "
+    "`asp` in the cluster steady 3x, the loss is 8 % above that of `bsp`, instead of 10 % below it.",
+    "Adamax divides by the largest recent gradient. The noise of a single push is larger than that of a joint "
+    "gradient, so the steps of Adamax are shorter. For optimizers that divide by a mean of squares, the noise is "
+    "taken into account. Optimizers that normalize their updates, such as Muon, Adafactor and Lion, receive a "
+    "running mean of gradients that has the noise of a joint gradient. This mean lags by up to half a joint step. "
+    "The result suffers most on `small-gpt-muon`, whose best rate is the largest that was tried, and whose runs "
+    "have 120 joint steps.",
     "Under `ssp`, `dssp`, `dsps` and `pssp`, the delay of the gradients is not known at the beginning, and is "
-    "predicted as under `asp`: 0.93 joint steps with 16 workers. In the cluster steady 3x, it is only 0.5, because "
-    "the fast workers wait for the slow ones, and most of the difference is noticed after 30 joint steps. Until "
-    "then, momentum builds up more slowly than it should. It shows at small rates: on `quadratic-8` without noise, "
-    "at a quarter of the best rate, with 16 workers under `ssp`, the loss is 2.8 % above that of `bsp`. With a "
-    "constant delay of 0.58, its mean over the run, the loss is the same as that of `bsp`.",
+    "predicted as under `asp`: 0.93 joint steps with 16 workers. In the cluster steady 3x, the delay is only 0.5, "
+    "because the fast workers wait for the slow ones. It takes 30 joint steps until most of the difference is "
+    "noticed. Until then, momentum builds up more slowly than it should. This matters at small rates: on "
+    "`quadratic-8` without noise, at a quarter of the best rate, with 16 workers under `ssp`, the loss is 2.8 % "
+    "above that of `bsp`. With a constant delay of 0.58, which is the mean over the run, the loss is the same as "
+    "that of `bsp`.",
 )
 
 METHOD = (
     "*Clusters.* One server, and a latency of 0.02 s. A gradient takes about 1 s. *Steady 3x*: a quarter of the "
     "workers always take 3 times as long. *Jitter*: log-normal times with sigma 0.5. *Pauses*: each worker is 10 "
     "times slower for 5 s in every 50 s. A worker's batch is the joint batch divided by the number of workers.",
-    "*Tuning.* The best of several rates for `bsp` with 4 workers, each twice as large as the one before, by the "
-    "mean quality over three seeds. Where it is the largest that was tried, a larger one may be better. The table "
-    "uses this rate, half and a quarter of it, and eight other seeds.",
-    "*Runs.* In virtual time, as with `paceline.simulate`. Who pushes when does not depend on the weights, so "
-    "each schedule is recorded once, and all rates and seeds are trained along it, by the stores and the "
-    "translation of a real run; a test compares such a run with `simulate(train_fn=...)`. So all seeds of a cell "
-    "have the same times of the workers, and differ in their initial weights and the order of their data.",
-    "*Guard.* Each of these runs has a guard that says when training diverges (`--guard tell`). The command makes "
-    "the runs without the correction for delayed gradients, too, with `--hyperparameters 'translated without delay'`.",
-    "*Bounds.* At the best rate, 3 points of accuracy or 6 % of the loss; at half and a quarter of it, 1 point or"
-    " 2 %. Only what is worse than `bsp` counts. A run has learned nothing (*lost*: a cell with such a run) if "
-    "its accuracy is at most 0.15, or its loss is at least 0.9 on the quadratics, 1 on `ratings` or 3.15 on "
-    "`text-gpt`, or not finite.",
+    "*Tuning.* The best rate is that with the best mean quality over three seeds, under `bsp` with 4 workers. Each "
+    "rate that was tried is twice as large as the one before. Where the best rate is the largest one that was "
+    "tried, a larger rate may be better. The table uses the best rate, half and a quarter of it, and eight other "
+    "seeds.",
+    "*Runs.* All runs are in virtual time, as with `paceline.simulate`. The times of the pushes do not depend on "
+    "the weights. So each schedule of pushes is recorded once, and all rates and seeds are trained along this "
+    "schedule, with the optimizers and the translation of a real run; a test compares such a run with "
+    "`simulate(train_fn=...)`. So all seeds of a cell have the same times of the workers, and differ in their "
+    "initial weights and the order of their data.",
+    "*Guard.* Each of these runs has a guard that says when training diverges (`--guard tell`). With "
+    "`--hyperparameters 'translated without delay'`, the command makes the runs without the correction for delayed "
+    "gradients.",
+    "*Bounds.* A cell is within the bounds if it is worse than `bsp` by at most 3 points of accuracy or 6 % of the "
+    "loss at the best rate, and by at most 1 point or 2 % at half and a quarter of this rate. A run has learned "
+    "nothing (*lost*: a cell with such a run) if its accuracy is at most 0.15, or its loss is at least 0.9 on the "
+    "quadratics, 1 on `ratings` or 3.15 on `text-gpt`, or not finite.",
     "*Time.* The quality is computed 40 times in a run. The time to `bsp`'s quality is the virtual time at which "
     "the mean over the seeds first reaches `bsp`'s final quality at the same rate, less the bound, for both "
-    "models. It depends on when the only schedule slows down which worker, most of all in pauses "
-    "(see the last section of the results).",
+    "models. All runs of a cell have the same schedule, so this time depends on when the schedule slows down which "
+    "worker, most of all in the cluster *pauses* (see the last section of the results).",
 )
 
 
@@ -198,7 +203,7 @@ def texts() -> dict[Path, str]:
     lines += ["[The results](same-accuracy-results.md) have all tables.", ""]
     lines += [*textwrap.wrap(completeness(list(results.values())), 118), ""]
     lines += [
-        "## Where it is not so, and why",
+        "## Where the result is not the same, and why",
         "",
         *bullets([*REASONS, *reasons(cells, results)]),
         "",
@@ -224,8 +229,8 @@ def texts() -> dict[Path, str]:
         "[The same hyper-parameters under every model](same-accuracy.md) says what was measured.",
         "",
         *textwrap.wrap(
-            f"The columns are the rate ({', '.join(f'{factor:g}' for factor in FACTORS)} of the best one for `bsp`): "
-            "the number of cells within the bounds, and of all cells.",
+            f"Each column belongs to a rate ({', '.join(f'{factor:g}' for factor in FACTORS)} of the best one for "
+            "`bsp`), and shows the number of cells within the bounds and the number of all cells.",
             118,
         ),
         "",

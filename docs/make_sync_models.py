@@ -45,10 +45,11 @@ one of them.
 
 The following terms are used for every model. c_p is the number of iterations that worker p has pushed, and min c is
 the smallest c_p of all live workers. *Progress* is c_p - 1, the index of the iteration that was just pushed. A
-*round* is complete when every live worker has pushed its gradient for this round (some models define this
-differently), and V_train is the number of complete rounds. A *delayed pull* is a pull that is not answered on
-arrival. Each picture shows a simulation in virtual time, which runs the same synchronization code as a live run. One
-of the four simulated workers is three times slower than the others, and iteration times vary randomly by up to 10 %.
+*round* is complete when every live worker has pushed its gradient for this round (some models define a complete
+round differently), and V_train is the number of complete rounds. A *delayed pull* is a pull that is not
+answered on arrival. Each picture shows a simulation in virtual time, which runs the same synchronization code
+as a live run. One of the four simulated workers is three times slower than the others, and iteration times vary
+randomly by up to 10 %.
 
 Different shards may run different models, and the model may change during a run:
 
@@ -59,8 +60,8 @@ A script can change the model with `paceline.set_sync("elastic-bsp")`. All shard
 each worker, the old model ends with the worker's next push, and the new model begins when all workers have sent this
 push. Pushes that were held back are averaged and applied at the boundary, so no push is lost, and all workers have
 the same c_p when the new model begins. Some models must run on all shards, because they plan for the whole job:
-`elastic-bsp` and `spec-sync`. `rennala` and `ringmaster` need a single shard (the default, with one server), because a
-push could otherwise be applied at one shard and dropped at another.
+`elastic-bsp` and `spec-sync`. `rennala` and `ringmaster` need a single shard (the default if there is one
+server), because a push could otherwise be applied at one shard and dropped at another.
 
 `--sync auto` lets the run choose: it begins with `bsp` and balanced batches, and changes to another model at the
 beginning of an epoch if that saves at least 10 % of the time per epoch. See
@@ -69,7 +70,8 @@ beginning of an epoch if that saves at least 10 % of the time per epoch. See
 A model decides which pushes are applied, and when. How far an update then moves the weights follows from the
 script's hyper-parameters, which by default refer to the joint batch: see
 [the guide](hyper-parameters.md). The papers apply each push with the hyper-parameters as they are.
-`--hyperparameters raw` does the same, and a model with a `push_scale` other than 1 always does.
+`--hyperparameters raw` does the same. A model with a `push_scale` other than 1 always applies pushes in this
+way.
 
 """
 
@@ -79,10 +81,10 @@ WHICH = """\
 The right synchronization model depends on how your workers differ, and on the noise of your gradients. The
 following table summarizes [When it pays](when-it-pays.md), which compares 18 contenders in 11 simulated
 clusters, with intervals. The problem is a noisy quadratic, for which the expected loss is known exactly; it is
-not a neural network, so treat the recommendations as a starting point. A ratio is the time to a target loss,
-divided by that of `bsp`, each model with its own best settings. In brackets: how many comparisons, with
-different sizes of batches and numbers of workers, are better, ties and worse. A tie means that the data does
-not show a difference.
+not a neural network, so treat the recommendations as a starting point. A ratio is the time that a model takes
+to a target loss, divided by the time of `bsp`, each with its own best settings. The comparisons have different
+sizes of batches and numbers of workers. The brackets contain the number of comparisons in which the model is
+better, of ties, and of those in which it is worse. A tie means that the data does not show a difference.
 
 """
 
@@ -140,8 +142,8 @@ while a worker computes a gradient, other workers update the weights.
 
 `--batch balanced` gives each worker a batch in proportion to its speed, and works with every model. When one of
 four workers was 3 times slower, ten epochs took 24.4 s under `bsp`, 11.2 s under `bsp` with balanced batches,
-and 9.9 s under `asp` (`python -m benchmarks unequal`). It helps less if a large part of the time of an
-iteration does not depend on the size of the batch, and it does not help against random variations and pauses,
+and 9.9 s under `asp` (`python -m benchmarks unequal`). Balanced batches help less if a large part of the time
+of an iteration does not depend on the size of the batch. They do not help against random variations and pauses,
 which end before the sizes can adapt.
 
 """

@@ -60,8 +60,8 @@ gradient's noise is proportional to the curvature. Given the order in which grad
 the simulator records, the expected loss of SGD with momentum follows exactly, without sampling
 (`reproductions/evidence/quadratics.py`). So differences between seeds are differences between the random times of the
 workers only. The loss begins at 1. The size of a batch is stated in units of the *critical batch*, at which noise and
-curvature slow down a step equally when the loss is 0.1: a worker's batch is 0.1, 1 or 10 of them ("each"), or that of
-all workers together is 1 or 10 of them ("in all").
+curvature slow down a step equally when the loss is 0.1: a worker's batch is 0.1, 1 or 10 of them ("each"), or the
+batches of all workers together are 1 or 10 critical batches ("in all").
 
 *Clusters.* One server, and a latency of 0.02 s. A gradient takes about 1 s. *Steady 2x* and *steady 4x*: a quarter of
 the workers always take 2 or 4 times as long. *Jitter*: log-normal times with sigma 0.5. *Pauses*: each worker is 10
@@ -73,11 +73,11 @@ its own. Learning rates differ by a factor of the square root of 2. Each contend
 many parameters it has, and more learning rates are added until the best one is not at an end. Settings are chosen by
 the median over three seeds. A setting with which the loss rises above 2 with any of these seeds is rejected.
 
-*Evaluation.* 16 other seeds. Contenders are paired on seeds. A ratio is the geometric mean of the ratios of a
+*Evaluation.* 16 other seeds. Contenders are paired by seed. A ratio is the geometric mean of the ratios of a
 contender's results to those of `bsp`, with a 95 % interval (Student's, on the logarithms). If a result is "never",
-because the target is not reached or the loss rises above 2, it is infinite, and the interval is that of the sign test
-for the median. *Tie* means that the interval contains 1, or that the difference does not remain significant after
-Holm's correction for all {count:,} comparisons.
+because the target is not reached or the loss rises above 2, it counts as infinite, and the interval is that of the
+sign test for the median. *Tie* means that the interval contains 1, or that the difference does not remain significant
+after Holm's correction for all {count:,} comparisons.
 
 *Measures.* The time until the loss is 0.1 with a constant learning rate; and the loss after a given time, and after a
 given number of gradients, with a learning rate that decays linearly to 0. The results also contain the times to 0.3
@@ -96,8 +96,8 @@ LET_THE_RUN_CHOOSE = """\
 that saves at least 10 % of the time per epoch ([details](../how-to/choose-a-model.md#let-the-run-choose)). `python -m
 benchmarks auto` simulates it on 60 clusters of 4 to 16 workers, with 24 epochs of 30 iterations each, and compares
 the time until all data is used with the times under `bsp`, `bsp` with balanced batches, `drop-stragglers`, `ssp`,
-`elastic-bsp` and `asp`. An epoch is taken to be worth the same under each model, which is the aim of translated
-hyper-parameters. Dropped data does not count.
+`elastic-bsp` and `asp`. An epoch is assumed to be worth the same under each model, which is the aim of translated
+hyper-parameters. Dropped data is not counted as used.
 
 | ten clusters each | behind the best fixed choice | time / `bsp` | time / `bsp balanced` | changes |
 |---|---|---|---|---|
@@ -108,7 +108,7 @@ hyper-parameters. Dropped data does not count.
 | equal machines | 1.7 to 2.5 % | 1.00 | 1.00 | 0 |
 | changes in mid-run | 2.8 to 10.2 % | 0.31 to 0.58 | 0.53 to 1.00 | 9 |
 
-So it stays within 15 % of the best fixed choice in all 60 clusters, and is never slower than `bsp`."""
+So `--sync auto` stays within 15 % of the best fixed choice in all 60 clusters, and is never slower than `bsp`."""
 
 RESERVATION = (
     "A ratio says nothing about a script whose settings were found under `bsp`. Only `bsp`, with or without balanced "
@@ -157,11 +157,12 @@ PROBLEMS = {
 """The problems of the studies that follow the quadratics, in the order of the page."""
 
 REAL = (
-    f"The same protocol with six contenders, fixed before any result was known, in two clusters ({TWO[0]}; {TWO[1]})"
-    ", with a fixed batch for each worker. Settings are chosen by the time to the second target, with a constant "
-    "learning rate, and used for all measures. The tuning begins with 18 settings (9 for the language models), and "
-    "the evaluation uses 16 seeds (8 for the language models). The loss is that on held-out data, and a target is a "
-    "share of the loss at the beginning. Holm's correction is over all comparisons of a problem."
+    "These studies follow the same protocol, with six contenders that were fixed before any result was known. There "
+    f"are two clusters ({TWO[0]}; {TWO[1]}), and each worker has a fixed batch. Settings are chosen by the time to the "
+    "second target, with a constant learning rate, and used for all measures. The tuning begins with 18 settings (9 "
+    "for the language models), and the evaluation uses 16 seeds (8 for the language models). The loss is measured "
+    "on held-out data, and a target is a share of the loss at the beginning. Holm's correction covers all "
+    "comparisons of a problem."
 )
 
 
@@ -259,10 +260,10 @@ def findings(page: Page) -> list[str]:
         *real,
         f"*With the same number of gradients* instead of the same time, ratios of losses: "
         f"{at_equal_gradients(('asp', 'spec-sync', 'rennala', 'drop-stragglers'))}.",
-        f"*A check*: more inequality should not help. It does, by more than the noise, in {len(helped)} of {checked} "
-        f"pairs of *steady 2x* and *steady 4x*: {_names(helped)}. In expectation, a slow worker's outdated gradients "
-        "disturb less if there are fewer of them, so the ratios of these models at 2x do not extend to other "
-        "degrees.",
+        "*A check*: a contender should not be faster in a cluster with more inequality. It is, by more than the "
+        f"noise, in {len(helped)} of {checked} pairs of *steady 2x* and *steady 4x*: {_names(helped)}. In "
+        "expectation, a slow worker's outdated gradients disturb less if there are fewer of them, so the ratios of "
+        "these models at 2x do not hold for other degrees of inequality.",
     ]
 
 
@@ -373,8 +374,9 @@ def texts() -> dict[Path, str]:
         *textwrap.wrap(
             f"{len(CONTENDERS)} contenders in {len(PLACES)} simulated clusters, with {len(BATCHES)} sizes of "
             "batches, on a problem whose expected loss is known exactly. A ratio is a contender's time to a loss of "
-            "0.1, divided by that of `bsp`, each with its own best settings. In brackets: how many comparisons are "
-            "better, ties (the interval holds 1, or the difference is not significant) and worse.",
+            "0.1, divided by that of `bsp`, each with its own best settings. The brackets contain the number of "
+            "comparisons in which the contender is better, of ties (the interval contains 1, or the difference is "
+            "not significant), and of those in which it is worse.",
             118,
         ),
         "",
@@ -390,7 +392,7 @@ def texts() -> dict[Path, str]:
         "",
         *textwrap.wrap(
             "To compare the models on your own cluster and script, run `paceline simulate your-cluster.toml --script "
-            "your_script.py`. In place of the description of a cluster, the command takes the directory of a "
+            "your_script.py`. Instead of the description of a cluster, the command also accepts the directory of a "
             "recorded run.",
             118,
         ),
@@ -411,7 +413,8 @@ def texts() -> dict[Path, str]:
         "",
         *textwrap.wrap(
             'Mean ranks over all clusters, sizes of batches and seeds (1 is the best, and "never" shares the last '
-            "rank), and the number of comparisons with `bsp` that are better, ties and worse:",
+            "rank), and the numbers of comparisons with `bsp` in which the contender is better, of ties, and of "
+            "those in which it is worse:",
             118,
         ),
         "",

@@ -231,18 +231,20 @@ TEXT = """
 DDP with NCCL keeps everything on the devices: they send their gradients to each other, and each of them computes the
 whole update. In Paceline, servers on CPUs hold the weights. This lets unequal devices of any kind train together, and
 costs copies and time on the CPUs. **If all devices are equal, use DDP with NCCL**: Paceline sends as many bytes as
-its all-reduce, and copies them to the host and back besides. Otherwise, count what a step costs. P is the size of the
-weights in bytes, 4 for each weight.
+its all-reduce, and copies them to the host and back besides. Otherwise, add up the costs of a step. A copy that runs
+during the backward pass is *hidden*: it takes no additional time. P is the size of the weights in bytes, 4 for each
+weight.
 
 - *Gradients to the host:* P / 25 GB/s over PCIe 4.0 x16 (nominal). A gradient is copied as soon as it is complete, so
-what fits beside the backward pass is hidden. Nothing is hidden if the device has no streams, or if the script changes
-its gradients after the backward pass, as `clip_grad_norm_` does, because they are then copied again.
-- *Gradients to the servers:* at most P / 1.25 GB/s over 10-gigabit Ethernet. What is sent during the backward pass is
-hidden.
+these copies are hidden as far as the backward pass is long enough. Nothing is hidden if the device has no streams, or
+if the script changes its gradients after the backward pass, as `clip_grad_norm_` does, because they are then copied
+again.
+- *Gradients to the servers:* at most P / 1.25 GB/s over 10-gigabit Ethernet. The parts that are sent during the
+backward pass are hidden.
 - *The update*, on the CPUs of the servers. It begins when the last gradient has arrived, so nothing is hidden.
 - *Weights to the workers:* at most P / 1.25 GB/s again. Nothing is hidden.
-- *Weights to the device:* P / 25 GB/s again. A piece is copied as soon as it has arrived, so this is hidden if the
-link is slower than the device. In shared memory, nothing is hidden.
+- *Weights to the device:* P / 25 GB/s again. A piece is copied as soon as it has arrived, so this time is hidden
+behind the transfer if the link is slower than the device. In shared memory, nothing is hidden.
 
 With 100 million weights ({gigabytes:.1f} GB), a copy over PCIe takes {device_ms:.0f} ms, and 10-gigabit Ethernet
 takes {ethernet_ms:.0f} ms in each direction. Over shared memory, there is no link between workers and servers.
@@ -252,13 +254,14 @@ weights are encoded and decoded on the CPUs, which takes this time on one core (
 
 ENCODING
 
-Gradients are encoded and decoded beside the backward pass, as far as they fit. Each server encodes its part of the
-weights after the update, and each worker decodes all of them. So with one core for each process, codecs save little
-over 10-gigabit Ethernet, and cost time over faster links. [Over slower links](#on-slow-links), they save most of the
-time.
+Gradients are encoded and decoded during the backward pass, as far as it is long enough. Each server encodes its part
+of the weights after the update, and each worker decodes all of them. So with one core for each process, codecs save
+little over 10-gigabit Ethernet, and cost time over faster links. [Over slower links](#on-slow-links), codecs save
+most of the time.
 
-**The update.** About, for one push, on one core of a virtual machine. Because the speed of such a machine varies,
-the fastest of many updates counts (`python -m benchmarks transport --systems optimizer --rounds 12`):
+**The update.** The table shows about how long an update with one push takes on one core of a virtual machine. Because
+the speed of such a machine varies, the fastest of many updates counts (`python -m benchmarks transport --systems
+optimizer --rounds 12`):
 
 UPDATES
 
@@ -267,24 +270,27 @@ second. The shards of several servers are updated at the same time: {machines} s
 {adam_rate_4:.0f} steps per second, unless they share memory that is too slow for all of them. Under `bsp`, a step is
 one update with the mean of all pushes. Each push after the first adds at most the time of an update by SGD. Under
 `asp`, each push is an update, so all workers share this rate. Muon multiplies matrices, which takes far longer on a
-CPU. An accelerator of the servers may make its steps (`--server-device`), for two more copies of P in each.
+CPU. With `--server-device`, the servers make the steps of Muon on an accelerator, which takes two more copies of P in
+each step.
 
 **Memory.** Each worker needs 2 P on the device for flat vectors, of which the parameters and their gradients are
 views, and 2 P on the host. The servers together need (1 + s) P on their hosts, where s is the number of states per
-weight (SGD 0, with momentum 1, Adam 2). Without shared memory, they also need up to 2 P per worker for what is being
-received and sent. Devices hold no optimizer states: with Adam, DDP needs 2 P more on each device.
+weight (SGD 0, with momentum 1, Adam 2). Without shared memory, they also need up to 2 P per worker for data that is
+being received and sent. Devices hold no optimizer states: with Adam, DDP needs 2 P more on each device.
 
-**Examples.** {machines} devices in {machines} machines, or all in one, and for each device a server with a core of
-its own. Of unequal devices, half take twice as long. The optimizer is Adam. Paceline uses `bsp` and balanced batches.
-DDP uses equal batches, so its steps take as long as those of the slow devices. What fits beside the backward pass,
-two thirds of the computation, is taken to be hidden, for both. These times are computed, not measured
-(`docs/on_accelerators.py`). Paceline is recommended if it takes at least 10 % less time. The columns `int8` and `int4`
-show its time with a codec, including encoding and decoding:
+**Examples.** There are {machines} devices, each in a machine of its own or all in one machine, and for each device a
+server with a core of its own. If devices are unequal, half of them take twice as long. The optimizer is Adam.
+Paceline uses `bsp` and balanced batches. DDP uses equal batches, so its steps take as long as those of the slow
+devices. For both systems, communication is assumed to be hidden as far as the backward pass, which is two thirds of
+the computation, is long enough. These times are computed, not measured (`docs/on_accelerators.py`). Paceline is
+recommended if it takes at least 10 % less time. The columns `int8` and `int4` show the time of Paceline with a codec,
+including encoding and decoding:
 
 EXAMPLES
 
 **Measured.** On an NVIDIA H200 with 16 CPU cores, one worker trained language models in float32 with SGD and momentum
-(`python -m benchmarks accelerator`, November 2026, torch 2.11). Servers and all copies are in the step:
+(`python -m benchmarks accelerator`, November 2026, torch 2.11). The time of a step includes the servers and all
+copies:
 
 | weights | sequences | plain PyTorch | Paceline | ratio | gradients to the host | hidden | weights to the device |
 | --- | --- | --- | --- | --- | --- | --- | --- |
@@ -297,6 +303,6 @@ of weights are not, because the next forward pass waits for all weights. The res
 
 If a script for DDP gives slow devices smaller batches, and weights their losses accordingly, then DDP with NCCL has
 the advantage of balanced batches, too, and is the right choice in all rows. But NCCL cannot connect devices of
-different kinds, such as those of CUDA and ROCm, and DDP has to start again when a machine leaves or joins. There,
-Paceline is the choice, and the table shows what it costs.
+different kinds, such as those of CUDA and ROCm, and DDP has to start again when a machine leaves or joins. In these
+cases, Paceline is the choice, and the table shows its costs.
 """

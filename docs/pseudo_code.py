@@ -61,13 +61,13 @@ ALGORITHMS: dict[str, list[Line]] = {
             "if the push condition holds, answer what is filed under the round, and begin the next one",
             "sync.conditions:ConditionMachine._close_rounds",
             "The condition is tested again until it fails, because the loss of a worker can complete several rounds. "
-            "A worker that has left counts no more.",
+            "A worker that has left no longer counts.",
         ),
         Line(
             "24",
             "acknowledge the push",
             "core.server:Server._commit",
-            "Only a push without a pull is acknowledged. Otherwise, the answer to the pull does this.",
+            "Only a push without a pull is acknowledged. Otherwise, the answer to the pull acknowledges the push.",
         ),
     ],
     "SpecSync, Algorithm 2 (`spec-sync`)": [
@@ -154,7 +154,7 @@ ALGORITHMS: dict[str, list[Line]] = {
 }
 
 BETWEEN_THE_LINES = """
-What the pseudo-code does not show, or what is not its own:
+These differences are not visible in the pseudo-code, or concern models without pseudo-code:
 
 - `bsp`: Table III of FluentPS describes it with conditions, and applies N gradients one by one. Here, a shard
   applies their mean once, so that momentum and Adam see one gradient per round, as in one process.
@@ -169,8 +169,8 @@ What the pseudo-code does not show, or what is not its own:
 def text() -> str:
     """Return the page. Raise `AttributeError` or `ImportError` if a function does not exist."""
     parts = [
-        "# The papers' pseudo-code, line by line\n\nThe functions are named within `src/paceline`. The pages of the "
-        "[models](index.md) state their other deviations.\n"
+        "# The papers' pseudo-code, line by line\n\nThe names of functions are relative to `src/paceline`. The "
+        "pages of the [models](index.md) state their other deviations.\n"
     ]
     for title, lines in ALGORITHMS.items():
         rows = ["| lines | what they do | where | how it differs |\n|---|---|---|---|"]

@@ -50,13 +50,12 @@ def section() -> list[str]:
         for size_mb in SIZES_MB[1:]
     ]
     text = (
-        f"The time of a step under `bsp`: {WORKERS} workers and a server, each on a machine of its own, and a "
-        f"computation of {COMPUTE_S:g} s, after which the gradient is sent. These are times of `paceline.simulate` "
-        "(`docs/slow_links.py`):",
+        f"The table shows the time of a step under `bsp`, with {WORKERS} workers and a server, each on a machine of "
+        f"its own. A computation takes {COMPUTE_S:g} s, and the gradient is sent afterwards. The times are those of "
+        "`paceline.simulate` (`docs/slow_links.py`):",
         "A simulation counts no time for encoding. In each step, encoding and decoding take about "
-        f"{', and '.join(encoding)}, if each process has a core. So at 10 Gbit/s, they take back a part of what is "
-        "saved. [Slow links](../how-to/slow-links.md) says which "
-        "codec suits which optimizer.",
+        f"{', and '.join(encoding)}, if each process has a core. So at 10 Gbit/s, they cost a part of the time that "
+        "is saved. [Slow links](../how-to/slow-links.md) says which codec suits which optimizer.",
     )
     before, after = (textwrap.wrap(each, 118, break_on_hyphens=False) for each in text)
     head = ["weights", "link", *(f"`{wire}`" for wire in CODECS)]

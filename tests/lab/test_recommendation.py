@@ -82,7 +82,7 @@ def test_a_model_with_stale_gradients_that_is_not_much_faster_is_recommended_wit
     found = advised(BSP, msgspec.structs.replace(ASP, times=1.5))
     assert found.text == (
         f"Recommended: asp: 1.5 times as fast as bsp; {STALE}: check the accuracy first. With less than about 2 "
-        "times, that may cost more time than is saved."
+        "times, staleness may cost more time than is saved."
     )
 
 

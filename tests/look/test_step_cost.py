@@ -85,7 +85,7 @@ def test_one_huge_tensor_is_named_because_more_servers_cannot_divide_it() -> Non
     )
     assert cost.with_servers(4) == (
         "With 4 servers, each with as many cores as now, a step would take about 1.9 s instead of 2.0 s, because "
-        "layer0.weight is one tensor, whose update takes 1.9 s. The simulations do not know this."
+        "layer0.weight is one tensor, whose update takes 1.9 s. The simulations do not take this into account."
     )
 
 

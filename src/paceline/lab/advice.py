@@ -1,9 +1,9 @@
 """`paceline advise`: simulates the machines of a finished run under every sync model, and recommends models.
 
-The simulation does not show how staleness affects the loss. Therefore, the models are recommended in the order of
-what they do to the result of training (see `sync.model`): first bsp, whose updates are those of one process, then
-`drop-stragglers`, then models with bounded and with unlimited staleness, which come with the command that shows the
-accuracy of the script under them.
+The simulation does not show how staleness affects the loss. Therefore, the recommended models are ordered by their
+effect on the result of training (see `sync.model`): first bsp, whose updates are those of a single process, then
+`drop-stragglers`, then models with bounded staleness and models with unlimited staleness. Each model that changes the
+result comes with the command that shows the accuracy of the script under this model.
 """
 
 from __future__ import annotations
@@ -62,9 +62,10 @@ class Advice(msgspec.Struct, frozen=True):
         batch: the recommended sizes of the workers' batches: "equal" or "balanced".
         reason: explanation of the recommendation, as sentences.
         effect: what the model does to the result of training: "exact", "fresh" or "stale"; see `sync.model`.
-        check: what shows the accuracy of the script under the model, to be run first; "" if the model is exact.
-        command: what runs the script, or the training function, of the run under the model. If the script is unknown,
-            it is called SCRIPT.
+        check: the command that shows the accuracy of the script under the model, to be run first; "" if the model is
+            exact.
+        command: the command that runs the script or the training function of the run under the model. If the script
+            is unknown, the command contains SCRIPT in its place.
     """
 
     wish: str
@@ -82,10 +83,10 @@ class MachineReport(msgspec.Struct, frozen=True):
     Attributes:
         name: name of the simulated cluster.
         cluster: description of the simulated cluster.
-        workers: number of its workers.
+        workers: number of workers of the simulated cluster.
         sync: sync model of the run.
-        emulated: description of how the run emulated unequal machines; "" if it emulated nothing. The advice is then
-            for the emulated machines.
+        emulated: description of how the run emulated unequal machines; "" if the run emulated nothing. If there is a
+            description, the advice is for the emulated machines.
         findings: sentences about the time that workers of the run lost, and what would help; see
             `paceline.trace.findings`.
         measured_updates_per_s: updates per second in the run while all workers were present.
@@ -94,7 +95,8 @@ class MachineReport(msgspec.Struct, frozen=True):
         simulated_gradients_per_s: gradients per second in a simulation of the run.
         deviation: relative difference of the simulated from the measured gradients per second, which shows how
             accurate the other simulations are; 0.0 if nothing was measured.
-        caution: sentences about a large deviation, which makes the recommendations rough; "" if it is small.
+        caution: sentences about a large deviation, which makes the recommendations rough; "" if the deviation is
+            small.
         data: the data that was simulated; None if the run's data is unknown.
         rows: results for every model, sorted by speed, descending. If the data is known, there are rows for equal and
             for balanced batches.
@@ -134,7 +136,7 @@ def advise(
         syncs: the models.
         tell: progress callback.
         changes: what would be different from the recorded machines.
-        wire: format in which gradients and weights would travel; None for that of the run.
+        wire: format in which gradients and weights would travel; None for the format of the run.
 
     Raises:
         ConfigurationError: the directory does not contain a finished run, its files are damaged, a module with one
@@ -210,7 +212,7 @@ def advise(
 
 
 def _measures(run_dir: Path) -> Measures:
-    """Return the statistics of the whole run, also if the beginning of its traces was deleted."""
+    """Return the statistics of the whole run, even if the beginning of its traces was deleted."""
     digest = Digest(run_dir, only_statistics=True)
     digest.advance()
     return digest.meter.measures()
@@ -231,10 +233,10 @@ def _caution(deviation: float, iterations: Mapping[str, int], header: Header) ->
 
 
 def _dataset(summary: Mapping[str, Any], workers: int) -> Dataset | None:
-    """Return the data of a run; None if the workers used no data of known size that was handed out to them.
+    """Return the data of a run; None if no data of known size was handed out to the workers.
 
-    If the script accumulated gradients, the batches of a push count as one batch. If it computed several gradients
-    from each batch, so do the simulated workers.
+    If the script accumulated gradients, the batches of a push count as one batch. If the script computed several
+    gradients from each batch, the simulated workers do so, too.
     """
     samples, batch_size, epochs = (summary.get(key) or 0 for key in ("epoch_samples", "batch_size", "epochs"))
     if not (samples >= workers and batch_size and epochs):
@@ -252,23 +254,23 @@ def _dataset(summary: Mapping[str, Any], workers: int) -> Dataset | None:
 
 
 def _lost_time(summary: Mapping[str, Any], run_dir: str, changes: Changes) -> list[str]:
-    """Return what cost the workers of a run time, and what would help, as in the terminal and in its report."""
+    """Return sentences about lost time and what would help, as in the terminal and in the run's report."""
     evidence, cost = evidence_of(summary, run_dir), step_cost_in(summary)
     found = [] if evidence is None else [each for each in sentences_of(evidence) if COMPARE not in each]
     return found if cost is None or changes.servers is None else [*found, cost.with_servers(changes.servers)]
 
 
 def _steps(summary: Mapping[str, Any]) -> str:
-    """Return what steps cost the servers of a run, and what would help, if they take most of the transfers."""
+    """Return sentences about the cost of steps and what would help, if steps take most of the transfers; else ""."""
     evidence = evidence_of(summary, "")
     cause = None if evidence is None else steps_of(evidence)
     return "" if cause is None else " ".join([cause.words, *cause.remedies])
 
 
 def _while_all_were_present(shard: TraceFile) -> tuple[float, Measures]:
-    """Return the seconds and the statistics until the first worker left or, if none did, until the last event.
+    """Return the seconds and the statistics until the first worker left or, if no worker left, until the last event.
 
-    If the beginning of the trace was deleted, the workers that were present join with its first entry.
+    If the beginning of the trace was deleted, the workers that were present join at the first remaining entry.
     """
     begun_s, now_s, begun_updates = None, 0.0, 0
     meter = Meter(1, shard.header.ticks_per_s)
@@ -456,7 +458,7 @@ def command_for(summary: Mapping[str, Any], sync: str, batch: BatchSizing) -> st
     """Return the command line, or the call of `launch` in Python, that runs a script under a sync model.
 
     Args:
-        summary: the summary of the run. It tells how the run was launched, and names the modules to import.
+        summary: the summary of the run. The summary says how the run was launched, and names the modules to import.
         sync: the sync model.
         batch: sizes of the workers' batches.
     """
@@ -472,7 +474,7 @@ def command_for(summary: Mapping[str, Any], sync: str, batch: BatchSizing) -> st
     if batch == "balanced":
         named["batch"] = batch
     if (split := summary.get("split") or "auto") != "auto":
-        named["split"] = split  # as simulated; a split that the script fixes is the same
+        named["split"] = split  # as simulated; no effect if the script chooses the split
     if summary.get("hyperparameters") == "raw":
         named["hyperparameters"] = "raw"
     joint = bool(summary.get("joint_batch"))

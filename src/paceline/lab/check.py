@@ -38,7 +38,7 @@ def check_script(
 ) -> list[Mistake]:
     """Run a script in one process and then with several workers, and return what would go wrong.
 
-    The script runs in the current directory, and the files that it writes are written.
+    The script runs in the current directory, and really writes its files.
 
     Args:
         script: the script.
@@ -47,7 +47,8 @@ def check_script(
         iterations: number of steps of an optimizer after which the script is ended.
         sync: the sync model.
         joint_batch: True to divide the batches of loaders among the workers. See `paceline.distribute`.
-        timeout_s: time in seconds after which the script is ended in any case; once alone and once with workers.
+        timeout_s: time in seconds after which the script is ended in any case. This limit holds for the script alone,
+            and again for the run with workers.
         tell: called with a description of what begins now, and with the number of samples in an update.
 
     Raises:
@@ -143,7 +144,7 @@ def _error_message(lines: Sequence[str], folder: str) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process that still runs as Ctrl-C would; kill it if it does not end."""
+    """If a process still runs, interrupt it as Ctrl-C would. If it does not end, kill it."""
     for number in (signal.SIGINT, signal.SIGKILL):
         if process.poll() is None:
             process.send_signal(number)

@@ -14,7 +14,7 @@ from ..sim import PRESETS, Cluster, Dataset
 from ..sim.cluster_file import read_bandwidth
 
 MOST_GROUPS = 6
-"""Number of groups of equal workers up to which each is listed. Of more, the extremes and the median are shown."""
+"""Maximum number of groups of equal workers that are listed. With more groups, extremes and median are shown."""
 
 
 def load_cluster(source: str, recorded_bandwidth: float | str | None = None) -> Cluster:
@@ -41,7 +41,7 @@ class Changes(msgspec.Struct, frozen=True, kw_only=True):
     """What would be different from a cluster that was described or recorded. See `Cluster.with_`.
 
     Attributes:
-        workers: number of workers; None if it stays the same. The same applies to the other attributes.
+        workers: number of workers. Each attribute is None if it does not change.
         servers: number of servers.
         bandwidth: bandwidth of each machine, such as "1gbit".
         slow: workers and the factors of their compute times, such as "3:2,5:1.5".

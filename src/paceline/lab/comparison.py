@@ -42,7 +42,7 @@ from .recommendation import (
 )
 
 NO_RECOMMENDATION = (
-    'No model is recommended, because there are no results for bsp without "!", to compare with.'
+    'No model is recommended, because there are no results for bsp without "!" to compare the models with.'
 )
 STAR = "*: no model is better in speed or staleness without being worse in the other"
 MOST_DRAWN = 16  # timelines are drawn for clusters with at most this many workers
@@ -54,7 +54,7 @@ class Comparison(msgspec.Struct, frozen=True):
 
     Attributes:
         rows: the results for each model.
-        recommendation: what they recommend; None if bsp, with which all others are compared, trains nothing.
+        recommendation: what the rows recommend; None if bsp, with which all models are compared, trains nothing.
     """
 
     rows: list[Figures]
@@ -62,7 +62,7 @@ class Comparison(msgspec.Struct, frozen=True):
 
 
 def show_recommendation(recommendation: Recommendation | None, console: Console) -> None:
-    """Print a recommendation and its command, which is not wrapped so that it can be copied."""
+    """Print a recommendation and its command. The command is not wrapped, so that it can be copied."""
     if recommendation is None:
         print_sentence(console, f"\n{NO_RECOMMENDATION}")
         return
@@ -104,7 +104,8 @@ def compare(
     """Rank sync models. Print a table and a recommendation, and save the results as JSON and as pictures.
 
     The pictures are the ranking and timelines. Without matplotlib, a sentence says that they are left out. `source`
-    is the argument of the command that describes the cluster, and `changes` are its options that change it.
+    is the argument of the command that describes the cluster, and `changes` are the command's options that change the
+    cluster.
     """
     simulated = _Simulated(cluster, iterations, seed, shards, wire, data, tell)
     rows = simulated.ranked(syncs)
@@ -167,7 +168,7 @@ class _Simulated(NamedTuple):
 def _recommendation(
     simulated: _Simulated, rows: Sequence[Figures], source: str, changes: Changes
 ) -> Recommendation | None:
-    """Return what the rows of a ranking recommend. If bsp is not among them, it is simulated for the comparison."""
+    """Return what the rows of a ranking recommend. If bsp is not in the rows, it is simulated for the comparison."""
     if not any(row.sync == "bsp" for row in rows):
         rows = [*simulated.ranked(["bsp"]), *rows]
     return recommend(
@@ -197,7 +198,7 @@ def explore_models(
     """Compare different values of a parameter. Print a table and a recommendation, and save the results.
 
     Without matplotlib, a sentence says that the picture is left out. `source` is the argument of the command that
-    describes the cluster, and `changes` are its options that change it.
+    describes the cluster, and `changes` are the command's options that change the cluster.
     """
     points = sweep(
         cluster, syncs, key, values, iterations=iterations, seed=seed, shards=shards, wire=wire, tell=tell
@@ -224,14 +225,14 @@ def explore_models(
 #
 # Unlike a ranking by speed, such a run shows how staleness affects the loss.
 
-TRANSFERS = 100  # iterations of the simulations of other transfers
+TRANSFERS = 100  # iterations of the simulations with other transfers
 POINTS = 60  # approximate maximum number of points in a curve
 HYPERPARAMETERS_TEXTS = {
     "translated": "The script's hyper-parameters refer to the joint batch, and are translated for all other updates.",
     "raw": "All models use the script's learning rate, but models that average gradients, such as bsp, tolerate a "
     "larger rate.",
 }
-GUESSED = "The losses are guessed: those on which the script called backward(). "
+GUESSED = "The losses are guessed: they are the values on which the script called backward(). "
 CLOSE = 0.02  # a loss that is larger by at most this share counts as the same, because losses of batches are noisy
 WINDOW = 0.05  # each point of a curve is an average over this share of all points
 
@@ -273,7 +274,8 @@ class TrainingComparison(msgspec.Struct, frozen=True):
 
     Attributes:
         rows: the results for each model.
-        recommendation: what they recommend; None if bsp, with which all others are compared, is not among the models.
+        recommendation: what the rows recommend; None if bsp, with which all models are compared, is not among the
+            models.
     """
 
     rows: list[TrainedScript]
@@ -366,16 +368,16 @@ def train_and_compare(
 
 
 def _sizings(sync: str) -> tuple[BatchSizing, ...]:
-    """Return the sizes of batches with which a model is trained: balanced ones, too, if the result is the same."""
+    """Return the sizes of batches for a model: equal and, if this does not change the result, also balanced."""
     schedule = read_schedule(sync)
     lockstep = all(model.lockstep for model in schedule.models)
     return ("equal", "balanced") if lockstep and not schedule.auto else ("equal",)
 
 
 def _recommended_for_script(rows: Sequence[TrainedScript], simulated: _Simulated) -> Recommendation | None:
-    """Return what the losses recommend. Models that are not exact are judged by when they reach the loss of bsp.
+    """Return what the losses recommend. Models that are not exact are judged by when they reach bsp's last loss.
 
-    What would help against the transfers of the script's model is found without training, in `simulated`.
+    Remedies for the transfers of the script's model are found by simulations without training, with `simulated`.
     """
     of_bsp = next((row for row in rows if row.figures.name == "bsp"), None)
     if of_bsp is None:
@@ -401,7 +403,7 @@ def _measured(candidate: Candidate, own_s: float, reached_s: Mapping[str, float 
     Args:
         candidate: the candidate.
         own_s: time at which bsp reaches its own last loss.
-        reached_s: time at which each model reaches this loss; None if it does not.
+        reached_s: time at which each model reaches this loss; None if the model does not reach it.
     """
     if candidate.effect == "exact":
         return msgspec.structs.replace(candidate, measured=True)
@@ -464,7 +466,7 @@ def _run(task: _Task) -> TrainedScript | None:
 
 
 def verdicts(rows: Sequence[TrainedScript]) -> list[str]:
-    """Return a sentence about each model that says what it is worth, compared with the first one.
+    """Return a sentence about each model after the first: when it reaches the last loss of the first model.
 
     The losses of all models were measured, so a model that is only fast is not recommended.
     """

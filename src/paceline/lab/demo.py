@@ -4,8 +4,8 @@ The first part has the data, a small network, and the training function that eve
 that are compared, a run with one of them, and the comparison.
 
 The 1,797 images of 8 x 8 pixels are part of scikit-learn, so nothing is downloaded. The launcher loads the images and
-passes them to the workers as tensors, so workers do not import scikit-learn. `paceline demo --quick` draws its images,
-so it needs no package besides those of Paceline itself.
+passes them to the workers as tensors, so workers do not import scikit-learn. `paceline demo --quick` draws random
+images instead, so it needs only the packages that Paceline itself needs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SPLIT_SEED = 0
 CLASSES = 10
 BRIGHTEST = 16.0  # scikit-learn's pixels range from 0 to 16
 DRAWN_IMAGES = 1800
-BRIGHT_SHARE = 0.4  # of the pixels of drawn patterns
+BRIGHT_SHARE = 0.4  # share of bright pixels in drawn patterns
 NOISE = 0.35  # standard deviation of the noise in drawn images
 
 
@@ -128,7 +128,7 @@ def load() -> Digits:
 
 
 def draw() -> Digits:
-    """Draw images in place of the digits. Each class has a pattern of dark and bright pixels, and each image noise."""
+    """Draw images in place of digits. Each class has a pattern of dark and bright pixels, to which noise is added."""
     generator = torch.Generator().manual_seed(SPLIT_SEED)
     labels = torch.arange(DRAWN_IMAGES) % CLASSES
     patterns = (torch.rand(CLASSES, 1, 8, 8, generator=generator) < BRIGHT_SHARE).float()
@@ -140,7 +140,7 @@ def train(digits: Digits, recipe: Recipe) -> None:
     """Train as one worker of a run.
 
     In the demo, workers stop after a fixed time, not after a fixed number of epochs. Thus, each sync model gets the
-    same training time, and the slow worker does not train alone after the others have finished.
+    same training time, and the slow worker does not train alone after the other workers have finished.
     """
     torch.manual_seed(recipe.seed)
     model = DigitsNet()
@@ -279,10 +279,10 @@ TRANSLATED = tuple(
     msgspec.structs.replace(_bsp, sync=setting.sync, hyperparameters="translated")
     for setting in (_ssp, _asp, _elastic)
 )
-"""The other sync models with the hyper-parameters of BSP, as a user has them who changes only `--sync`."""
+"""The other sync models with the hyper-parameters of BSP, as for a user who changes only `--sync`."""
 
 SETTINGS = (_bsp, _balanced, *TRANSLATED, _ssp, _asp, _elastic)
-"""The settings of the demo: first those with the hyper-parameters of BSP, then each model with its own best ones."""
+"""The settings of the demo: first those with BSP's hyper-parameters, then those with each model's own."""
 
 QUICK_SETTINGS = (_bsp, _balanced, TRANSLATED[1])
 """The settings of `paceline demo --quick`."""
@@ -292,7 +292,7 @@ QUICK = Problem(duration_s=6.0, drawn=True)
 
 
 def _like(sync: str) -> DemoSetting:
-    """Return a setting for another sync model, with the learning rate and momentum of a similar one."""
+    """Return a setting for another sync model, with the learning rate and momentum of a similar model."""
     model = parse(sync)
     similar = _bsp if model.fresh else _asp if model.independent else _ssp
     return msgspec.structs.replace(similar, sync=sync)
@@ -416,7 +416,8 @@ def time_to_target(curve: Sequence[tuple[float, float]], target: float) -> float
 def _evaluate(result: RunResult, digits: Digits, interval_s: float) -> tuple[MetricPoint, ...]:
     """Return the accuracies of the snapshots, at times that are multiples of the interval.
 
-    If the times of several snapshots round to the same multiple, because some were late, only the first is used.
+    If the times of several snapshots round to the same multiple, because some were late, only the first snapshot is
+    used.
     """
     by_number = {round(taken_s / interval_s): snapshot for taken_s, snapshot in reversed(result.snapshots)}
     return tuple(
@@ -431,13 +432,13 @@ def _evaluate(result: RunResult, digits: Digits, interval_s: float) -> tuple[Met
     )
 
 
-# -- Compares sync models for the demo, and equal batches with balanced ones ---------------------------------
+# -- Compares sync models for the demo, and equal batches with balanced batches ------------------------------
 #
 # Four workers train on handwritten digits, and one of them is three times slower than the others. A table and
-# a page show how much time is lost by waiting for the slowest worker, and how much of it is saved by an
-# elastic barrier or by balanced batches. Each sync model runs twice: with the learning rate and momentum that
-# are best for BSP, translated, as a user has them who changes only `--sync`; and with its own best ones, used
-# as they are.
+# a page show how much time is lost by waiting for the slowest worker, and how much of this time is saved by an
+# elastic barrier or by balanced batches. Each sync model runs twice. The first run has the learning rate and momentum
+# that are best for BSP, translated, as for a user who changes only `--sync`. The second run has the model's own best
+# values, used as they are.
 
 
 def run_demo(

@@ -16,7 +16,7 @@ Severity = Literal["error", "wrong", "note"]
 SEVERITIES: tuple[Severity, ...] = ("error", "wrong", "note")
 
 DISTRIBUTE = "Distribute the loader with paceline.prepare or paceline.distribute"
-ONE_WRITER = "Use paceline.save(obj, path), or write only: if paceline.is_main()."
+ONE_WRITER = "Use paceline.save(obj, path), or write the file only if paceline.is_main()."
 PREPARE_SCHEDULE = (
     "Pass the scheduler to prepare, too, with the length that it has in a single process. The schedule then follows "
     "the progress of the job."
@@ -70,8 +70,8 @@ CATALOG: dict[str, tuple[Severity, str, str]] = {
     "length of a part for the schedule": (
         "wrong",
         "The schedule has {length} steps, but the job makes {expected}: {length} is the number of {whose}.",
-        "Write the schedule for a single process, and pass to prepare the loader that is not distributed yet, and "
-        "the scheduler.",
+        "Write the schedule for a single process. Then pass the scheduler to prepare, together with the loader that "
+        "is not distributed yet.",
     ),
     "metric of one worker": (
         "wrong",
@@ -87,8 +87,8 @@ CATALOG: dict[str, tuple[Severity, str, str]] = {
     "different hyper-parameters": (
         "wrong",
         "The workers train with different hyper-parameters at the same steps: {detail}.",
-        "Let them depend on what is the same in all workers: not on paceline.worker_index(), and on a loss only "
-        "after paceline.reduce(loss).",
+        "Let them depend only on values that are the same in all workers: not on paceline.worker_index(), and on a "
+        "loss only after paceline.reduce(loss).",
     ),
     "clipping by the worker's norm": (
         "wrong",
@@ -117,8 +117,8 @@ CATALOG: dict[str, tuple[Severity, str, str]] = {
         "note",
         "The loss compares the {samples} samples of a batch with one another. In a run, these are the samples of one "
         "worker: each has {negatives} negatives, however many workers there are.",
-        "Choose the batch size of the loader, which is that of each worker, by the number of negatives that the loss "
-        "needs.",
+        "The batch size of the loader is the batch size of each worker. Choose it by the number of negatives that "
+        "the loss needs.",
     ),
     "warning": ("note", "{detail}", "Nothing, if this is intended."),
 }
@@ -148,7 +148,7 @@ class Mistake(msgspec.Struct, frozen=True):
 
 
 class ScriptEvidence(msgspec.Struct, frozen=True):
-    """What was observed.
+    """What was observed about a script.
 
     Attributes:
         alone: the observations of the script in one process, without a run.
@@ -178,7 +178,7 @@ class ScriptEvidence(msgspec.Struct, frozen=True):
 
     @property
     def identical_steps(self) -> int:
-        """The number of steps in which the workers have computed gradients; 0 unless these are always the same."""
+        """The number of steps with gradients; 0 unless the gradients of all workers were the same in each of them."""
         gradients = [[each.detail for each in _of(worker, "gradient")] for worker in self.workers]
         steps = list(zip(*gradients, strict=False))
         same = len(gradients) > 1 and all(step[0] and len(set(step)) == 1 for step in steps)
@@ -273,16 +273,16 @@ def _length_of_whole_loader(evidence: ScriptEvidence) -> Iterator[Mistake]:
 def _schedule_of_one_worker(evidence: ScriptEvidence) -> Iterator[Mistake]:
     for worker in evidence.workers:
         for each in _of(worker, "scheduled"):
-            # A scheduler that is stepped once per epoch is not stepped after two steps in a row.
+            # A scheduler that is stepped once per epoch is not stepped after both of two consecutive optimizer steps.
             before = msgspec.structs.replace(each, iteration=each.iteration - 1)
             if before in worker and (share := _share_of_iterations(worker, len(evidence.workers))):
                 yield _mistake("schedule by the worker's iterations", each, detail=each.detail, share=share)
 
 
 def _share_of_iterations(worker: Sequence[ScriptObservation], workers: int) -> str:
-    """Return why a worker makes only a part of the iterations of a single process; "" if it does not, as far as seen.
+    """Return why a worker makes only a part of the iterations of a single process; "" if nothing shows that it does.
 
-    If the script knows the length of its part, or the number of workers, it has taken them into account.
+    A script that has asked for the length of its part, or for the number of workers, is assumed to use this number.
     """
     if _of(worker, "measured part") or any(each.detail == "worker_count" for each in _of(worker, "asked")):
         return ""
@@ -341,7 +341,7 @@ def _metric_of_one_worker(evidence: ScriptEvidence) -> Iterator[Mistake]:
 
 def _hyper_parameters(evidence: ScriptEvidence) -> Iterator[Mistake]:
     if evidence.of_workers("prepared schedule"):
-        return  # it follows the job, so workers that are at different places differ
+        return  # the schedule follows the job, so workers at different places differ
     used = [_of(worker, "hyper-parameters") for worker in evidence.workers]
     steps = list(zip(*used, strict=False))
     if len(steps) > 1 and all(len({each.detail for each in step}) > 1 for step in steps):

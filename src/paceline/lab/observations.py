@@ -12,7 +12,7 @@ import msgspec
 Kind = Literal[
     "advised",  # an optimizer that is not distributed made a step; detail: what to do about it
     "asked",  # the script asked for the index or the number of workers; detail: the function
-    # The script computed a loss that compares the samples of a batch with one another. Detail: their number.
+    # The script computed a loss that compares the samples of a batch with one another. Detail: the number of samples.
     "compared",
     "clipped",  # the script clipped gradients; detail: the function
     "distributed",  # a loader was distributed; detail: identity of the loader
@@ -21,7 +21,7 @@ Kind = Literal[
     "imported",  # a file of the user was imported
     "initialized",  # first forward pass; detail: digest of the weights before it
     "looped",  # the script began a loop over paceline.epochs; detail: "<epochs> <updates>", 0 for no limit
-    "looped by progress",  # the same, if no number of epochs limits the loop; detail: what does
+    "looped by progress",  # the same, if no number of epochs limits the loop; detail: its other limits
     "measured",  # the script called len() of a loader; detail: identity of the loader
     "measured part",  # the script called len() of a distributed loader
     "metric",  # the script stepped a scheduler with a metric; detail: the metric
@@ -31,7 +31,7 @@ Kind = Literal[
     "raised",  # the script failed; detail: the error
     "seeded",  # the script seeded a random generator; detail: the function and the seed
     "scheduled",  # the script stepped a scheduler that was not prepared; detail: the scheduler
-    "stepped",  # an optimizer made a step; detail: "distributed", or the class of an optimizer that is not
+    "stepped",  # an optimizer made a step; detail: "distributed", or else the class of the optimizer
     "timed out",  # the script did not make the wanted number of iterations in time
     "warned",  # Paceline logged a warning; detail: the text
     "wrote",  # the script opened a file for writing; detail: the path
@@ -57,7 +57,7 @@ class ScriptObservation(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Observations:
-    """Writes observations to a file, one per line, so that none is lost if the process is killed.
+    """Writes observations to a file, one per line. So no observation is lost if the process is killed.
 
     An observation that equals an earlier one is not written again.
 
@@ -107,13 +107,13 @@ WRITERS = frozenset(
 """Names of functions and methods that write a file, whatever they belong to."""
 
 SAFE_METHODS = frozenset({"save_model"})
-"""Names of methods that write in one worker only: those of a `Trainer` and of an `Accelerator` do so in a run."""
+"""Names of methods that write in one worker only: in a run, the methods of `Trainer` and `Accelerator` do so."""
 
 SAVERS = frozenset({"torch", "np", "numpy", "joblib"})
 """Modules whose function `save` or `dump` writes a file."""
 
 GUARDS = ("is_main", "worker_index", "rank", "main_process", "is_master", "master_process")
-"""A condition that contains one of these words is taken to be true in one worker only."""
+"""A condition that contains one of these words is assumed to be true in one worker only."""
 
 
 class SourceCall(msgspec.Struct, frozen=True):
@@ -152,7 +152,7 @@ def _parsed(files: Sequence[Path]) -> Iterator[tuple[Path, ast.Module]]:
         try:
             yield file, ast.parse(file.read_bytes())
         except (OSError, SyntaxError, ValueError):
-            continue  # the run of the script reports it
+            continue  # the run of the script reports this error
 
 
 def unreduced_metrics(files: Sequence[Path]) -> list[SourceCall]:

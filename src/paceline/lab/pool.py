@@ -25,7 +25,7 @@ from ..start.processes.program import end_with_parent
 from ..sync.plugins import imported_modules, load_models
 
 CONTEXT = multiprocessing.get_context("spawn")
-"""How processes start: as new ones, which have nothing of what this process has changed since it has started."""
+"""How processes start: as new processes, which do not inherit what this process has changed in its memory."""
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -43,8 +43,8 @@ class EndedTask(NamedTuple, Generic[Result]):
     Attributes:
         number: position of the task.
         result: its result; None if it has failed.
-        error: the exception that it has raised, with the traceback of its process as a note unless it is one of
-            Paceline's; None if it has a result.
+        error: the exception that the task has raised; None if the task has a result. Exceptions that are not
+            Paceline's own have a note with the traceback.
     """
 
     number: int
@@ -89,11 +89,11 @@ def on_all_cores(
 
 
 class ProcessPool:
-    """Processes that carry out tasks. As a context manager, it ends them all. See `on_all_cores`.
+    """Processes that carry out tasks. This context manager ends all of them when it exits. See `on_all_cores`.
 
     Args:
         processes: number of processes. Default: one for each core.
-        prepare: importable function that every process calls first. If it fails, so does the task.
+        prepare: importable function that every process calls first. If it fails, the task fails, too.
         prepare_args: arguments for `prepare`.
     """
 
@@ -231,19 +231,19 @@ def _serve(
 
 
 def _sendable(error: BaseException) -> BaseException:
-    """Return an exception with its traceback; in words, if it cannot be pickled."""
+    """Return an exception with its traceback or, if it cannot be pickled, a description of it."""
     if not isinstance(error, PacelineError):
         error.add_note(f"In a process of its own:\n{traceback.format_exc()}")
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # an exception of a user's may raise any other
+    except Exception:  # a user's exception may raise any other exception here
         return RunFailedError("a process", first_line(error), traceback.format_exc())
     return error
 
 
-# -- Work that consists of many independent tasks: in this process, in several, or on Ray, with the time that is left
+# -- Many independent tasks: in this process, in several processes, or on Ray, with an estimate of the time left
 #
-# Each result is kept as soon as its task has ended. A task that fails is named, and the others go on.
+# Each result is kept as soon as its task has ended. A task that fails is named, and the other tasks go on.
 
 Tell = Callable[[str, float], object]
 """Progress callback. Arguments: what is done, and the fraction of the work that has been done, from 0 to 1."""
@@ -291,7 +291,7 @@ def in_processes(count: int | None, prepare: Callable[[], object] = tuple) -> It
 def in_this_process(
     function: Callable[[Any], Any], tasks: Sequence[Any], *, fresh: bool = False
 ) -> Iterator[EndedTask[Any]]:
-    """Carry out tasks in this process, one after another. The first one that fails ends them."""
+    """Carry out tasks in this process, one after another. The first task that fails ends the work."""
     for number, task in enumerate(tasks):
         yield EndedTask(number, function(task), None)
 
@@ -351,7 +351,8 @@ def _left(seconds: float) -> str:
 
 # -- The runs of a study as tasks of a Ray cluster -----------------------------------------------------------
 #
-# Every node needs the same version of Paceline, and finds the modules of the study where this program does.
+# Every node needs the same version of Paceline, and must find the modules of the study in the same folders as this
+# program.
 
 
 @contextlib.contextmanager

@@ -1,8 +1,9 @@
 """The program that observes a script: `python probe.py FOLDER ITERATIONS TIMEOUT SCRIPT ARGUMENTS`.
 
-It is run alone, and as the script of a run with several workers. The observations are written to a file in FOLDER
-(see `observations`): `alone.jsonl`, or `worker-<index>.jsonl`. The script ends after ITERATIONS steps of one
-optimizer, or after TIMEOUT seconds. The functions whose calls are observed are replaced before the script begins.
+This program is run once alone, and once as the script of a run with several workers. The observations are written to
+a file in FOLDER (see `observations`): `alone.jsonl`, or `worker-<index>.jsonl`. The script ends after ITERATIONS
+steps of one optimizer, or after TIMEOUT seconds. The functions whose calls are observed are replaced before the
+script begins.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ from paceline.train.sources import length_of
 from paceline.train.training import how_to_distribute, unwatch_steps
 
 PATIENCE = 10
-"""Factor by which a script makes more steps until it has stepped a scheduler with a metric."""
+"""Factor by which a script may make more steps if it still has to step a scheduler with a metric."""
 
 LEAST_COMPARED = 4
-"""Minimum number of samples that a loss must compare with one another. Labels of fewer may be in order by chance."""
+"""Minimum number of samples that a loss must compare. With fewer samples, labels may be in order by chance."""
 
 WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_APPEND
 
@@ -87,7 +88,7 @@ class Probe:
         self._initialized = False
 
     def note(self, kind: Kind, detail: str = "", frame: FrameType | None = None) -> None:
-        """Write an observation. `frame` is the innermost frame that may belong to the user; None if there is none."""
+        """Write an observation. `frame` is the innermost frame that may belong to the user; None for no frame."""
         while frame is not None and not is_users(frame.f_code.co_filename):
             frame = frame.f_back
         if frame is None:
@@ -97,7 +98,7 @@ class Probe:
 
     def install(self) -> None:
         """Replace the functions whose calls are observed, and install hooks."""
-        unwatch_steps()  # the same is observed here
+        unwatch_steps()  # this probe observes the steps itself
         sys.addaudithook(self._audit)
         register_optimizer_step_post_hook(self._stepped)
         register_module_forward_pre_hook(self._forward)
@@ -161,7 +162,7 @@ class Probe:
     def _observe_comparisons(self) -> None:
         """Observe losses for which the other samples of a batch are the negatives, as in contrastive training.
 
-        These are cross entropies of a square matrix whose targets are its diagonal.
+        Such a loss is a cross entropy of a square matrix whose targets are the diagonal of the matrix.
         """
         original = torch.nn.functional.cross_entropy
 
@@ -199,7 +200,7 @@ class Probe:
             setattr(owner, name, replacement)
 
     def _observe_schedules(self) -> None:
-        """Observe which schedulers are created where, and which of them the script steps itself."""
+        """Observe where schedulers are created, and which schedulers the script steps itself."""
         for kind in (LRScheduler, *subclasses(LRScheduler)):
             for name, observed in (("__init__", self._created_scheduler), ("step", self._stepped_scheduler)):
                 if name in vars(kind):
@@ -257,7 +258,7 @@ class Probe:
         frame = sys._getframe(1)
         if path.startswith(("/dev/", "/proc/", self._own)) or {"__pycache__", ".cache"} & {*Path(path).parts}:
             return
-        if not is_called_by_paceline(frame, STANDARD):  # what Paceline writes is right
+        if not is_called_by_paceline(frame, STANDARD):  # Paceline's own files are no mistakes
             self.note("wrote", path, frame)
 
     def _forward(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -345,7 +346,7 @@ def users_place(frame: FrameType | None) -> tuple[str, int]:
 
 
 def compares_samples(logits: Any, target: Any) -> bool:
-    """Return True if the targets of a classification are the diagonal of its logits, which is hardly by chance."""
+    """Return True if a classification's targets are the diagonal of its logits, which hardly happens by chance."""
     if not isinstance(logits, torch.Tensor) or not isinstance(target, torch.Tensor) or target.dim() != 1:
         return False
     size = len(target)
@@ -361,7 +362,7 @@ def subclasses(kind: type[Any]) -> list[type[Any]]:
 def length_of_schedule(scheduler: Any) -> int | None:
     """Return the number of steps for which a schedule is written; None if it has no such length.
 
-    A warm-up is only a part of a schedule.
+    A warm-up is only a part of a schedule, so it has no such length.
     """
     if isinstance(scheduler, LinearLR | ConstantLR):
         return None
@@ -375,7 +376,7 @@ def length_of_schedule(scheduler: Any) -> int | None:
 
 
 def hyper_parameters_of(optimizer: torch.optim.Optimizer) -> str:
-    """Return an optimizer's hyper-parameters, those of all groups in one line."""
+    """Return the hyper-parameters of all groups of an optimizer, in one line."""
     groups = [
         ", ".join(
             f"{key}={float(group[key]) if isinstance(group[key], torch.Tensor) else group[key]}"

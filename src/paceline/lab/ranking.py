@@ -110,10 +110,10 @@ def figures_of(
 
 
 def failed(sync: str, error: RunFailedError, batch: BatchSizing = "equal") -> Figures:
-    """Return the figures of a simulation that the sync model has made fail, without results.
+    """Return the figures, without results, of a simulation that failed because of its sync model.
 
     Raises:
-        RunFailedError: the failure is not the model's, so it would be the same under each model.
+        RunFailedError: the failure has another cause, so it would be the same under each model.
     """
     if error.process != "the run":  # a worker's script, or a cluster on which time stands still
         raise error
@@ -144,7 +144,7 @@ def run_task(task: Task) -> Figures:
 
 
 def balanced_task(cluster: Cluster, until_s: float, seed: int, shards: int | None, wire: str) -> Task:
-    """Return a simulation of bsp with balanced batches of data of which nothing is known but that it is divisible."""
+    """Return a simulation of bsp with balanced batches, with invented data that can be divided in any way."""
     samples = NOTIONAL_BATCH * cluster.workers * NOTIONAL_ROUNDS
     data = Dataset(samples=samples, batch_size=NOTIONAL_BATCH, epochs=NOTIONAL_EPOCHS)
     return Task(cluster, "bsp", None, until_s, seed, shards, data, "balanced", True, wire)
@@ -153,7 +153,8 @@ def balanced_task(cluster: Cluster, until_s: float, seed: int, shards: int | Non
 def run_tasks(tasks: Sequence[Task], tell: TellCount = lambda done, of, what: None) -> list[Figures]:
     """Run simulations on all cores. Return the results in the order of the tasks.
 
-    With only one core or task, they run in this process, because another one would first have to import everything.
+    With only one core or one task, the simulations run in this process, because a new process would first have to
+    import everything.
     """
 
     def name_of(task: Task) -> str:
@@ -214,7 +215,7 @@ def rank(
 
 
 def _sizings(sync: str, balances: bool) -> tuple[BatchSizing, ...]:
-    """Return the sizes of batches with which a model is compared: balanced ones only where they may save time."""
+    """Return the sizes of batches with which a model is compared: balanced batches only where they may save time."""
     schedule = read_schedule(sync)
     if not balances or all(model.independent for model in schedule.models):
         return ("equal",)

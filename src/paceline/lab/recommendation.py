@@ -1,9 +1,9 @@
 """One recommendation, with its reason, from the figures of simulations.
 
-What leaves the result of training as it is comes first: balanced batches, and more servers if transfers take much of
-the time. Models with another effect on the result (see `sync.model`) are recommended together with this effect and
-the command that measures it, or with the loss if a script was trained. A difference of less than 10 % is not worth a
-change.
+Changes that keep the result of training come first: balanced batches, and more servers if transfers take much of the
+time. If a model changes the result (see `sync.model`), the recommendation describes this effect. It also contains the
+command that measures the effect or, if a script was trained, the measured loss. A difference of less than 10 % is not
+worth a change.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
         sync: sync model.
         batch: sizes of the workers' batches.
         effect: what the model does to the result of training.
-        times: how many times as fast as bsp it is: in samples or gradients per second or, if a script was trained
-            under a model that is not exact, in the time to the last loss of bsp. 0.0 if this loss was not reached.
+        times: how many times as fast as bsp it is, in samples or gradients per second. If a script was trained under
+            a model that is not exact, the time to the last loss of bsp counts instead; 0.0 if this loss was not
+            reached.
         transfer_share: share of the workers' time in which messages were on their way, from 0 to 1.
         waiting_share: share of the workers' time spent waiting for other workers, from 0 to 1.
         measured: True if a script was trained under the model, so that its loss is known.
@@ -57,7 +58,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """The sync model and, if they are balanced, its batches, in a sentence."""
+        """The sync model, with its batches if these are balanced, for use in a sentence."""
         return f"{self.sync} with balanced batches" if self.batch == "balanced" else self.sync
 
 
@@ -68,9 +69,9 @@ class WireVariant(msgspec.Struct, frozen=True, kw_only=True):
         batch: sizes of the workers' batches.
         servers: number of servers, each on a machine of its own.
         batches_per_push: number of batches from which a worker computes a gradient before it pushes.
-        wire: the format in which gradients and weights travel; "" for that of the ranking.
+        wire: the format in which gradients and weights travel; "" for the format of the ranking.
         reason: why this format, as a clause.
-        times: how many times as fast as bsp on the cluster as it is, in samples per second.
+        times: samples per second, as a multiple of those of bsp on the cluster as it is.
     """
 
     batch: BatchSizing
@@ -89,10 +90,10 @@ class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
         sync: the recommended sync model.
         batch: the recommended sizes of the workers' batches.
         servers: the recommended number of servers; None to leave it as it is.
-        times: how many times as fast as bsp training would be; 1.0 if nothing is worth a change.
+        times: how many times as fast as under bsp the training would be; 1.0 if nothing is worth a change.
         effect: what the recommended model does to the result of training.
         check: the command that shows the accuracy of the script under a model that the text names; "" if the accuracy
-            of all of them is known.
+            of all named models is known.
     """
 
     text: str
@@ -137,7 +138,7 @@ def recommend(
     distributes: bool = True,
     steps: str = "",
 ) -> Recommendation | None:
-    """Return what the simulations recommend; None without bsp, with which all others are compared.
+    """Return what the simulations recommend; None without bsp, with which all other models are compared.
 
     Args:
         candidates: the ways to run that were simulated, as `candidates_of` returns them.
@@ -146,8 +147,8 @@ def recommend(
         check: returns the command that shows the accuracy of the script under a sync model.
         distributes: False if the script of a run distributes no data. Then each worker makes a fixed number of
             iterations, and the run takes as long as its slowest worker under any model.
-        steps: what steps of the optimizers cost the servers, and what would help, in sentences, if they take most of
-            what counts as transfers. Fewer or faster transfers are then not recommended.
+        steps: sentences about the cost of the optimizers' steps and what would help; "" unless steps take most of the
+            time that counts as transfers. With such sentences, fewer or faster transfers are not recommended.
 
     >>> rows = [Candidate(sync="bsp", times=1.0), Candidate(sync="bsp", batch="balanced", times=2.31)]
     >>> recommend(rows, servers=1, check=str).text
@@ -192,9 +193,9 @@ def _better(found: Sequence[Candidate], than: Candidate) -> Candidate:
 
 
 def _relaxed(candidates: Sequence[Candidate], times: float) -> Candidate | None:
-    """Return the best candidate that changes the result of training; None if none is worth it.
+    """Return the best candidate that changes the result of training; None if no such candidate is worth it.
 
-    A model without stale gradients is preferred to one with them, unless it is much slower.
+    A model without stale gradients is preferred, unless a model with stale gradients is clearly faster.
     """
     best = None
     for effect in ("fresh", "stale"):
@@ -210,7 +211,7 @@ class _Wire(NamedTuple):
 
     Attributes:
         share: share of the workers' time in which messages are on their way.
-        servers: number of servers as it is.
+        servers: current number of servers.
         more: the fastest variant with more servers, if it is worth it.
         fewer: the fastest variant with more batches per push, if it is worth it.
         coded: the variant with a codec that sends fewer bytes, if it is worth it.
@@ -224,7 +225,7 @@ class _Wire(NamedTuple):
 
     @classmethod
     def of(cls, exact: Candidate, variants: Sequence[WireVariant], servers: int) -> _Wire:
-        """Return what would help, as far as transfers take a considerable part of the time."""
+        """Return what would help, if transfers take a considerable part of the time."""
         worth = [
             each for each in variants if each.batch == exact.batch and each.times >= WORTH_IT * exact.times
         ]
@@ -236,7 +237,7 @@ class _Wire(NamedTuple):
         return cls(exact.transfer_share, servers, _least(more), _least(fewer), _least(coded))
 
     def sentence(self) -> str:
-        """Return a sentence about the transfers and what would help; "" if nothing would."""
+        """Return a sentence about the transfers and what would help; "" if nothing would help."""
         options = []
         if self.coded is not None:
             options.append(
@@ -258,7 +259,7 @@ class _Wire(NamedTuple):
 
 
 def _least(variants: Sequence[WireVariant]) -> WireVariant | None:
-    """Return the smallest change such that no larger one is worth it, too; None if there are no variants."""
+    """Return the smallest variant for which no larger variant is clearly faster; None if there are no variants."""
     found = None
     for each in sorted(variants, key=lambda each: (each.servers, each.batches_per_push)):
         if found is None or each.times >= WORTH_IT * found.times:
@@ -280,10 +281,10 @@ def _with_its_price(candidate: Candidate) -> str:
 
 
 def _caution(candidate: Candidate) -> str:
-    """Return why a model that is recommended may not be faster; "" if it is fast enough, or its loss was measured."""
+    """Return why a recommended model may train more slowly; "" if it is fast enough, or its loss was measured."""
     if candidate.measured or candidate.effect != "stale" or round(candidate.times, 1) >= ENOUGH:
         return ""
-    return f" With less than about {ENOUGH:g} times, that may cost more time than is saved."
+    return f" With less than about {ENOUGH:g} times, staleness may cost more time than is saved."
 
 
 def _no_gain(bsp: Candidate, candidates: Sequence[Candidate]) -> str:
@@ -301,7 +302,7 @@ def _no_gain(bsp: Candidate, candidates: Sequence[Candidate]) -> str:
 
 # -- Simulations of what helps if transfers take much of the time: servers on more machines, and larger pushes
 
-FACTORS = (2, 4, 8)  # by how many times the number of servers is multiplied
+FACTORS = (2, 4, 8)  # factors by which the number of servers is multiplied
 BATCHES = (2, 4)  # numbers of batches from which a push is computed
 
 
@@ -324,10 +325,10 @@ def wire_variants(
 ) -> list[WireVariant]:
     """Simulate bsp with other numbers of servers, with larger pushes and with a codec.
 
-    Nothing is simulated unless transfers take much of the time under bsp. The number of servers and the codec are only
-    changed if the cluster has a limited bandwidth, because the recorded times of messages do not tell how they depend
-    on it. A change is compared with bsp and equal batches in `rows`, and only if the rows contain its own sizes of
-    batches.
+    Nothing is simulated unless transfers take much of the time under bsp. The number of servers and the codec are
+    changed only if the cluster has a limited bandwidth. Otherwise, it is unknown how these changes would affect the
+    recorded times of messages. Each change is compared with bsp and equal batches in `rows`. Changes with balanced
+    batches are simulated only if `rows` contains bsp with balanced batches.
 
     Args:
         cluster: the cluster as it is.

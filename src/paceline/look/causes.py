@@ -1,15 +1,15 @@
-"""What held a run back, and what would help: the sentences with which a report begins, and the terminal ends.
+"""Says what held a run back and what would help. These sentences begin a report, and end the output of a command.
 
 Each cause is computed from measured times, and says how many seconds it has cost, summed over the workers. A cause is
-named only if it has cost at least `LEAST_SHARE` of the workers' time, and at least `LEAST_S` per worker. `ROWS` has a
-sentence for each, and what would help. The kinds of time are `trace.activity_cells.KINDS`.
+named only if it has cost at least `LEAST_SHARE` of the workers' time, and at least `LEAST_S` per worker. `ROWS` has
+the sentences and the remedies of each cause. The kinds of time are `trace.activity_cells.KINDS`.
 
-Waiting alone says little: it is the other side of what another worker does. So the worker that was awaited is
-compared with the others. What it spends more time on in each iteration is the cause: its computation, its loader, its
-transfers, or something outside of training.
+Waiting alone says little, because a worker waits for what another worker does. So the awaited worker is compared with
+the workers that waited. The cause is the activity on which the awaited worker spends more time in each iteration:
+computing, loading, transfers, or something outside of training.
 
-Processes that have too few cores take longer for everything. So this cause comes before waits and transfers that are
-the same in all workers.
+If processes have too few cores, everything takes longer. So a lack of cores is named instead of waits and transfers
+that are similar in all workers.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from .summary import unapplied_in
 
 LEAST_SHARE = 0.05
 LEAST_S = 1.0
-GUILTY_SHARE = 0.7  # a few workers are named if they were awaited for at least this share of all waiting
-SLOWER = 1.15  # the others are compared with a worker that takes at least this many times as long
-MORE_DATA = 1.2  # and at least this many times as much data
-# Least share that is named of the time outside of training, and of transfers on one machine.
+GUILTY_SHARE = 0.7  # a few workers are named if at least this share of all waiting was for them
+SLOWER = 1.15  # a worker is named as slower than others if it takes at least this many times as long
+MORE_DATA = 1.2  # a worker is named for its data if it had at least this many times as much as others
+# Least share from which loading, time outside of training, and transfers on one machine are named.
 LEAST_OUTSIDE = 0.1
-MOST_OF_TRANSFERS = 0.5  # least share of the time of transfers that steps take if these are named instead
+MOST_OF_TRANSFERS = 0.5  # optimizer steps are named instead of transfers if they take at least this share
 
-MOSTLY = 0.8  # share of computing from which nothing needs to be said about the rest
-LEAST_NAMED = 0.05  # least share of a kind of time that is named if there is no cause
-SHORT_S = 20.0  # a run of this length is too short for `LEAST_S` to be a small share
+MOSTLY = 0.8  # if workers compute for at least this share of their time, the rest is not described
+LEAST_NAMED = 0.05  # if no cause is found, the kinds of time with at least this share are named
+SHORT_S = 20.0  # in a shorter run, `LEAST_S` is more than `LEAST_SHARE` of the time
 
 SPENT = {
     "computing": "computed",
@@ -65,7 +65,7 @@ COMPARE = "To compare the sync models on these machines, run"
 
 
 def causes_of(evidence: Evidence) -> tuple[Cause, ...]:
-    """Return what held a run back: first what makes its result doubtful, then what took time, most time first."""
+    """Return the causes: first doubts about the result, then what cost time, the most costly cause first."""
     doubts = [Cause(sentence) for sentence in (evidence.unapplied, *evidence.noticed) if sentence]
     crowded = _cores(evidence)
     awaited, explained = _waiting(evidence)
@@ -80,7 +80,7 @@ def causes_of(evidence: Evidence) -> tuple[Cause, ...]:
     ]
     found = [crowded, awaited, _idle(evidence), steps, *further]
     slow = sorted((each for each in found if each is not None), key=lambda each: -(each.lost_s or 0.0))
-    said: set[str] = set()  # what helps is said once
+    said: set[str] = set()  # each remedy is named once
     for number, cause in enumerate(slow):
         remedies = tuple(remedy for remedy in cause.remedies if remedy not in said)
         said.update(remedies)
@@ -89,7 +89,7 @@ def causes_of(evidence: Evidence) -> tuple[Cause, ...]:
 
 
 def sentences_of(evidence: Evidence) -> list[str]:
-    """Return what cost the workers time, and what would help, as the sentences that the terminal shows."""
+    """Return the sentences that the terminal shows: what cost the workers time, and what would help."""
     slow = [cause for cause in causes_of(evidence) if cause.lost_s is not None]
     sentences = [sentence for cause in slow for sentence in (cause.words, *cause.remedies)]
     if sentences and evidence.run_dir and evidence.matters(evidence.total_s("waiting")):
@@ -98,7 +98,7 @@ def sentences_of(evidence: Evidence) -> list[str]:
 
 
 def headline_of(evidence: Evidence, causes: Sequence[Cause]) -> str:
-    """Return one sentence or two: what was trained how fast, and what held the run back most."""
+    """Return one or two sentences: how much was trained, how fast, and the most costly cause."""
     lasted = length(evidence.duration_s)
     who = counted(len(evidence.workers), "worker")
     is_known = evidence.duration_s > 0.0 and bool(evidence.workers)
@@ -127,7 +127,7 @@ def headline_of(evidence: Evidence, causes: Sequence[Cause]) -> str:
 
 
 def _without_causes(evidence: Evidence) -> str:
-    """Return what the workers did with their time in a run of which no cause is named."""
+    """Return what the workers did with their time in a run for which no cause is named."""
     present_s = evidence.present_s()
     shares = {kind: evidence.total_s(kind) / present_s if present_s else 0.0 for kind in SPENT}
     computed = f"workers computed for {percent(shares['computing'])} of their time"
@@ -161,7 +161,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
         state: see `RunReport`.
         failure: see `RunReport`.
         sync: the sync model or the schedule.
-        lockstep: True if it keeps all workers in lockstep; see `SyncModel`.
+        lockstep: True if `sync` keeps all workers in lockstep; see `SyncModel`.
         auto: True if the run chooses its models itself.
         duration_s: see `RunReport`.
         workers: all workers, with their times.
@@ -174,7 +174,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
         restarts: number of computations that were aborted; None if unknown.
         servers: number of servers.
         cores: number of cores that the processes of the run could use, if all ran on one machine; 0 if unknown.
-        queued_s: worker -> seconds in which it could run, but had no core; {} if this is unknown.
+        queued_s: worker -> seconds in which the worker could run, but had no core; {} if unknown.
         wire: format in which gradients and weights travelled; see `core.layout`.
         optimizers: name of the optimizer of each parameter set; () if unknown.
         vectors: name of each vector of the model -> number of its elements; {} if unknown.
@@ -182,8 +182,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
         handout: how the data was handed out.
         overlap: False if the run had the option `--overlap off`.
         program: what each worker ran, as in `ProcessOrder.arguments`.
-        joint_batch: True if the batch size of the script's loader is that of the joint batch.
-        run_dir: the run directory, to be named in commands; "" if workers have kept their records.
+        joint_batch: True if the batch size of the script's loader is the size of the joint batch.
+        run_dir: the run directory, to be named in commands; "" if some records are on other machines.
         noticed: what was noticed while the run was in progress, in sentences; see `findings.find`.
         unapplied: a sentence about pushes that were never applied; "" if there is none.
         shortage: how many workers the run must have so that it does not pause; "" if it never pauses.
@@ -223,7 +223,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def knows_computing(self) -> bool:
-        """False if the script distributes no loader: all that it does between two steps then counts as computing."""
+        """False if the script distributes no loader, so that everything between two steps counts as computing."""
         return not self.program or self.handout.split is not None or self.samples > 0
 
     def total_s(self, *kinds: str, workers: Collection[int] | None = None) -> float:
@@ -248,7 +248,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
         }
 
     def matters(self, lost_s: float, share: float = LEAST_SHARE) -> bool:
-        """True if so much time was lost that it is worth a sentence."""
+        """Return True if enough time was lost for a sentence about it."""
         whole_s = self.present_s() + self.total_s("idle")
         return lost_s >= share * whole_s and lost_s >= LEAST_S * len(self.workers) > 0
 
@@ -262,9 +262,9 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
 
         Args:
             name: the name of the row.
-            lost_s: the time that it has cost, in seconds, summed over the workers.
-            remedies: what would help. Default: what the row says.
-            facts: what the sentences of the row name.
+            lost_s: the time that the cause has cost, in seconds, summed over the workers.
+            remedies: what would help. Default: the remedies of the row.
+            facts: name of each placeholder in the sentences of the row -> its text.
         """
         row = ROWS[name]
         facts = {"share": self.percent(lost_s), "lost": f"{length(lost_s)} together", **facts}
@@ -274,11 +274,11 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
         return Cause(words, lost_s, self.share(lost_s), shown, brief)
 
     def percent(self, lost_s: float, workers: Collection[int] | None = None) -> str:
-        """Return lost time as a share of the presence of workers, by default of all, in words."""
+        """Return lost time as a percentage of the time for which workers, by default all, took part in the run."""
         return percent(lost_s / (self.present_s(workers) or 1.0))
 
     def hints(self, *, equal_shares: bool = False, slow: int = 0, waited: bool = True) -> list[str]:
-        """Return what would help against waiting and idle workers, as far as it can be done in this run.
+        """Return the remedies for waiting and idle workers that are possible in this run.
 
         Args:
             equal_shares: True if workers of unequal speed had equal shares of the work, so that some were idle.
@@ -289,7 +289,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
         if handout.split is None:
             return [DISTRIBUTE] if equal_shares or (self.lockstep and waited) else []
         if self.auto:
-            return []  # balanced batches are used if they can be, and other models if they save time
+            return []  # the run itself chooses balanced batches if possible, and other models if they save time
         hints = []
         if handout.may_balance and (slow or (self.lockstep and equal_shares)):
             hints.append(BALANCED_LOCKSTEP if self.lockstep else BALANCED)
@@ -306,7 +306,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
         return hints
 
 
-# -- The table of causes: what they are called, how they are told, and what helps ----------------------------
+# -- The table of causes: their names, their sentences and their remedies ------------------------------------
 
 BALANCED = "Try --batch balanced, which makes the size of each worker's batch proportional to its speed."
 BALANCED_LOCKSTEP = (
@@ -326,7 +326,7 @@ SELDOM = "It also helps to evaluate less often."
 EVALUATE = f"Inside paceline.evaluating(model), the other workers need not wait. {SELDOM}"
 EVALUATE_ONCE = (
     "If every worker evaluates the same data, let one worker do this: in `if paceline.is_main():` and inside "
-    f"paceline.evaluating(model), so that the others go on training. {SELDOM}"
+    f"paceline.evaluating(model), so that the other workers go on training. {SELDOM}"
 )
 EVALUATE_THERE = (
     "If the script evaluates or saves the model there, do so inside paceline.evaluating(model): the other workers "
@@ -334,7 +334,7 @@ EVALUATE_THERE = (
 )
 READER = (
     "Or evaluate copies of the weights elsewhere: with paceline.launch(snapshot_every_s=...), a reader takes "
-    "them, for which no worker waits."
+    "these copies, and no worker waits for it."
 )
 LOADERS = (
     "Give the DataLoader more processes (num_workers), so that batches are loaded while the script computes, or load "
@@ -347,19 +347,19 @@ FEWER_STEPS = (
 )
 ESTIMATE = "the time of the transfers"
 ABORTS = (
-    "An abort costs a computation, and gives the next one newer weights. With parameters of the model under "
-    "which it aborts less often, less is wasted. The parameters are listed by: paceline sync NAME"
+    "An abort costs a computation, and the next computation gets newer weights. Choose parameters with which the "
+    "sync model aborts less often, so that less is wasted. To list the parameters, run: paceline sync NAME"
 )
 MINIMUM = "With a smaller MIN in --workers MIN:MAX, the run goes on with fewer workers."
 MORE_CORES = "Use a machine with more cores, or fewer servers and workers."
 
 
 class Row(NamedTuple):
-    """How a cause is told. In braces are facts of the run.
+    """How a cause is described. The placeholders in braces stand for facts of the run.
 
     Attributes:
         words: what happened, in a sentence.
-        brief: the same as a clause for the headline.
+        brief: what happened, as a clause for the headline.
         remedies: what always helps, most effective first.
     """
 
@@ -369,13 +369,13 @@ class Row(NamedTuple):
 
 
 ROWS = {
-    # waits for now one worker, now another
+    # workers waited for one another in turn
     "in turn": Row(
         "Workers waited {where} for {share} of their time ({lost}), now for one worker, now for another: their "
         "iterations do not take equally long each time.",
         "workers waited for one another for {share} of their time",
     ),
-    # waits for a few workers: what these spend more time on than the others
+    # workers waited for a few workers: the activity on which these spend more time
     "their transfer": Row(
         "{waited}, whose gradients and weights are on their way for {each} in each iteration, {times} as long as "
         "those of the others. {bytes}",
@@ -398,7 +398,9 @@ ROWS = {
         "transfers, which are not told apart.",
         "{brief}, which {take} {times} as long for each iteration",
     ),
-    "last": Row("{waited}: {it} reached the barriers last, although {it} did not compute longer.", "{brief}"),
+    "last": Row(
+        "{waited}, which reached the barriers last, although {it} did not compute longer.", "{brief}"
+    ),
     "unknown": Row(
         f"{{waited}}, which {{take}} {{times}} as long from one step to the next. {UNKNOWN}",
         "{brief}, which {take} {times} as long from one step to the next",
@@ -406,7 +408,7 @@ ROWS = {
     "their computing": Row(
         "{waited}, whose batches take {times} as long.", "{brief}, whose batches take {times} as long"
     ),
-    # idle workers: why the others were not
+    # some workers were idle: why other workers were still working
     "silent": Row(
         "{idle}, because the script of {blamed} went on for {silent} after its last step with something other than "
         "training, such as evaluating the model.",
@@ -466,7 +468,7 @@ ROWS = {
         (EVALUATE_ONCE, READER),
     ),
 }
-"""Name of a cause -> how the terminal and the report tell it."""
+"""Name of a cause -> how the terminal and the report describe it."""
 
 
 def _were(workers: Sequence[int]) -> str:
@@ -519,7 +521,7 @@ def _waiting(evidence: Evidence) -> tuple[Cause | None, str]:
 
 
 def _guilty(evidence: Evidence) -> list[int]:
-    """Return the few workers for which the others have waited most of the time; [] if there are no such workers."""
+    """If most of the waiting was for a few workers, return these workers. Otherwise, return []."""
     total_s = sum(each.awaited_s for each in evidence.workers)
     found: list[int] = []
     sum_s = 0.0
@@ -537,7 +539,8 @@ def _excess(evidence: Evidence, kind: str, guilty: Collection[int]) -> tuple[flo
     """Compare some workers with the others in the time that they spend on one kind of activity in each iteration.
 
     Returns:
-        By how many seconds they take longer, how many times as long they take, and how long they take, in the median.
+        In the median, by how many seconds these workers take longer than the others, how many times as long as the
+        others they take, and how many seconds they take.
     """
     per = evidence.per_iteration_s(kind)
     own = [seconds for worker, seconds in per.items() if worker in guilty]
@@ -606,7 +609,7 @@ def _idle(evidence: Evidence) -> Cause | None:
 
 
 def _shared_data(evidence: Evidence) -> str:
-    """Return how the data is shared fairly."""
+    """Return the advice for sharing the data fairly."""
     if evidence.handout.split is None:
         return (
             "Let Paceline hand out the data: pass the loader to paceline.prepare or paceline.distribute(loader). "
@@ -629,7 +632,7 @@ def _bytes(evidence: Evidence, workers: Collection[int]) -> str:
     busiest = max(pairs, key=lambda pair: pairs[pair])
     iterations = sum(each.iterations for each in evidence.workers if each.machine in busiest)
     local = {each.machine for each in evidence.workers if each.machine in busiest}
-    if len(local) > 1:  # only the workers at the end without a server use the link; this is not known exactly
+    if len(local) > 1:  # only the workers on one side, the side without a server, use the link
         iterations = min(
             sum(each.iterations for each in evidence.workers if each.machine == machine) for machine in local
         )
@@ -684,11 +687,11 @@ KINDS_OF_CAUSES = {
     "paused": ("paused", LEAST_SHARE),
     "outside": ("outside", LEAST_OUTSIDE),
 }
-"""Name of a cause -> the kind of time, and the least share of it that is named."""
+"""Name of a cause -> its kind of time, and the least share of the workers' time from which the cause is named."""
 
 
 def _of_kind(evidence: Evidence, name: str) -> Cause | None:
-    """Return the cause for a kind of time other than computing; None if it took too little time."""
+    """Return the cause for a kind of time other than computing; None if this kind took too little time."""
     kind, least = KINDS_OF_CAUSES[name]
     lost_s = evidence.total_s(kind)
     if not evidence.matters(lost_s, least) or name == ("exchanges" if evidence.links else "links"):
@@ -723,7 +726,7 @@ def _of_kind(evidence: Evidence, name: str) -> Cause | None:
 
 
 def steps_of(evidence: Evidence) -> Cause | None:
-    """Return how long workers waited for steps of the optimizers; None if this is the smaller part of the transfers.
+    """Return how long workers waited for optimizer steps; None if steps were the smaller part of the transfers.
 
     A server makes a step before it answers a pull, so the step counts as a transfer.
     """
@@ -751,7 +754,7 @@ def evidence_of(summary: Mapping[str, Any], run_dir: str, **known: Any) -> Evide
     Args:
         summary: the summary of a run, as in `summary.json`, perhaps without statistics.
         run_dir: the run directory.
-        known: attributes that are known better than from the summary.
+        known: attributes of the result that are better known from another source than the summary.
     """
     if "workers" not in known:
         if not summary.keys() >= {"time_use", "iterations", "awaited_s"}:

@@ -32,7 +32,7 @@ MOST_PATIENCE_S = 15.0
 
 
 class Dashboard:
-    """Answers the requests of those who may see the page.
+    """Answers the requests of readers who may see the page.
 
     Args:
         live: the report of the run.
@@ -41,14 +41,14 @@ class Dashboard:
     def __init__(self, live: LiveReport) -> None:
         self._live = live
         self._sent_s = -math.inf  # when a report was last sent, on the monotonic clock
-        self._interval_s = 0.0  # between the last two times
+        self._interval_s = 0.0  # time between the last two reports
         self._told = False  # True once a report was sent that says that the run has ended
         self._answered: RunReport | None = None  # the report to which `_answers` belong
         # (path, compressed) -> the answer
         self._answers: dict[tuple[str, bool], HttpResponse] = {}
 
     async def reply(self, request: Request) -> HttpResponse:
-        """Return the page, its data, or the answer that there is nothing else."""
+        """Return the page, its data, or, for any other path, an error."""
         if request.path == "/favicon.ico":
             return HttpResponse(HTTPStatus.NO_CONTENT)
         if request.path not in CONTENT:
@@ -65,7 +65,7 @@ class Dashboard:
         return self._answers[key]
 
     async def tell(self, over: asyncio.Event) -> None:
-        """Wait for the last report, and then until the pages that are open have it, unless that takes too long."""
+        """Wait for the last report, and then until the open pages have received it, but not for too long."""
         await over.wait()
         over_s = time.monotonic()
         patience_s = min(MOST_PATIENCE_S, max(LEAST_PATIENCE_S, 2 * self._interval_s))
@@ -84,7 +84,7 @@ def _answer(report: RunReport, path: str, compressed: bool) -> HttpResponse:
     return answer.compressed() if compressed else answer
 
 
-# -- The report of a run while it goes on. It is made only on request, and at most once a second -----
+# -- The report of a run in progress, which is made only on request, and at most once a second -------
 
 LEAST_AGE_S = 1.0
 
@@ -96,8 +96,8 @@ class LiveReport:
     """The report of a run as of now.
 
     Args:
-        read: reads what is new in the files of the run, and returns its report at a time, in seconds since the run
-            began; None if the time is unknown.
+        read: reads what is new in the files of the run, and returns the report. Its argument is the current time in
+            seconds since the run began; None if unknown.
         ask: returns the state of the job; None if the coordinator does not answer.
     """
 
@@ -127,7 +127,8 @@ class LiveReport:
         begun_s = time.thread_time()
         status = self._ask()
         now_s = None if status is None else status.elapsed_s
-        # The run has ended when all of its files are there, and not as soon as one of them says so.
+        # The run counts as ended only when all of its files are complete, even if one of them already says that it
+        # has.
         report = structs.replace(self._read(now_s), state="running", failure="", live=status, now_s=now_s)
         if status is not None:
             report = with_devices(report, status)
@@ -137,7 +138,7 @@ class LiveReport:
 
 
 def with_devices(report: RunReport, status: JobStatus) -> RunReport:
-    """Return a report that names the workers' devices, which its files contain only after the end of the run."""
+    """Add the workers' devices to a report. The files of a run contain the devices only after its end."""
     devices = {
         worker.worker: worker.device for worker in status.workers if worker.device not in ("cpu", UNSET)
     }

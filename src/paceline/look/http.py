@@ -1,15 +1,17 @@
-"""A small HTTP server for a few readers, which others can neither fill nor keep busy, and who may read what.
+"""A small HTTP server for a few readers, which strangers can neither fill up nor keep busy, and its access rules.
 
-A connection is *authenticated* from the first request on it that shows the token; without a token, none ever is. These
-limits hold:
+A connection is *authenticated* from its first request with the token. If the page has no token, no connection is
+authenticated. These limits hold:
 
-- At most `MOST_UNAUTHENTICATED` connections are not authenticated. When there are more, a new one takes the place of
-  the oldest, but only after the oldest has had `GREETING_S` to send its request. Others wait in the system's queue.
-- Such a connection has `REQUEST_S` for a whole request, however slowly the bytes arrive. It is closed after one answer.
-- After each of them, no other connection is accepted for `REFUSAL_S`. So a flood of requests costs this process a few
-  percent of a core, and those who keep an authenticated connection do not notice the flood.
-- At most `MOST_AUTHENTICATED` connections are authenticated. One that is silent for `SILENCE_S`, or does not take its
-  answer within `SILENCE_S`, is closed.
+- At most `MOST_UNAUTHENTICATED` connections are not authenticated. A further connection takes the place of the
+  oldest, but only after the oldest has had `GREETING_S` to send its request. Until then, new connections wait in the
+  system's queue.
+- An unauthenticated connection has `REQUEST_S` for a whole request, however slowly the bytes arrive. It is closed
+  after one answer.
+- After an unauthenticated connection has ended, no connection is accepted for `REFUSAL_S`. So a flood of requests
+  costs this process a few percent of a core, and readers with an authenticated connection do not notice the flood.
+- At most `MOST_AUTHENTICATED` connections are authenticated. Such a connection is closed if it is silent for
+  `SILENCE_S`, or does not take its answer within `SILENCE_S`.
 - The head of a request has at most `HEAD_BYTES`. Bodies are not read.
 """
 
@@ -45,17 +47,17 @@ CHUNK_BYTES = 64 * 1024
 # -- Who may see the live page of a run. Pure: a request comes in, an answer goes out ------------------------
 #
 # Any program and any user of this machine can connect to the page's port, and so can every page that is open
-# in the user's browser. A request is let in if it has the token:
+# in the user's browser. A request is answered if it has the token. These rules hold:
 #
 # - The address that the terminal shows contains the token. The policy moves the token to a cookie that no
-#   script can read and no other site can send, and redirects to the address without it.
+#   script can read and no other site can send, and redirects to the address without the token.
 # - The header `Host` must name this machine. Otherwise, a page of another site could give its own name the
 #   address 127.0.0.1, and would then count as the same site (DNS rebinding). If the page is served to other
-#   machines, any IP address will do as well, because such an attack needs a name.
+#   machines, any IP address is allowed, too, because such an attack needs a name.
 # - Requests that a page of another site has caused are refused, even with the token.
 # - Nothing can be changed: only GET and HEAD are answered.
 #
-# Cookies do not tell ports apart, so the name of the cookie contains the port.
+# Browsers send a cookie to every port of a host, so the name of the cookie contains the port.
 
 
 class HttpResponse(msgspec.Struct, frozen=True):
@@ -77,7 +79,7 @@ class HttpResponse(msgspec.Struct, frozen=True):
         return cls(status, f"{text}\n".encode(), {"Content-Type": "text/plain; charset=utf-8", **headers})
 
     def compressed(self) -> HttpResponse:
-        """Return the same answer for those who accept gzip."""
+        """Return the same answer, compressed with gzip."""
         headers = {**self.headers, "Content-Encoding": "gzip"}
         return HttpResponse(self.status, gzip.compress(self.body, GZIP_LEVEL), headers)
 
@@ -88,7 +90,7 @@ class Request(msgspec.Struct, frozen=True):
     Attributes:
         method: such as "GET".
         path: the path without the query.
-        query: what follows "?"; "" if nothing does.
+        query: the text after "?"; "" if there is none.
         headers: names in lower case -> values.
     """
 
@@ -120,7 +122,7 @@ class HttpServer:
         self._rests_until_s = 0.0
 
     async def serve(self) -> None:
-        """Serve until this task is cancelled. All connections are closed then."""
+        """Serve until this task is cancelled. Then close all connections."""
         loop = asyncio.get_running_loop()
         try:
             while True:
@@ -142,7 +144,7 @@ class HttpServer:
             self._sock.close()
 
     async def _make_room(self) -> None:
-        """Wait until another connection may be accepted. Close the oldest unauthenticated one if it is in the way."""
+        """Wait until another connection may be accepted. Close the oldest unauthenticated one if necessary."""
         loop = asyncio.get_running_loop()
         if (rest_s := self._rests_until_s - loop.time()) > 0:
             await asyncio.sleep(rest_s)
@@ -163,7 +165,7 @@ class HttpServer:
             log.error("a connection has failed", exc_info=error)
 
     def _authenticate(self) -> bool:
-        """Note that the current connection is authenticated. Return False if there are too many of these."""
+        """Note that the current connection is authenticated. Return False if there are too many."""
         task = asyncio.current_task()
         assert task is not None
         if task not in self._authenticated:
@@ -207,7 +209,7 @@ class HttpServer:
                     return
 
     async def _answer(self, request: Request) -> HttpResponse:
-        """Return the answer to a request that was let in, also if this fails."""
+        """Return the answer to an allowed request. If an error occurs, the answer says so."""
         try:
             return await self._reply(request)
         except Exception as error:
@@ -240,7 +242,7 @@ async def _receive(sock: socket.socket, parser: h11.Connection) -> Request | Non
 
 
 def _request(head: h11.Request) -> Request:
-    """Return a request that h11 has parsed. Of headers that occur several times, the values are joined."""
+    """Convert a request that h11 has parsed. If a header occurs several times, its values are joined."""
     headers: dict[str, str] = {}
     for name, value in head.headers:
         key, text = name.decode("latin-1"), value.decode("latin-1")
@@ -265,7 +267,7 @@ async def _send(
 
 
 async def _refuse(sock: socket.socket, parser: h11.Connection, status: HTTPStatus) -> None:
-    """Say that a request is malformed, if the parser still permits it."""
+    """Answer that a request is malformed, if the parser still permits an answer."""
     if parser.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
         return
     request = Request("GET", "/")
@@ -283,7 +285,7 @@ HARDENING = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
 }
-"""Headers of every answer: nothing is kept, framed, or told to other sites."""
+"""Headers of every answer: browsers must not store the page, show it in a frame, or reveal it to other sites."""
 
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 ANY_ADDRESS = "*"
@@ -294,7 +296,7 @@ class AccessPolicy(msgspec.Struct, frozen=True):
     """The conditions under which a request is answered.
 
     Attributes:
-        port: the port that is listened on.
+        port: the port on which the server listens.
         hosts: the hosts that a request may name, in lower case; see `hosts_of`.
         token: the secret of the page; "" if every client that can connect may see it.
     """
@@ -309,7 +311,7 @@ class AccessPolicy(msgspec.Struct, frozen=True):
         return f"paceline-{self.port}"
 
     def answer(self, request: Request) -> HttpResponse | None:
-        """Return the answer to a request that is refused. With None, its whole connection counts as authenticated."""
+        """Return the answer to a refused request. None allows the request, and authenticates its connection."""
         if request.method not in ("GET", "HEAD"):
             return HttpResponse.text(
                 HTTPStatus.METHOD_NOT_ALLOWED, "This page can only be read.", Allow="GET, HEAD"
@@ -318,7 +320,7 @@ class AccessPolicy(msgspec.Struct, frozen=True):
         if not self._is_known(host):
             return HttpResponse.text(
                 HTTPStatus.MISDIRECTED_REQUEST,
-                "This address is not one under which the page is served. Open the address that the terminal shows; "
+                "The page is not served under this address. Open the address that the terminal shows; "
                 "if the run is on another machine, forward the same port: ssh -L PORT:127.0.0.1:PORT MACHINE",
             )
         site, origin = request.headers.get("sec-fetch-site"), request.headers.get("origin")
@@ -349,7 +351,7 @@ class AccessPolicy(msgspec.Struct, frozen=True):
         return name in self.hosts or (ANY_ADDRESS in self.hosts and _is_address(name))
 
     def _exchange(self, path: str, token: str) -> HttpResponse:
-        """Return a redirection to the address without the token, with the cookie, if the token is right."""
+        """If the token is right, set the cookie and redirect to the address without the token."""
         if not self._is_token(token):
             return HttpResponse.text(
                 HTTPStatus.FORBIDDEN,
@@ -399,5 +401,5 @@ def _is_address(name: str) -> bool:
 
 
 def _local(path: str) -> str:
-    """Return a path to which a redirection stays on this site: "//other.example" would be another one."""
+    """Return a path on this site for a redirection: "//other.example" would lead to another site."""
     return "/" + path.lstrip("/\\")

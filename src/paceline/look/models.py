@@ -25,7 +25,7 @@ from .timelines import DASHES, Dashes
 LABELS = ("Reference", "Admission", "State", "Guarantee", "Use", "Deviations")
 
 GAP = 2  # number of characters between two columns
-LEAST_DESCRIPTION = 30  # number of characters for descriptions below which they are put below the models
+LEAST_DESCRIPTION = 30  # with fewer characters per line, descriptions are put below the models
 
 
 class Page(msgspec.Struct, frozen=True):
@@ -148,11 +148,11 @@ def _parameters(model: type) -> tuple[tuple[str, str], ...]:
     return tuple((name, found[name]) for name in names if name in found)
 
 
-# -- The color, dashes and marker of each sync model. All pictures that compare sync models use the same ones
+# -- The color, dashes and marker of each sync model, in all pictures that compare sync models ---------------
 #
-# A model always has the same color, whatever its parameters are and whichever models are beside it. Its own
-# dashes distinguish it in black and white. Runs of the same model have other dashes and markers: those with
-# balanced batches the next ones in the list, and those with translated hyper-parameters the next but one. No
+# A model always has the same color, regardless of its parameters and of the other models in the picture. Its own
+# dashes distinguish it in black and white. Further runs of the same model have other dashes and markers from the
+# lists: runs with balanced batches have the next ones, and runs with translated hyper-parameters the next but one. No
 # model has the color of a kind of time (`words.COLOR_OF`).
 
 
@@ -171,7 +171,7 @@ class Style(NamedTuple):
 
 
 MARKERS = ("o", "s", "D", "^")
-"""The marker of a model, and those of other runs of the same model."""
+"""The marker of a model, followed by the markers of other runs of the same model."""
 
 
 AUTO_STYLE = Style("#2D004B", DASHES[1])
@@ -182,7 +182,7 @@ def model_styles() -> dict[str, Style]:
     """Return the style of each registered model that has one (see `SyncModel.style`), and of "auto".
 
     The most important models have the colors that differ most (`COLOURS`). Models with a bound on the gap are purple,
-    and models that drop gradients brown.
+    and models that drop gradients are brown.
     """
     styles = ((name, *model.style) for name, model in MODELS.items())
     return {AUTO: AUTO_STYLE} | {
@@ -193,7 +193,7 @@ def model_styles() -> dict[str, Style]:
 FURTHER_COLORS = ("#276419", "#8E0152", "#4575B4", "#A50026", "#35978F", "#B35806")
 """The colors of all other models, schedules and lists of models for each shard, in the order of their appearance.
 
-Their curves are dashed, so that a curve of another model below them can be seen.
+Curves in these colors are dashed, so that a curve of another model behind them can be seen.
 """
 
 

@@ -37,14 +37,14 @@ OF_STATUS = {
     "left_s": ("paceline_left_seconds", "Time that the training loop will take from now on."),
     "samples_per_s": ("paceline_samples_per_second", "Samples per second of all workers together."),
 }
-"""Attribute of `JobStatus` -> the name and the description of the metric, which is left out if it is unknown."""
+"""Attribute of `JobStatus` -> the name and the description of its metric. An unknown value is left out."""
 
 Labelled = tuple[tuple[str, ...], float]
 """The values of the labels, and the value."""
 
 
 class MetricsPage:
-    """Answers the requests of those who collect metrics.
+    """Answers the requests of programs that collect metrics.
 
     Args:
         live: the report of the run.
@@ -135,7 +135,7 @@ def _of_workers(report: RunReport) -> Iterator[Metric]:
     yield _labelled(
         CounterMetricFamily(
             "paceline_awaited",
-            "Time for which other workers have waited for a worker, summed over them.",
+            "Time for which other workers have waited for a worker, in total.",
             labels=["worker"],
             unit="seconds",
         ),
@@ -144,7 +144,7 @@ def _of_workers(report: RunReport) -> Iterator[Metric]:
     yield _labelled(
         GaugeMetricFamily(
             "paceline_waiting_for_seconds",
-            "About how long a worker has waited for another one.",
+            "About how long a worker has waited for another worker.",
             labels=["worker", "awaited"],
         ),
         (((str(worker), str(awaited)), waited_s) for worker, awaited, waited_s in _pairs(report.timeline)),
@@ -159,7 +159,7 @@ def _of_workers(report: RunReport) -> Iterator[Metric]:
 
 
 def _pairs(timeline: TimelineReport | None) -> Iterator[tuple[int, int, float]]:
-    """Yield who has waited for whom, and for how long. Each bucket of the timeline knows one awaited worker."""
+    """Yield (worker, awaited worker, seconds). Each bucket of the timeline names only one awaited worker."""
     if timeline is None:
         return
     for worker, shares, of in zip(timeline.workers, timeline.shares, timeline.awaited, strict=True):
@@ -201,7 +201,7 @@ def _histogram(name: str, text: str, unit: str, classes: Sequence[tuple[str, flo
 
 
 def _classes(counts: Counter[float], ends: Sequence[float]) -> list[tuple[str, float]]:
-    """Return the number of values up to each of the ends, and of all values.
+    """Return the number of values up to each of the ends, and the number of all values.
 
     >>> _classes(Counter({0: 5, 3: 2, 99: 1}), [0, 4])
     [('0.0', 5), ('4.0', 7), ('+Inf', 8)]

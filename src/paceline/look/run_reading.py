@@ -1,8 +1,8 @@
-"""Reads a run directory, and tells what a report says about the run.
+"""Reads a run directory, and makes the report about the run.
 
-A run directory is read while its run goes on, after its launcher was killed, after it was copied from another machine
-without some of its files, and when a file is damaged. So everything that is missing becomes a note in the report, and
-the report says what is known.
+A run directory may be read while its run goes on, or after the launcher was killed. Some files may not have been
+copied from another machine, and a file may be damaged. So the report contains what is known, and a note about
+everything that is missing.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from .summary import summary_rows
 State = Literal["running", "finished", "interrupted", "failed", "cut off"]
 ENDED = ("finished", "interrupted", "failed")
 DAMAGED = (KeyError, ValueError, TypeError, AttributeError, IndexError)
-"""What reading statistics raises if entries of a trace are missing, or a summary has other entries than expected."""
+"""Exceptions that occur while statistics are read, if a trace lacks entries or a summary has unexpected entries."""
 
 
 def holds_run(folder: Path) -> bool:
-    """Return True if a directory contains a run, or what is left of one."""
+    """Return True if a directory contains a run, or some of the files of a run."""
     return any((folder / name).exists() for name in ("run.json", "summary.json")) or any(
         folder.glob("trace-*.jsonl")
     )
@@ -60,12 +60,12 @@ def read_report(run_dir: Path, in_progress: Callable[[Path], bool] = lambda run_
 
 
 class ReportReader:
-    """Reads the report of one run, again and again if the run is in progress. Each call reads what is new.
+    """Reads the report of one run. While the run is in progress, each call of `read` reads only what is new.
 
     Args:
         run_dir: the run directory.
-        in_progress: returns True if the run in a directory, which has no summary, is still in progress. Otherwise,
-            its launcher was killed.
+        in_progress: called with a run directory that has no summary. It returns True if the run is still in progress,
+            and False if its launcher was killed.
 
     Raises:
         ConfigurationError: the directory contains no run.
@@ -90,7 +90,7 @@ class ReportReader:
         """Return the report of the run as of now.
 
         Args:
-            now_s: the time in seconds since the run began, if the run is in progress and this is known.
+            now_s: the time in seconds since the run began, if the run is in progress and this time is known.
             hurried: called from time to time, because long traces take a while. If it returns True, the rest is not
                 read.
         """
@@ -101,7 +101,7 @@ class ReportReader:
         notes = list(self._damaged.values())
         if not complete:
             notes.append("The traces were not read to their end, because that took too long.")
-        # A simulation of an earlier version does not say that it has finished.
+        # The summary of a simulation by an earlier version does not say that the simulation has finished.
         ended: State = summary.get("ended", "finished" if summary else "running")
         if ended not in ENDED:
             ended = "running" if self._in_progress(self._run_dir) else "cut off"
@@ -147,9 +147,10 @@ class ReportReader:
         *,
         again: bool = True,
     ) -> bool:
-        """Digest what is new in the traces and records. Return False if that was hurried.
+        """Digest what is new in the traces and records. Return False if `hurried` has stopped this.
 
-        The run may have digested and deleted a part of it meanwhile. Then begin once more, with the run's own digest.
+        Meanwhile, the run may have digested and deleted a part of these files. In this case, begin once more with the
+        run's own digest.
         """
         traces = held_files(self._run_dir, "trace-shard-*")
         if traces != self._traces:  # the servers of a run do not begin their traces at the same moment
@@ -172,7 +173,7 @@ class ReportReader:
                     return self._advance(clocks, summary, hurried, again=False)
                 broken = [each for each in self._digest.sources if str(each.path) in str(error)]
                 name = broken[0].path.name if broken else "traces"
-                self._damaged[name] = f"{_sentence(error)} What follows in this file is not in the report."
+                self._damaged[name] = f"{_sentence(error)} The rest of this file is not in the report."
                 if not broken:
                     return True
                 self._digest.sources = [each for each in self._digest.sources if each not in broken]
@@ -255,7 +256,7 @@ class _Assembly:
         )
 
     def _measure(self) -> None:
-        """Add statistics to the summary if it has none, as far as the traces contain them."""
+        """If the summary has no statistics, add those that can be computed from the traces."""
         if "duration_s" in self._summary or self._digest is None:
             return
         try:
@@ -343,7 +344,7 @@ class _Assembly:
         return tuple(found)
 
     def _settings(self) -> tuple[ReportedSetting, ...]:
-        """Return the settings. Without `run.json`, those that the summary contains."""
+        """Return the settings in `run.json` or, if there is no such file, those in the summary."""
         if self._described is not None:
             return self._described.settings
         names = (
@@ -393,7 +394,7 @@ class _Assembly:
             if "time_use" not in summary:
                 others["unsplit"] = tuple(each for each in activity.workers if each not in activity.recorded)
         if "epochs" not in summary and not self._has_ended and summary.get("samples"):
-            # The run has not said how its data was handed out, but the numbers of samples show that it was.
+            # The run has not said how its data was handed out, but the numbers of samples show that Paceline did so.
             balanced = self._setting("--batch") == "balanced"
             split = cast(Split, self._setting("--split") or "auto")
             others["handout"] = Handout(split, balanced, divisible=True)
@@ -438,8 +439,8 @@ class _Assembly:
         unknown = [worker for worker in unknown if worker not in activity.recorded]
         if unknown:
             notes.append(
-                f"There are no records of {listed(unknown)}, because machines that join a run keep those of their "
-                "workers. So in the timeline, what lies between an answer and the next push counts as computing. "
+                f"There are no records of {listed(unknown)}, because machines that join a run keep the records of "
+                "their workers. So in the timeline, what lies between an answer and the next push counts as computing. "
                 "Copy the files worker-*.jsonl from these machines into the run directory to see transfers, too."
             )
         if activity.converter.unknown:
@@ -460,8 +461,8 @@ def _counts(summary: Mapping[str, Any], kind: str) -> dict[str, int]:
 
 # -- What the activity of a run's workers looks like in a report ---------------------------------------------
 
-MOST_REASONS = 100  # number of reasons for waiting under one model that are listed separately
-MOST_FINISHED = 32  # if more workers have finished, that is not marked
+MOST_REASONS = 100  # maximum number of reasons for waiting that are listed separately for one model
+MOST_FINISHED = 32  # if more workers have finished, their ends are not marked
 
 REASONS = {
     "push": "a push of worker {}",
@@ -471,7 +472,7 @@ REASONS = {
     "lost": "worker {}, which was lost",
     "timer": "a timer of the sync model",
 }
-"""Why a pull waited, as what it waited for."""
+"""Reason of a wait -> what the pull waited for."""
 
 
 def timeline_of(activity: Activity) -> TimelineReport | None:
@@ -480,7 +481,7 @@ def timeline_of(activity: Activity) -> TimelineReport | None:
     if not workers or not activity.cells.buckets:
         return None
     cells = activity.cells
-    own: dict[int, list[int]] = {worker: [] for worker in workers}  # the places of its spans
+    own: dict[int, list[int]] = {worker: [] for worker in workers}  # worker -> places of its spans
     spans = list(activity.spans)
     for place, span in enumerate(spans):
         own[span.worker].append(place)
@@ -545,7 +546,7 @@ def _reason(reason: str, awaited: int, total: Total) -> WaitingFor:
 def marks_of(
     activity: Activity, departures: Sequence[Mapping[str, object]], left: Collection[int]
 ) -> tuple[Mark, ...]:
-    """Return what happened once, in order of time.
+    """Return the single events of a run, such as the loss of a worker, in order of time.
 
     Args:
         activity: what the workers did.

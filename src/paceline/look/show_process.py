@@ -1,4 +1,4 @@
-"""The process that shows a run while it goes on. See the package."""
+"""The process that shows a run in progress. See `paceline.look`."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ Outlet = Coroutine[Any, Any, None]
 
 
 def main() -> None:
-    """Show the run that the first line of standard input describes, until another line or its end.
+    """Show the run that the first line of standard input describes, until a second line or the end of the input.
 
-    Exit with code 1 if an outlet has failed. Then the last line of standard error says which one, and why.
+    If an outlet has failed, exit with code 1. The last line of standard error then says which outlet failed, and why.
     """
     os.nice(NICENESS)
     order = msgspec.json.decode(sys.stdin.buffer.readline(), type=ShowOrder)
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 async def _show(order: ShowOrder) -> list[str]:
-    """Serve and write what is wanted, until the run has ended and all outlets know. Return what has failed."""
+    """Run the outlets until the run has ended and all of them have the last report. Return what has failed."""
     ended, over = asyncio.Event(), asyncio.Event()  # the run has ended; the last report is there
     loop, source = asyncio.get_running_loop(), sys.stdin.fileno()
 
@@ -59,7 +59,7 @@ async def _show(order: ShowOrder) -> list[str]:
     def start(name: str, outlet: Outlet, tasks: list[asyncio.Task[None]]) -> None:
         tasks.append(asyncio.create_task(_run_outlet(name, outlet, failures)))
 
-    # What only some outlets need is imported for them: the packages may not be installed.
+    # Modules for single outlets are imported only when needed, because their packages may not be installed.
     if order.dashboard is not None:
         from .dashboard import Dashboard
 
@@ -86,7 +86,7 @@ async def _show(order: ShowOrder) -> list[str]:
 
 
 async def _run_outlet(name: str, outlet: Outlet, failures: list[str]) -> None:
-    """Run an outlet. If it fails, note why, and let the others go on."""
+    """Run an outlet. If it fails, note why, and let the other outlets go on."""
     try:
         await outlet
     except Exception as error:
@@ -118,7 +118,7 @@ class ServedSocket(msgspec.Struct, frozen=True):
 
 
 class ShowOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """The first line that the process reads from its standard input. A second line, or the end, follows the run.
+    """The first line of standard input. A second line, or the end of the input, means that the run has ended.
 
     Attributes:
         run_dir: path of the run directory.
@@ -139,7 +139,7 @@ class ShowOrder(msgspec.Struct, frozen=True, kw_only=True):
     tensorboard: str = ""
 
 
-# -- The outlets of a run: where it is shown while it goes on. They are checked, and listen, before anything starts
+# -- The outlets of a run: where the run is shown while it goes on. They are checked, and listen, before it starts
 
 LOOPBACK = "127.0.0.1"
 EXAMPLES = "a port such as 8000, or HOST:PORT such as 0.0.0.0:8000"
@@ -162,7 +162,7 @@ class Listening(msgspec.Struct, frozen=True):
 
 
 class Outlets(msgspec.Struct, frozen=True):
-    """Where a run is shown. A context manager that closes the sockets; false if there is no outlet.
+    """Where a run is shown. This context manager closes the sockets when it exits. It is false if there is no outlet.
 
     Attributes:
         dashboard: where the live page is served; None for nowhere.
@@ -184,7 +184,7 @@ class Outlets(msgspec.Struct, frozen=True):
         self.close()
 
     def opened_again(self) -> Outlets:
-        """Return the same outlets with new sockets, after another process has used those of this object.
+        """Return the same outlets with new sockets, after another process has used the sockets of this object.
 
         Raises:
             ConfigurationError: a port cannot be used.
@@ -263,7 +263,7 @@ def _place(name: str, wanted: Port) -> tuple[str, int]:
 
 
 def _require_package(name: str, module: str, extra: str) -> None:
-    """Raise `ConfigurationError` unless the package is installed that an option needs."""
+    """Raise `ConfigurationError` unless the package that an option needs is installed."""
     if find_spec(module) is None:
         package = module.replace("_", "-")
         raise ConfigurationError(
@@ -275,7 +275,7 @@ def _require_directory(path: str | os.PathLike[str]) -> None:
     """Create the directory for TensorBoard.
 
     Raises:
-        ConfigurationError: it cannot be created or written.
+        ConfigurationError: the directory cannot be created or written.
     """
     folder = Path(path)
     try:

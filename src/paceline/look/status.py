@@ -30,8 +30,8 @@ COLORS = {
 """State of a worker -> its color. Any other state is a call in which the worker waits."""
 
 LONG_LINE = 1000  # number of characters; longer than any line
-LEAST_ROWS = 3  # number of workers that are shown even in a terminal that is too low for them
-LEAST_REASON = 20  # number of characters of a reason for waiting that are shown at least
+LEAST_ROWS = 3  # number of workers that are shown even if the terminal has too few lines
+LEAST_REASON = 20  # minimum number of characters of a reason for waiting that are shown
 
 MACHINE = Column("machine", rank=7, least=LONG_LINE)  # never shortened
 DEVICE = Column("device", rank=3, least=6)
@@ -46,21 +46,22 @@ WORKER_COLUMNS = (
     Column("staleness", "number", rank=1),
     Column("waits for", rank=2, least=LEAST_REASON, reserved=LEAST_REASON),
 )
-"""The columns of the table of workers. That of the machines is added if there are several."""
+"""The columns of the table of workers. If there are several machines, a column with the machine is added."""
 
 
 class StatusView:
-    """What is said about a job in a terminal: a few sentences, and tables of workers, machines and links.
+    """The state of a job in a terminal: a few sentences, and tables of workers, machines and links.
 
     Sentences are wrapped between words. Tables have as many columns as there is room for, and tables without rows are
     left out.
 
     Args:
         status: the state of the job.
-        most: number of workers that the run may have, if it may have more than it has.
-        notes: sentences that follow the first one.
-        lines: number of lines to which the view is limited, if possible: the workers that are awaited, stopped, lost
-            or slowest are shown, and the others are counted. None to show all workers.
+        most: maximum number of workers of the run, if the run has fewer now.
+        notes: sentences that follow the first sentence.
+        lines: number of lines to which the view is limited, if possible. If there are too many workers, those that
+            are awaited, stopped, lost or slowest are shown, and the other workers are counted. None to show all
+            workers.
         links: False to leave out the tables of machines and links.
     """
 
@@ -91,7 +92,7 @@ class StatusView:
             room = self._lines - _height((*above, *below), console, options) - 1  # one for the heading
             if room < len(shown):
                 shown, rest = _divided(status, max(room - 1, LEAST_ROWS))
-                # The sentence about the others may have several lines.
+                # The sentence about the other workers may have several lines.
                 shown, rest = _divided(status, max(room - _height([rest], console, options), LEAST_ROWS))
         yield from above
         if shown:
@@ -107,7 +108,7 @@ def _height(parts: Sequence[RenderableType], console: Console, options: ConsoleO
 
 
 def _divided(status: JobStatus, count: int) -> tuple[tuple[WorkerStatus, ...], Sentence]:
-    """Return the most telling workers, and a sentence that counts the others."""
+    """Return the most important workers, and a sentence that counts the other workers."""
     shown = _most_telling(status, count)
     named = {worker.worker for worker in shown}
     others = [worker.state for worker in status.workers if worker.worker not in named]
@@ -130,7 +131,8 @@ def _most_telling(status: JobStatus, count: int) -> tuple[WorkerStatus, ...]:
 def _workers(status: JobStatus, shown: Sequence[WorkerStatus]) -> FittedTable:
     """Return the table of the workers.
 
-    It names their machines only if there are several, and their devices only if there are accelerators.
+    The table has a column of machines only if there are several machines, and a column of devices only if there are
+    accelerators.
     """
     several = bool(status.machines) or len({worker.machine for worker in status.workers}) > 1
     loss = LOSS._replace(name=loss_name(status))
@@ -200,7 +202,7 @@ def _wait(worker: WorkerStatus) -> str:
 
 
 def _loss(worker: WorkerStatus) -> str:
-    """Return how often a worker was lost, and why the last time; "" if it never was.
+    """Return how often a worker was lost, and why it was lost last; "" if it was never lost.
 
     >>> _loss(WorkerStatus(1, "", "computing", losses=("it was stopped", "its connection ended")))
     'worker 1 was lost 2 times, and joined again; the last time: its connection ended'
@@ -220,7 +222,7 @@ def _number(value: float | None, form: str) -> str:
 # -- Sentences about the state of a job: how far it has come, how fast it goes on, and for whom it waits -----
 
 FEW_WORKERS = 8
-"""Number of workers up to which the line of progress says nothing about states that each iteration passes through."""
+"""With at most this many workers, all in ordinary states, the line of progress does not count the states."""
 
 ORDINARY = frozenset({"computing", "waiting", "pulling"})
 """The states through which a worker passes in each iteration."""
@@ -234,7 +236,7 @@ def title(status: JobStatus, most: int | None = None) -> str:
 
     Args:
         status: the state of the job.
-        most: number of workers that the run may have, if it may have more than it has.
+        most: maximum number of workers of the run, if the run has fewer now.
     """
     present = sum(worker.state not in GONE for worker in status.workers)
     workers = f"{present} of {counted(most, 'worker')}" if most else counted(len(status.workers), "worker")
@@ -295,12 +297,12 @@ def figures(status: JobStatus) -> list[str]:
 
 
 def loss_name(status: JobStatus) -> str:
-    """Return how the losses of a job are called: the script may have logged none, so that they are guessed."""
+    """Return the name for the losses of a job, which says whether the script has logged them or they were guessed."""
     return "loss (guessed)" if any(worker.guessed for worker in status.workers) else "loss"
 
 
 def awaited_words(status: JobStatus) -> str:
-    """Return for whom the others wait, and for how long; "" if no worker is awaited.
+    """Return which workers are awaited, and for how long; "" if no worker is awaited.
 
     >>> awaited_words(JobStatus("bsp", 1, 5.0, (), awaited=(3,), awaited_share=0.7))
     'waiting for worker 3 (70 % of the time)'
@@ -321,7 +323,7 @@ def _share(status: JobStatus) -> str:
     of = f" of {status.epochs}" if status.epochs is not None else ""
     epoch = "" if status.epoch is None else f"epoch {status.epoch}{of}"
     if status.progress is not None:
-        # A run that is not over is never shown as such.
+        # A run that goes on is never shown as complete.
         done = f"{min(int(100 * status.progress), 99 if status.left_s else 100)} %"
         return f"{done} ({epoch})" if epoch else done
     return epoch if status.epoch_progress is None else f"{epoch} ({int(100 * status.epoch_progress)} % of it)"

@@ -1,10 +1,11 @@
-"""What the steps of the optimizers cost the servers of a run, and whether more servers would make a step faster.
+"""Computes how much time the optimizers' steps cost the servers, and whether more servers would make a step faster.
 
-An update of most optimizers takes a moment. But Muon orthogonalizes matrices, which takes seconds for large ones, and
-all workers that need the new weights wait meanwhile. Each server measures its steps (`core.messages.StepsTimed`). From
-these times follow what a step costs with another number of servers: the work of an update is `OptimizerSpec.cost_of`
-each parameter, every parameter set has its own time per unit of work, and the shards would be those that the layout
-makes for the other number. So a step is not expected to become faster where one tensor takes most of its time.
+An update of most optimizers takes a moment. But Muon orthogonalizes matrices, which takes seconds if they are large.
+All workers that need the new weights must wait for this time. Each server measures its steps
+(`core.messages.StepsTimed`). From these times, the cost of a step with another number of servers is predicted. The
+work of an update is the sum of `OptimizerSpec.cost_of` over the parameters, and every parameter set has its own time
+per unit of work. The shards are those that the layout makes for the other number of servers. So if one tensor takes
+most of the time of a step, more servers are not expected to make the step faster.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from ..core.messages import StepsTimed
 from ..errors import ConfigurationError
 from ..words import counted, length, percent
 
-LEAST_SHARE = 0.2  # share of a server's time in steps below which they hardly matter
-LEAST_S = 0.01  # and a step that takes less time is not worth a word
+LEAST_SHARE = 0.2  # steps hardly matter if they take a smaller share of a server's time
+LEAST_S = 0.01  # a step that takes less time is not mentioned
 FASTER = 1.1  # more servers must make a step at least this many times as fast
-NAMED_SHARE = 0.1  # least share of the time of a step that an optimizer takes if it is named
+NAMED_SHARE = 0.1  # an optimizer is named if it takes at least this share of the time of a step
 
 FEW, FACTORS = range(1, 9), (2, 3, 4, 6, 8)
-"""Numbers of servers for which a step is predicted, and by how many times the number is multiplied."""
+"""Numbers of servers for which a step is predicted, and factors for multiples of the run's own number."""
 
 
 ACCELERATOR = " An accelerator on the servers' machine can make the steps, too (--server-device)."
@@ -40,11 +41,12 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
         servers: number of servers.
         step_s: time in which the slowest server makes a step of every optimizer, in seconds.
         share: largest share of a server's time in which it made steps, from 0 to 1.
-        predicted_s: number of servers -> what `step_s` would be, if each had as many cores as now.
-        here_s: the same, if all servers shared the cores of this machine; {} if they may be on several machines.
-        largest: the tensor that takes most of the time of a step, and is at one server whatever their number; "" if
-            optimizers need no whole tensors.
-        largest_s: the time of its update, in seconds.
+        predicted_s: number of servers -> what `step_s` would be, if each server had as many cores as now.
+        here_s: number of servers -> what `step_s` would be, if all servers shared the cores of this machine; {} if
+            the servers may be on several machines.
+        largest: the tensor that takes most of the time of a step. It stays at one server for any number of servers.
+            "" if no optimizer needs whole tensors.
+        largest_s: the time of this tensor's update, in seconds.
         on_host: True if an accelerator could make steps that are made on the CPU.
     """
 
@@ -80,8 +82,8 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
             slicing: how the parameters are sliced; see `ModelSpec.sliced`.
             block: see `ModelSpec.sliced`.
             servers: number of servers.
-            cores_of: returns how many cores each of a number of servers has on this machine; None if the servers may
-                be on several machines.
+            cores_of: given a number of servers, returns how many cores of this machine each server has; None if the
+                servers may be on several machines.
             on_host: False if steps of whole tensors are made on a device.
         """
         if len(reports) < servers:
@@ -134,7 +136,7 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def matters(self) -> bool:
-        """True if the servers make steps for so much of their time that it is worth a sentence."""
+        """True if steps take enough of the servers' time to be mentioned."""
         return self.share >= LEAST_SHARE and self.step_s >= LEAST_S
 
     @property
@@ -177,7 +179,7 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
         return (
             f"With {counted(count, 'server')}, each with as many cores as now, a step would take about "
             f"{length(step_s)} instead of {length(self.step_s)}{tensor and f', because {tensor}'}. The simulations do "
-            "not know this."
+            "not take this into account."
         )
 
     def _limit(self, step_s: float) -> str:
@@ -187,9 +189,9 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.largest} is one tensor, whose update takes {length(self.largest_s)}"
 
     def _enough(self, step_s: Mapping[int, float]) -> int | None:
-        """Return the smallest number of servers with which steps hardly matter, or no larger one is worth it.
+        """Return the smallest number of servers that is enough; None if more servers do not help.
 
-        None if more servers do not help.
+        A number is enough if steps then hardly matter, or if no larger number makes a step clearly faster.
 
         Args:
             step_s: number of servers -> time of a step.
@@ -233,5 +235,5 @@ def step_cost_in(summary: Mapping[str, Any]) -> StepCost | None:
     found = summary.get("step_cost")
     try:
         return None if found is None else msgspec.convert(found, StepCost, strict=False)
-    except msgspec.ValidationError:  # of another version
+    except msgspec.ValidationError:  # the summary is from another version
         return None

@@ -45,7 +45,7 @@ def summary_rows(summary: Mapping[str, Any]) -> dict[str, str]:
     if measured:
         shown |= _figures(summary)
     if repeated := summary.get("repeated_bases", 0):
-        shown["sent again"] = f"all weights of a shard, {repeated} times, to a worker that had come to others"
+        shown["sent again"] = f"all weights of a shard, {repeated} times, to a worker with a wrong copy"
     if (main := summary.get("main_worker", 0)) > 0:
         shown["main worker"] = f"worker {main} at the end (see paceline.is_main)"
     if "devices" in summary:
@@ -100,9 +100,7 @@ def _figures(summary: Mapping[str, Any]) -> dict[str, str]:
     absent = {name for name, figure in figures.items() if not summary.get(figure)}
     samples = summary.get("ledger", {}).get("samples", {})
     if samples.get("used") and not samples.get("dropped"):
-        absent.add(
-            "left out"
-        )  # what was left out has no samples, such as an edit that another worker has made first
+        absent.add("left out")  # these pushes have no samples, such as a second edit
     return {name: text for name, text in shown.items() if text and name not in absent}
 
 
@@ -164,7 +162,7 @@ def _paused(summary: Mapping[str, Any]) -> str:
 
 
 def _idle(summary: Mapping[str, Any]) -> str:
-    """Return a text that says how many workers finished early, and how early; "" if none did."""
+    """Return a text that says how many workers finished early, and how early; "" if no worker did."""
     idle_s = [seconds for seconds in summary["idle_s"].values() if seconds >= LEAST_S]
     if not idle_s:
         return ""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 LABEL_COLUMNS = 36  # a longer name of a sync model is wrapped
 NOTE_COLUMNS = 160
-NEAR_X, NEAR_Y = 0.06, 0.045  # points that are nearer than this, as shares of the axes, have one label
+NEAR_X, NEAR_Y = 0.06, 0.045  # points that are nearer than these shares of the axes have a common label
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,8 +41,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
         gradients_per_s: number of applied pushes of all workers per virtual second.
         updates_per_s: optimizer steps per virtual second. Under BSP, one step applies all gradients of a round, so
             compare models by `speed` instead.
-        samples_per_s: number of samples per virtual second from which applied gradients were computed; 0.0 if it is
-            unknown, because the simulation had no data.
+        samples_per_s: number of samples per virtual second from which applied gradients were computed; 0.0 if the
+            simulation had no data.
         epoch_s: virtual time per epoch, in seconds; None if the simulation had no data.
         mean_staleness: mean staleness of the gradients, in updates.
         max_staleness: largest staleness of a gradient, in updates.
@@ -54,7 +54,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
         outside_share: share of the workers' time in which their scripts did not train, for example in a barrier.
         delayed_share: pulls that were not answered on arrival, as a share of all pulls.
         sync_cost_s: c_sync, the sum over the barriers of the longest waiting time of a worker, in virtual seconds.
-        predicted_sync_cost_s: the same sum as the plans predicted it; None if the model plans no barriers.
+        predicted_sync_cost_s: the value of this sum that the plans predicted; None if the model plans no barriers.
         restarts: number of computations that were aborted and restarted.
         bytes_sent: bytes sent by all processes.
         faults: descriptions of conditions that failed, and of the models that replaced them. If the list is not
@@ -62,8 +62,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
         failure: why there are no results, with the lines of the model's code that failed; all numbers are then 0. ""
             if there are results.
         unapplied: sentence about pushes that were never applied; "" if there are none. See `trace.measures`.
-        front: True if the model can be recommended, and no other such model is better in speed or staleness without
-            being worse in the other.
+        front: True if the model can be recommended, and every other model that can be recommended is slower, has a
+            higher staleness, or is equal in both.
     """
 
     sync: str
@@ -93,7 +93,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sound(self) -> bool:
-        """True if the results are those of a model that trains. Other models are never recommended."""
+        """True if the model can be recommended: nothing failed, and no pushes are missing from the updates."""
         return not (self.failure or self.unapplied or self.faults)
 
     @property
@@ -119,13 +119,13 @@ COLUMNS: dict[str, Callable[[Figures], str]] = {
 EPOCH, SPEED, STALENESS, WAITED, TRANSIT, WASTED_TIME, DELAYED = COLUMNS
 WITH_DATA = (EPOCH, SPEED, STALENESS, WAITED, TRANSIT, WASTED_TIME)
 WITHOUT_DATA = (SPEED, STALENESS, WAITED, TRANSIT, WASTED_TIME, DELAYED)
-EXPENDABLE = (DELAYED, WASTED_TIME, TRANSIT, WAITED)  # the least important one first
+EXPENDABLE = (DELAYED, WASTED_TIME, TRANSIT, WAITED)  # the least important column first
 
 UNSOUND = "!: this model is not recommended, for the reason below"
 
 
 def ranking_table(title: str, rows: Sequence[Figures], caption: str, width: int = 80) -> Table:
-    """Return a table with one row per model, in the given order, that fits into `width` columns of a screen.
+    """Return a table that fits into `width` columns of a screen, with one row per model, in the given order.
 
     A "*" marks each row whose `front` is True, and a "!" each row that is not `sound`.
     """
@@ -236,7 +236,7 @@ def _draw_scatter(axes: Axes, rows: Sequence[Figures]) -> None:
 
 
 def _labels(points: Sequence[tuple[float, float]]) -> list[tuple[list[int], tuple[float, float]]]:
-    """Return the numbers of neighboring points, counted from 1, and the place of their label: above the highest one.
+    """Group near points. Return each group's numbers, from 1, and the place of its label above its highest point.
 
     >>> _labels([(0.0, 1.0), (5.0, 4.0), (5.1, 4.1)])
     [([1], (0.0, 1.0)), ([2, 3], (5.05, 4.1))]
@@ -313,8 +313,8 @@ class TrialOutcome(msgspec.Struct, frozen=True, kw_only=True):
         momentum: momentum of the runs.
         seeds: random seeds for the runs.
         target_accuracy: target accuracy on the test images, from 0 to 1.
-        time_to_target_s: time of the first evaluation that, like the one before it, is at or above the target, in
-            seconds since training began; None if there is no such evaluation.
+        time_to_target_s: time at which the accuracy was at or above the target in two evaluations in a row, in
+            seconds since training began; None if this never happened.
         final_accuracy: accuracy of the final weights on the test images, from 0 to 1.
         updates_per_s: optimizer steps per second. Updates under different models contain different numbers of
             gradients, so the table compares the samples or gradients per second.
@@ -325,8 +325,9 @@ class TrialOutcome(msgspec.Struct, frozen=True, kw_only=True):
         max_staleness: largest staleness of any push at any shard in any run, in updates.
         delayed_share: fraction of pulls that were delayed, from 0 to 1; a pull counts once for each shard.
         restarts: number of computations that were aborted and restarted.
-        wasted_share: fraction of the workers' total time spent on aborted computations and the pulls after them.
-        emulated: description of how the runs emulated unequal machines; "" if they did not.
+        wasted_share: fraction of the workers' total time spent on aborted computations, and on the pulls after
+            aborts.
+        emulated: description of how the runs emulated unequal machines; "" if the runs emulated nothing.
     """
 
     sync: str
@@ -351,7 +352,7 @@ class TrialOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """The sync model, with what is special about its batches and hyper-parameters."""
+        """The sync model, with its kinds of batches and hyper-parameters unless these are the usual ones."""
         return run_name(self.sync, self.batch, self.hyperparameters)
 
 
@@ -380,7 +381,7 @@ def medians(outcomes: Sequence[TrialOutcome]) -> TrialOutcome:
 
 
 def comparison_table(outcomes: Sequence[TrialOutcome], *, every: bool = False, width: int = 80) -> Table:
-    """Return a table with one row per outcome that fits into `width` columns of a screen.
+    """Return a table that fits into `width` columns of a screen, with one row per outcome.
 
     The caption describes the seeds and the emulation of unequal machines. If `every` is True, the table has columns
     for delayed pulls and aborted computations instead of the learning rate, the momentum and the speed.
@@ -421,7 +422,7 @@ def _legend(outcomes: Sequence[TrialOutcome]) -> str:
         return ""
     return (
         "\ntranslated: with the learning rate and momentum of bsp, as if only --sync had changed; other rows: with "
-        "the best ones of the model itself, used as they are"
+        "the best values for the model itself, used as they are"
     )
 
 
@@ -447,7 +448,7 @@ def runs_table(
 
     Args:
         names: the names, with spaces where they may be wrapped.
-        columns: heading -> cells, from left to right. Headings may have several lines, and cells only one.
+        columns: heading -> cells, from left to right. Headings may have several lines, and cells only one line.
         expendable: headings of the columns that may be left out, beginning with the least important one.
         width: width of the screen, in columns.
         title: text above the table.
@@ -491,7 +492,7 @@ def _taken(columns: Mapping[str, Sequence[str]]) -> int:
     return sum(GAP + max(map(len, [*heading.split("\n"), *cells])) for heading, cells in columns.items())
 
 
-# -- A table that fits the width that there is: less important columns are left out, and texts end after a word
+# -- A table that fits the available width: less important columns are left out, and texts end after a word --
 
 Cell = tuple[str, str]
 """A text, and its style."""
@@ -505,7 +506,8 @@ class Column(NamedTuple):
         kind: "number" for figures, which are aligned on the right and never shortened, else "text".
         rank: the columns with the lowest ranks are left out first; None to keep the column.
         least: width to which its texts may be shortened. Default: the width of their first words.
-        reserved: width that it has at least if it is shown, so that columns do not come and go with its texts.
+        reserved: minimum width of the column if it is shown, so that other columns do not appear or disappear when
+            its texts change.
     """
 
     name: str

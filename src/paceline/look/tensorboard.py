@@ -1,7 +1,7 @@
 """The files of a run for TensorBoard: what the script has logged, the speed, staleness and waiting.
 
-The x axis ("step") is the job's progress: the number of samples that all workers together have used; of updates, if
-the numbers of samples are unknown. Each histogram shows what has been added since the one before.
+The x axis ("step") is the job's progress: the number of samples that all workers together have used, or the number of
+updates if the numbers of samples are unknown. Each histogram shows the values that were added since the previous one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class TensorboardFiles:
         self._writer = SummaryWriter(str(folder))
         self._written_s: dict[str, float] = {}  # tag -> time of the last point that was written
         self._progress = (0.0, 0, 0)
-        self._staleness: Counter[float] = Counter()  # what the histograms have shown
+        self._staleness: Counter[float] = Counter()  # what the histograms have shown so far
         self._waiting: Counter[float] = Counter()
 
     def write(self, report: RunReport) -> None:

@@ -1,6 +1,6 @@
 """Pictures of the timelines of simulations: when each worker computed, transferred data or waited, and each barrier.
 
-A run has its timeline on the page of its report, which is drawn from the same `Activity`.
+The timeline of a live run is on the page of its report, and is drawn from the same kind of `Activity`.
 """
 
 from __future__ import annotations
@@ -142,8 +142,9 @@ Dashes = str | tuple[int, tuple[int, ...]]
 """A line style, as matplotlib takes it: a name, or an offset and the lengths of dashes and gaps."""
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#762A83", "#8C510A", "#000000")
-"""Curve colors that color-blind readers can distinguish, in order of use: four of Okabe and Ito (2008), whose others
-mean kinds of time (`words.COLOR_OF`), and two of ColorBrewer. Sync models have the styles of `models.model_styles`.
+"""Curve colors that color-blind readers can distinguish, in order of use: four of Okabe and Ito (2008) and two of
+ColorBrewer. Other colors of Okabe and Ito stand for kinds of time (`words.COLOR_OF`). Sync models have the styles of
+`models.model_styles`.
 """
 
 DASHES: tuple[Dashes, ...] = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)))
@@ -152,7 +153,7 @@ DASHES: tuple[Dashes, ...] = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0,
 DOTS_PER_INCH = 130
 
 NO_MATPLOTLIB = "pictures require matplotlib, which is not installed; run: pip install 'paceline[report]'"
-"""Why nothing can be drawn. It ends with a command that may be copied."""
+"""Why nothing can be drawn. This message ends with a command, so that the command can be copied."""
 
 
 def can_draw() -> bool:

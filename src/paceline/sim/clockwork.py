@@ -20,13 +20,13 @@ class Dataset(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         samples: number of samples in an epoch.
-        batch_size: usual number of samples in a worker's batch; in the joint batch of all workers if `joint_batch` is
-            True. The compute times of a cluster are those of batches of this size.
+        batch_size: usual number of samples in a worker's batch or, if `joint_batch` is True, in the joint batch of
+            all workers. The compute times of a cluster refer to batches of this size.
         epochs: number of epochs.
         split: as for `paceline.distribute`.
         drop_last: True to leave out an incomplete last batch.
-        pushes_per_batch: mean number of gradients that are computed from a batch, at least 1. It is 2 for a script
-            that steps two optimizers in turn.
+        pushes_per_batch: mean number of gradients that are computed from a batch, at least 1. This number is 2 for a
+            script that steps two optimizers in turn.
         joint_batch: as for `paceline.distribute`.
 
     Raises:
@@ -141,8 +141,10 @@ class DatasetClockwork(Clockwork):
         # worker -> numbers of its batches and pushes since it joined
         self._batches: dict[int, int] = {}
         self._pushes: dict[int, int] = {}
-        self._owed: dict[int, int] = {}  # worker -> number of pushes of joint batches in which it has no part
-        # worker -> what draws the time for which its script is outside of training after an epoch
+        self._owed: dict[
+            int, int
+        ] = {}  # worker -> number of empty pushes that it still owes, for joint batches without its part
+        # worker -> function that draws how long its script is outside of training after an epoch
         self._outside = {
             worker: sample
             for worker in range(len(job.workers))
@@ -180,7 +182,7 @@ class DatasetClockwork(Clockwork):
             self._continue(worker)
 
     def _begin(self, worker: int) -> None:
-        """Begin the worker's next epoch. After the last one, request the data that other workers have returned."""
+        """Begin the worker's next epoch. After the last epoch, request the data that other workers have returned."""
         core, epoch = self._job.workers[worker].core, self._next[worker]
         self._next[worker] = epoch + 1
         if epoch > self._epochs:
@@ -196,7 +198,7 @@ class DatasetClockwork(Clockwork):
         self._job.carry(worker, requests, at_once=False)
 
     def _end_epoch(self, worker: int) -> None:
-        """Let pass what the script does at the end of an epoch, such as evaluating the model."""
+        """Let the time pass that the script needs at the end of an epoch, for example to evaluate the model."""
         epoch = self._next[worker] - 1
         if worker in self._outside and epoch < self._epochs:
             self._job.let_pass(worker, self._outside[worker](epoch, self._job.kernel.now_s), "outside")

@@ -46,23 +46,23 @@ class Cluster:
             with a method `sample(generator)`. `paceline.sim.read_delays` reads a CSV file. A `Fraction` or a
             `Decimal` is exact; floats and random times are rounded to whole nanoseconds. This applies to all times.
         fixed_share: fraction of each worker's compute time that does not depend on the size of the batch, from 0 to
-            1: one number for each worker, or one for all of them.
+            1: one number for each worker, or one number for all workers.
         servers: number of servers.
         latency_s: latency of every message, as a number of seconds or a distribution.
         bandwidth_bps: bandwidth of each machine's network interface, in bits per second in each direction. Default:
             unlimited.
-        size_bytes: size of all parameters, and of a gradient, in bytes. It has no effect if the bandwidth is
+        size_bytes: size of all parameters, and of a gradient, in bytes. This size has no effect if the bandwidth is
             unlimited. With a training function, 0 means the actual size of its model; any other number simulates the
             transfers of a model of that size.
         presence: mapping from worker to `Presence`, for workers that are not present during the whole run.
         links: mapping from worker to `Link`, for workers with a different latency or bandwidth.
-        apply_s: time that a server takes to apply a push, as a number of seconds or a distribution, if it held all
-            parameters; for a shard, this time is as large a part of it as the shard is of the parameters. A server
+        apply_s: time that a server would take to apply a push to all parameters, as a number of seconds or a
+            distribution. For a shard, the time is proportional to the shard's share of the parameters. A server
             handles one message after another. Default: no time.
-        update_s: time that a server takes for an update, that is, for one step of the optimizer, if it held all
-            parameters; for a shard, a part of it as for `apply_s`. A server that applies each push makes an update for
-            each of them, and one that applies means makes one for all pushes of a mean. Answers leave, and further
-            messages are handled, after the update. Default: no time.
+        update_s: time that a server would take for one update, that is, for one optimizer step, of all parameters.
+            For a shard, the time is proportional, as for `apply_s`. A server that applies each push makes one update
+            per push. A server that applies means makes one update for all pushes of a mean. Answers leave, and
+            further messages are handled, after the update. Default: no time.
         pauses: pauses that strike several workers at once (`paceline.sim.Pause`).
         uplinks: links that several workers share (`paceline.sim.Uplink`).
         outside: mapping from worker to `Outside`, for workers whose scripts also do something other than training.
@@ -70,7 +70,7 @@ class Cluster:
         emulated: description of how unequal machines were emulated in the run from which the cluster was recorded,
             used in captions; "" if the run emulated nothing, or the cluster was not recorded.
         optimizers: names of the optimizers of the run from which the cluster was recorded. The codec that is
-            recommended for slow links follows from them.
+            recommended for slow links depends on these optimizers.
 
     Raises:
         ConfigurationError: an argument is not valid.
@@ -166,12 +166,12 @@ class Cluster:
         Args:
             run_dir: the directory of a live or a simulated run.
             bandwidth: bandwidth of each machine's network interface in that run, in bits per second, or a string
-                such as "1 Gbit/s". The transfers are then taken out of the recorded times, and simulated. Default:
-                unlimited, so the recorded times contain all that a message needed.
+                such as "1 Gbit/s". The transfers are then subtracted from the recorded times, and simulated. Default:
+                unlimited. The recorded times then include the transfers.
 
         Raises:
             ConfigurationError: the directory does not contain a run, no worker has finished an iteration, or a
-                bandwidth is given for a run that has not recorded its sizes.
+                bandwidth is given for a run that has not recorded how many bytes travelled.
         """
         return cls(**arguments_of_run(Path(run_dir), read_bandwidth(bandwidth)))
 
@@ -184,14 +184,14 @@ class Cluster:
         slow: Mapping[int, float] | None = None,
         size_bytes: int | None = None,
     ) -> Cluster:
-        """Return the cluster with some changes. What is None stays as it is.
+        """Return the cluster with some changes. Arguments that are None change nothing.
 
         Args:
-            workers: number of workers. If there are more than before, the additional ones are machines like the
-                others, in turn. Recorded times are resampled for them, in blocks (`paceline.sim.Resampled`).
+            workers: number of workers. Additional workers are copies of the existing workers, in turn. Their
+                recorded times are resampled, in blocks (`paceline.sim.Resampled`).
             bandwidth: bandwidth of each machine's network interface, in bits per second, or a string such as
-                "1 Gbit/s". Recorded times of messages count as latency, to which the transfers are added. So give
-                `from_run` the bandwidth of a run over a network.
+                "1 Gbit/s". Recorded times of messages count as latency, to which the transfers are added. So if the
+                run was made over a network, give the bandwidth of this network to `from_run`.
             servers: number of servers. Recorded times of messages stay the same.
             slow: mapping from worker to a factor by which its compute times are multiplied.
             size_bytes: size of all parameters, in bytes.
@@ -272,7 +272,7 @@ class Cluster:
         """Return the number of ticks per second in a simulation of this cluster (see `paceline.sync.events`).
 
         Args:
-            stated: what else states times, such as the sync models of the run.
+            stated: other objects that state times, such as the sync models of the run.
         """
         servers = self.apply_s, self.update_s
         return resolution(
@@ -358,7 +358,7 @@ def _require_bandwidth(bandwidth_bps: object) -> None:
 
 
 def _like(times: Times, *, again: bool) -> Times:
-    """Return the times of a machine like another one: the same distribution, but not the same recorded times."""
+    """Return the times of a machine. If `again` is True, resample or shift recorded times, for a similar machine."""
     known = times_of(times)
     if again and isinstance(known, Recorded):
         return Resampled(seconds=known.seconds)
@@ -366,13 +366,13 @@ def _like(times: Times, *, again: bool) -> Times:
 
 
 def _members(each: Together, before: int, count: int) -> Together:
-    """Return a pause or an uplink with the workers that are machines like its workers."""
+    """Return a pause or an uplink that also applies to copies of its workers, up to `count` workers."""
     workers = tuple(worker for worker in range(count) if worker % before in each.workers)
     return structs.replace(each, workers=workers)
 
 
 def _alike(own: Own, again: bool) -> Own:
-    """Return a link, or what a script does outside of training, of a machine like another one."""
+    """Return the `Link` or `Outside` of a machine or, if `again` is True, of a similar machine."""
     times = {name: value for name, value in structs.asdict(own).items() if name.endswith("_s")}
     like = {name: _like(value, again=again) for name, value in times.items() if value is not None}
     return structs.replace(own, **like)

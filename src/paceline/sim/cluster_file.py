@@ -74,7 +74,7 @@ RATES = {
     "mbit": 1e6,
     "gbit": 1e9,
 }
-"""Units of bandwidths. The last three are those of the command tc."""
+"""Units of bandwidths. The last three are units of the command tc."""
 
 SHARES = {"%": 0.01}
 
@@ -131,13 +131,13 @@ def quantity(value: object, units: dict[str, float], what: str) -> float:
 
 
 def read_bandwidth(bandwidth: float | str, name: str = "bandwidth") -> float:
-    """Return a bandwidth in bits per second. `name` is what an error calls it.
+    """Return a bandwidth in bits per second. `name` is the name of the bandwidth in error messages.
 
     >>> read_bandwidth("1gbit"), read_bandwidth("100 MB/s")
     (1000000000.0, 800000000.0)
 
     Raises:
-        ConfigurationError: it is not a number of bits per second > 0, or a string with a unit.
+        ConfigurationError: the bandwidth is neither a number of bits per second > 0 nor a string with a unit.
     """
     value = bandwidth if bandwidth == math.inf else quantity(bandwidth, RATES, name)
     if not value > 0:
@@ -198,7 +198,7 @@ TABLES: Mapping[str, type[msgspec.Struct]] = {
     r"uplinks\[.*\]": UplinkTable,
     "": File,
 }
-"""Pattern of the place of a table in a cluster file -> its entries."""
+"""Pattern of a table's place in a cluster file -> the class with the table's entries."""
 
 
 def _preset_files() -> dict[str, Any]:
@@ -263,7 +263,7 @@ def _arguments(file: File, name: str, folder: Path) -> dict[str, Any]:
     Args:
         file: the content.
         name: the default name of the cluster.
-        folder: folder that contains the file of delays, if its path is relative.
+        folder: folder that contains the file of delays, if the path of this file is relative.
     """
     if bool(file.workers) == bool(file.delays):
         raise ConfigurationError("expected either [[workers]] tables, or delays = 'FILE.csv'.")

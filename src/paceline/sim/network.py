@@ -106,9 +106,9 @@ class Connection:
 
     Args:
         kernel: the simulation kernel.
-        senders: what the message leaves through: the network interface of the sender and, if there is one, the uplink
-            that it shares. Those of unlimited bandwidth have no effect.
-        receivers: what the message arrives through.
+        senders: the network interfaces through which a message leaves: the sender's own and, if there is one, its
+            shared uplink. Interfaces of unlimited bandwidth have no effect.
+        receivers: the network interfaces through which a message arrives.
         latency_ticks: latency of every message, or a function that returns the latency of the next message.
     """
 

@@ -6,15 +6,17 @@ when the worker begins to send it until it has arrived at the shard. The time of
 every shard may answer the pull until all weights have arrived at the worker. It includes the time that a server takes
 to process a push before it answers, mainly to apply the gradient.
 
-If the bandwidth of the run's network is known, the transfers are taken out of the times of the messages: all recorded
-messages are sent again through the simulated network, each at its recorded time, and what this network does not
-explain counts as latency. So the same cluster can be simulated with another bandwidth.
+If the bandwidth of the run's network is known, the transfers are subtracted from the times of the messages. For this,
+all recorded messages are sent through the simulated network, each at its recorded time. The difference between the
+simulated and the recorded arrival of a message counts as latency. So the same cluster can be simulated with another
+bandwidth.
 
-A push without a gradient, which a worker makes while its script evaluates the model, is no computation. The first
-iteration of an accelerator with batches of a new size takes longer, because programs are compiled. Both are left out.
+A push without a gradient, which a worker makes while its script evaluates the model, does not count as a computation.
+An accelerator's first iteration with batches of a new size takes longer, because programs are compiled. Both kinds of
+iterations are left out.
 
-What a script does outside of training (see `core.metrics`) is not part of the compute times, because it
-does not depend on the batch. It takes as long as in the run: before the same iterations, or at the end of each epoch.
+A script's time outside of training (see `core.metrics`) is not part of the compute times, because it does not depend
+on the batch. This time passes as in the run: before the same iterations, or at the end of each epoch.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ EMPTY, WARM_UP = 1.0, 2.0  # why the time of an iteration is not typical
 
 
 class _Column:
-    """A number for each iteration of a worker. It takes eight bytes, because a run may have millions of iterations.
+    """A number for each iteration of a worker. Each number takes eight bytes, because a run may have many iterations.
 
     >>> column = _Column()
     >>> column.put(2, 0.5)
@@ -54,14 +56,14 @@ class _Column:
         self._values = array("d")
 
     def put(self, iteration: int, value: float) -> None:
-        """Set the number of an iteration."""
+        """Set the number that belongs to an iteration."""
         missing = iteration + 1 - len(self._values)
         if missing > 0:
             self._values.extend(repeat(math.nan, missing))
         self._values[iteration] = value
 
     def get(self, iteration: int) -> float | None:
-        """Return the number of an iteration; None if it has none."""
+        """Return the number that belongs to an iteration; None if there is none."""
         value = self._values[iteration] if iteration < len(self._values) else math.nan
         return None if math.isnan(value) else value
 
@@ -71,9 +73,9 @@ class Arrivals:
 
     Attributes:
         arrived_s: for each shard, the time at which the push arrived.
-        finished_s: the time at which the worker has finished, according to shard 0; None if it has not.
+        finished_s: the time at which the worker has finished, according to shard 0; None if it has not finished.
         samples: number of samples of the push, if it has samples of its own.
-        atypical: `EMPTY` if the push had no gradient, `WARM_UP` if it was one.
+        atypical: `EMPTY` if the push had no gradient, `WARM_UP` if it was a warm-up.
         released_s: for each shard, the time at which it answered the pull.
     """
 
@@ -101,11 +103,11 @@ class Latencies:
 
 
 class _OutsideTimes:
-    """What the script of one worker did outside of training, in seconds."""
+    """The times of one worker's script outside of training, in seconds."""
 
     def __init__(self) -> None:
-        self._each = array("d")  # before each iteration, without what lies between two epochs
-        self._epochs = array("d")  # between two epochs, and after the last one
+        self._each = array("d")  # before each iteration, without the times between two epochs
+        self._epochs = array("d")  # between two epochs, and after the last epoch
         self._all = array("d")  # before each iteration
         self._answered_s = 0.0
 
@@ -114,7 +116,7 @@ class _OutsideTimes:
         outside_s, _, _ = record.apart_s
         first, self._answered_s = not self._all, record.answered_s
         begins = bool(record.begins_pass)
-        if begins and not first:  # an epoch has ended before
+        if begins and not first:  # the previous epoch has ended
             self._epochs.append(outside_s)
         self._each.append(0.0 if begins else outside_s)
         self._all.append(outside_s)
@@ -130,7 +132,7 @@ class _OutsideTimes:
         return sum(self._all) + sum(self._epochs) > 0.0
 
     def distributions(self) -> Outside:
-        """Return what is known. Times repeat as they were recorded."""
+        """Return the times as distributions. The recorded times repeat in their order."""
         return Outside(
             each_s=Recorded(seconds=tuple(self._each)),
             epoch_s=Recorded(seconds=tuple(self._epochs or [0.0])),
@@ -139,7 +141,7 @@ class _OutsideTimes:
 
 
 class _LatencyEstimate:
-    """Collects the times of messages, and subtracts what their transfers take in a network of limited bandwidth.
+    """Collects the times of messages, and subtracts their transfers through a network of limited bandwidth.
 
     Args:
         bandwidth_bps: bandwidth of each machine. If it is unlimited, the whole time of a message is its latency.
@@ -152,7 +154,7 @@ class _LatencyEstimate:
         self._messages: list[tuple[array[float], int, float, int]] = []
 
     def add(self, latencies: Latencies, arrived_s: float, transfers: Sequence[Transfer]) -> None:
-        """Add a message that consists of transfers, and that has arrived when all of them had."""
+        """Add a message that consists of several transfers. It has arrived when all transfers have arrived."""
         latencies.seconds.append(max(0.0, arrived_s - max(transfer.begun_s for transfer in transfers)))
         if math.isfinite(self._bandwidth_bps):
             self._transfers += transfers
@@ -185,7 +187,7 @@ def arguments_of_run(run_dir: Path, bandwidth_bps: float) -> dict[str, Any]:
 
     Raises:
         ConfigurationError: the directory does not contain a run, no worker has finished an iteration, or a bandwidth
-            is given for a run that has not recorded its sizes.
+            is given for a run that has not recorded how many bytes travelled.
     """
     shards = [trace for trace in trace_files(run_dir) if trace.header.host == "shard"]
     if not shards:
@@ -202,8 +204,8 @@ def arguments_of_run(run_dir: Path, bandwidth_bps: float) -> dict[str, Any]:
     if math.isfinite(bandwidth_bps) and sizes is None:
         raise ConfigurationError(
             f"the summary of the run in {run_dir} does not say how many bytes travelled, so its transfers cannot be "
-            "told from other delays. Omit the bandwidth of the run, or record another run with this version of "
-            "Paceline."
+            "distinguished from other delays. Omit the bandwidth of the run, or record another run with this version "
+            "of Paceline."
         )
     records = [records_in(path) for path in record_files(run_dir)]
     name = run_dir.name if shards[0].header.is_whole else f"{run_dir.name} (its last iterations)"
@@ -227,7 +229,7 @@ def _arguments(
         name: name of the cluster.
         batch_size: usual number of samples in a batch, if the run had balanced batches, whose sizes differ.
         sizes: the bytes that travelled; None if unknown.
-        bandwidth_bps: bandwidth of the network of the run. It may only be limited if the sizes are known.
+        bandwidth_bps: bandwidth of the network of the run. This bandwidth may be limited only if the sizes are known.
 
     Raises:
         ConfigurationError: no worker has finished an iteration.
@@ -317,8 +319,8 @@ def compute_times(
     """Return a worker's compute times for batches of the usual size, and its fixed share (see `Cluster`).
 
     Args:
-        observed: the number of samples in each iteration, None without samples of its own, and its compute time in
-            seconds.
+        observed: for each iteration, its number of samples (None if it has no samples of its own), and its compute
+            time in seconds.
         batch_size: usual number of samples in a batch; None if all batches are treated as equal.
     """
     sized = [(size, seconds) for size, seconds in observed if size is not None]
@@ -337,7 +339,7 @@ def _sizes(run_dir: Path, shards: int) -> Sizes | None:
     try:
         wire = WireFormat.read(summary.get("wire", "float32"))
         keys = "shard_bytes", "push_bytes", "pull_bytes"
-        if "rounded_bytes" in summary:  # of an earlier version, with the sizes for each codec that there was
+        if "rounded_bytes" in summary:  # of an earlier version, with the sizes for each of its codecs
             earlier = {"float32": "shard_bytes", "bf16": "rounded_bytes"}
             keys = "shard_bytes", earlier[wire.gradients], earlier[wire.weights]
         whole, pushes, pulls = (tuple(map(int, summary[key])) for key in keys)
@@ -347,10 +349,10 @@ def _sizes(run_dir: Path, shards: int) -> Sizes | None:
 
 
 def _batch_size(run_dir: Path) -> int | None:
-    """Return the size to which the compute times of a run with batches of unequal sizes refer; None for other runs.
+    """Return the batch size to which a run's compute times refer if its batches are unequal; None for other runs.
 
-    Balanced batches are unequal, and so are the parts of a joint batch. The times then refer to the batch size of the
-    loader.
+    Balanced batches are unequal, and so are the parts of a joint batch. In such runs, the times refer to the batch
+    size of the loader.
     """
     try:
         summary = _summary(run_dir)

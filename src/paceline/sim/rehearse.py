@@ -1,6 +1,7 @@
-"""Simulates the candidates of a live run in a process of its own, so that nothing waits for it.
+"""Simulates candidate sync models for a live run in a separate process, so that the run does not wait.
 
-`main` reads what was observed from standard input, and writes the results to standard output. See `sim.simulate`.
+`main` reads the observations of the run from standard input, and writes the results to standard output. See
+`sim.simulate`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ NICENESS = 10  # the workers' computations come first
 
 
 def main() -> None:
-    """Read what was observed, and write the results."""
+    """Read the observations, and write the results."""
     os.nice(NICENESS)
     situation = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Situation)
     sys.stdout.buffer.write(msgspec.msgpack.encode(prospects(situation, simulate)))

@@ -70,8 +70,8 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
         servers: number of servers.
         shards: number of shards.
         shard_bytes: size of each shard in bytes.
-        push_bytes: size of a push to each shard on its way, in bytes.
-        pull_bytes: size of the answer of each shard to a pull on its way, in bytes.
+        push_bytes: size of an encoded push to each shard, in bytes.
+        pull_bytes: size of each shard's encoded answer to a pull, in bytes.
         finished_s: for each worker, the virtual time at which it finished its last iteration.
         measures: statistics of the run, the same as in the summary of a live run.
         time_use: for each worker that has joined, what it has spent its time on.
@@ -82,9 +82,9 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
         events: number of simulated events.
         faults: messages about problems that did not end the run, in order. Each says which condition failed, and
             with which model the shards continued.
-        noticed: what the workers' reports show; the first of the findings.
-        balanced: True if the sizes of the workers' batches followed their speeds. False if this was not asked for, or
-            the data cannot be divided in this way.
+        noticed: sentences about the workers' reports, with which `findings` begins.
+        balanced: True if the sizes of the workers' batches followed the workers' speeds. False if this was not asked
+            for, or the data cannot be divided in this way.
         choices: changes of the sync model that the run has made itself, with `sync="auto"`.
         emulated: description of how unequal machines were emulated in the run from which the cluster was recorded; ""
             if the run emulated nothing, or the cluster was not recorded.
@@ -129,7 +129,7 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
     cuts: list[SimCut] = []
 
     def __repr__(self) -> str:
-        """A few words, which a notebook shows: the weights alone may be millions of numbers."""
+        """A short description, for example in a notebook: the weights alone may be millions of numbers."""
         iterations = sum(self.measures.iterations.values())
         found = [f"{self.sync}, {len(self.finished_s)} workers, {iterations} iterations"]
         found += [f"{max(self.finished_s, default=0.0):.6g} virtual seconds"]
@@ -184,8 +184,8 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
     def findings(self) -> list[str]:
         """Sentences about what made the result worse than it could be; [] if there are none.
 
-        They are about hyper-parameters that differ between workers, about pushes that were never applied, and about
-        updates that are missing because gradients were dropped.
+        These sentences are about hyper-parameters that differ between workers, about pushes that were never applied,
+        and about updates that are missing because gradients were dropped.
         """
         unapplied = unapplied_pushes(self.measures.pushes, self.measures.unapplied)
         unapplied = unapplied or missing_updates(self.measures)

@@ -123,8 +123,8 @@ def simulate(
         run_dir: new directory for the same files as in a live run: traces and records, which are written during the
             run, and a summary. `SimResult.trace` and `.records` then read these files.
         cut_at_s: virtual times, in seconds, at which the job is cut, as for a checkpoint. Only with `train_fn`.
-        resumed: one of the `SimResult.cuts` of an earlier simulation, from which this one goes on, with the same
-            seed. The cluster and the sync model may be others. Only with `train_fn`.
+        resumed: one of the `SimResult.cuts` of an earlier simulation with the same seed. This simulation goes on from
+            the cut. Its cluster and its sync model may be different. Only with `train_fn`.
 
     Raises:
         ConfigurationError: an argument is not valid, or the run directory cannot be written. Nothing was computed.
@@ -310,8 +310,8 @@ def simulate(
 def _loss_recorder(losses: list[Loss], goes_on: Callable[[], bool]) -> TakeRecord:
     """Return a function that appends the loss of an iteration to `losses`, if the iteration has a loss.
 
-    The function raises `UsageError` when a worker has finished five iterations, and `goes_on` returns False, which
-    says whether the run may go on without a loss.
+    `goes_on` says whether the run may go on without a loss. If it returns False after five iterations of a worker
+    without a loss, the function raises `UsageError`.
     """
 
     def take(worker: int, record: IterationRecord) -> None:
@@ -327,7 +327,7 @@ def _loss_recorder(losses: list[Loss], goes_on: Callable[[], bool]) -> TakeRecor
 
 
 def _limit(meter: Meter, kind: str, most: int, stop: Callable[[], None]) -> TakeRecord:
-    """Return a function that stops the run after an iteration if shard 0 has had so many "updates" or "samples"."""
+    """Return a function that stops the run after an iteration if shard 0 has had `most` "updates" or "samples"."""
     shard = meter.state.shards[0]
 
     def check(worker: int, record: IterationRecord) -> None:
@@ -340,7 +340,7 @@ def _limit(meter: Meter, kind: str, most: int, stop: Callable[[], None]) -> Take
 def _good_weights_keeper(
     good: GoodWeights[WeightsSnapshot], take: Callable[[], WeightsSnapshot]
 ) -> TakeRecord:
-    """Return a function that takes a snapshot after an iteration, if it could become the last good one."""
+    """Return a function that, after an iteration, takes a snapshot that may become the last good weights."""
 
     def keep(worker: int, record: IterationRecord) -> None:
         if good.wanted:
@@ -488,27 +488,27 @@ class NullStore:
         return 0.0
 
 
-# -- How fast a run would be under other sync models, from what has been observed of it. See `paceline.core.auto`
+# -- Estimates how fast a run would be under other sync models, from observations. See `paceline.core.auto`
 #
-# The observed cycles of the workers become a cluster: what a worker's cycles usually take longer than its
-# computations is the latency of its link, and the rest its compute times. Each candidate then uses up some
-# epochs of the run's data on this cluster. The cycles are used in the order in which they were observed, so
-# pauses and other changes are as frequent as in the run.
+# The observed cycles of the workers are turned into a cluster. The usual difference between a worker's cycles and its
+# computations becomes the latency of its link. The rest of each cycle becomes a compute time. Then each candidate is
+# simulated on this cluster for some epochs of the run's data. The cycles are used in the order in which they were
+# observed, so pauses and other changes are as frequent as in the run.
 
 LENGTH = 64  # approximate number of iterations of each worker that are simulated
 RECENT = 32  # number of latest cycles and computations whose medians are compared
-LEAST_COMPUTED = 8  # number of known computations without which transfers are part of the compute times
+LEAST_COMPUTED = 8  # with fewer known computations, transfers count as part of the compute times
 NEGLIGIBLE = 0.02  # share of a cycle below which its transfers are noise
 
 Simulate = Callable[..., SimResult]
-"""The function `simulate`, which itself simulates runs that choose their model, and therefore imports this module."""
+"""The type of the function `simulate`."""
 
 
 def prospects(situation: Situation, simulate: Simulate) -> list[Prospect]:
-    """Return the speed of each candidate, except for those that cannot be simulated."""
+    """Return the speed of each candidate, except for candidates that cannot be simulated."""
     found = []
     for sync in situation.syncs:
-        with contextlib.suppress(PacelineError):  # a candidate that does not fit is no candidate
+        with contextlib.suppress(PacelineError):  # a candidate that cannot be simulated is left out
             found.append(Prospect(sync, _speed(situation, sync, simulate)))
     return found
 

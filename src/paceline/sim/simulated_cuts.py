@@ -1,4 +1,4 @@
-"""Cuts of simulated jobs, with which later simulations begin."""
+"""Cuts of simulated jobs, from which later simulations go on."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ class CutShard:
 
 
 class SimCut:
-    """A cut of a simulated job: what a simulation with a training function needs to go on from there.
+    """A cut of a simulated job: what a simulation with a training function needs to go on from this point.
 
     Args:
         job: the state of the job.
         shards: a copy of each shard, in order.
         tensors: the pooled buffers and the frozen parameters of the model, by name.
-        workers: worker -> what its script held at the cut. A script is asked for it when it asks for its next batch,
-            so the states arrive after the cut.
+        workers: worker -> the state of its script at the cut. A script gives its state when it asks for its next
+            batch, so the states arrive after the cut.
 
     Attributes:
         job: the state of the job.
         tensors: the pooled buffers and the frozen parameters of the model, by name.
-        workers: worker -> what its script held at the cut.
+        workers: worker -> the state of its script at the cut.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class SimCut:
         self._shards = shards
 
     def complete(self, loop: LoopCut, workers: dict[int, bytes]) -> None:
-        """Add what the scripts held, and the place of the job in its loops to which this belongs."""
+        """Add the states of the scripts, and the place in the job's loops to which these states belong."""
         self.job = structs.replace(self.job, loop=loop)
         self.workers = workers
 
     def weights(self, bounds: ShardSlice) -> Vectors:
-        """Return the weights of a slice, which need not be that of one of the shards."""
+        """Return the weights of a slice, which need not be the slice of a shard."""
         sizes = self.job.model.layout.sizes
         whole = {name: torch.empty(size, dtype=torch_dtype(name)) for name, size in sizes.items()}
         for shard in self._shards:
@@ -72,12 +72,12 @@ class SimCut:
         return {name: whole[name][start:stop].clone() for name, (start, stop) in bounds.bounds.items()}
 
     def put_into(self, layout: Layout, bounds: ShardSlice, weights: Vectors) -> Vectors:
-        """Replace the weights of a slice by those of the cut, as far as it has them. Return their optimizer state.
+        """Overwrite those weights of a slice that the cut contains. Return the cut's optimizer state for the slice.
 
         Args:
             layout: layout of a model that has all parameters of the cut, and perhaps others.
             bounds: the slice.
-            weights: its weights.
+            weights: the weights of the slice.
         """
         before = self.job.model.layout
         pieces: dict[str, torch.Tensor] = {
@@ -95,13 +95,13 @@ class SimCut:
         return self._state(bounds, layout, states)
 
     def optimizer_state(self, bounds: ShardSlice) -> Vectors:
-        """Return the optimizer state of a slice, which need not be that of one of the shards."""
+        """Return the optimizer state of a slice, which need not be the slice of a shard."""
         layout = self.job.model.layout
         states = {layout.parameters[index].names[0]: state for index, state in self._joined_state().items()}
         return self._state(bounds, layout, states)
 
     def _state(self, bounds: ShardSlice, layout: Layout, states: Mapping[str, Mapping[str, Any]]) -> Vectors:
-        """Return the optimizer state of a slice, given that of each parameter by its name."""
+        """Return the optimizer state of a slice, given the state of each parameter by name."""
         parameters = [torch.empty(each.shape) for each in layout.parameters]
         known = zip(layout.parameters, parameters, strict=True)
         of_parameter = {tensor: states[each.names[0]] for each, tensor in known if each.names[0] in states}
@@ -113,5 +113,5 @@ class SimCut:
         return join_state(self.job.model.layout, [(each.bounds, each.state) for each in self._shards])
 
     def states_for(self, worker: int) -> tuple[bytes | None, bytes | None]:
-        """Return what a worker of a later run gets back. See `Servers.fetch_worker_states`."""
+        """Return the script states for a worker of a later run. See `Servers.fetch_worker_states`."""
         return self.workers.get(worker), self.workers[min(self.workers)] if self.workers else None

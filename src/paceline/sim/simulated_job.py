@@ -6,15 +6,19 @@ compute a gradient, or only let time pass.
 
 Events at the same tick have a fixed order, which follows from the order in which they are scheduled (see `kernel`):
 
-- Workers begin in the order of their indices. Of computations that end at the same tick, the one that began earlier
-  ends first; if they began at the same tick, the one whose worker received its last answer first.
-- A message without latency arrives at the same tick, but after all events that were already scheduled for it.
-- A worker sends its push to the shards in descending order, and then its report to the coordinator. A shard sends the
-  answers that one event releases in the order of the actions of its sync model.
-- If updates take time, a server handles a worker's message when the updates before it have ended. It decides at once
-  because of a timer, a departure or a message of the coordinator, but an update that follows begins only when what the
-  server has begun is done. Whatever it sends to workers leaves when all updates before have ended.
-- Timers come last, in the order in which they were set. What is sent while a timer is handled precedes the next one.
+- Workers begin in the order of their indices. Of two computations that end at the same tick, the one that began
+  earlier ends first. If both began at the same tick, the computation of the worker that received its last answer
+  earlier ends first.
+- A message without latency arrives at the tick at which it is sent, but after all events that were already scheduled
+  for this tick.
+- A worker sends its push to the shards in descending order, and then its report to the coordinator. If one event
+  releases several answers, a shard sends these answers in the order of the actions of its sync model.
+- If updates take time, a server handles a worker's message when the updates of all earlier messages have ended. It
+  handles a timer, a departure or a message of the coordinator at once, but an update that this event causes begins
+  only when the server has completed its earlier work. A message to a worker leaves the server when all updates that
+  were begun earlier have ended.
+- Timers come last, in the order in which they were set. Messages that are sent while a timer is handled precede the
+  next timer.
 """
 
 from __future__ import annotations
@@ -102,7 +106,7 @@ AT_ONCE = {Started, Answer, DataGranted, LoopEntered, Combined}
 """Messages that a worker can receive before its first weights have arrived."""
 
 COMPUTING, TO_SERVER, FROM_SERVER, ABSENCES, PAUSES, APPLYING, OUTSIDE, BETWEEN_EPOCHS, UPDATING = range(9)
-"""Purposes of random draws. The key of each draw begins with (seed, index, purpose), where the index is that of the
+"""Purposes of random draws. The key of each draw begins with (seed, index, purpose), where index is the index of the
 worker, of the kind of pauses, or of the server."""
 
 
@@ -118,13 +122,14 @@ class VirtualJob:
         recorders: recorders for the traces of the shards and the coordinator, and for the iterations of each worker.
         slicing: how the parameters are divided into shards; see `ModelSpec.sliced`.
         translated: True to translate the hyper-parameters of each update.
-        guard: judges what the workers report of their pushes. See `Coordinator`.
+        guard: judges what the workers report about their pushes. See `Coordinator`.
         planner: simulates what the coordinator requests; needed if the schedule is `auto`.
         wire: the format in which gradients and weights travel.
-        relaxes: False if `auto` chooses no model with stale gradients, because hyper-parameters are not translated.
+        relaxes: False if `auto` must not choose a model with stale gradients, because the hyper-parameters are not
+            translated.
         resumed: the cut with which the run begins; None to begin with the initial weights of a worker.
         cut_at_s: virtual times at which the job is cut.
-        marks_outside: True if pushes say how long their scripts were outside of training.
+        marks_outside: True if each push says how long the worker's script was outside of training before this push.
         has_epochs: True if the driver has epochs.
 
     Attributes:
@@ -158,7 +163,7 @@ class VirtualJob:
         has_epochs: bool = False,
     ) -> None:
         ticks_per_s = recorders.ticks_per_s
-        # When all workers begin or go on together, each causes events at every shard at the same time.
+        # When all workers begin or go on together, each of them causes events at every shard at the same time.
         self.kernel = Kernel(ticks_per_s, MOST_AT_ONCE + 200 * cluster.workers * (shards + 4))
         self.bytes_sent = dict.fromkeys(KINDS, 0)
         self.cut_off_ticks: int | None = None
@@ -311,7 +316,7 @@ class VirtualJob:
     # -- called by drivers --------------------------------------------------------------------------------
 
     def epoch_sampler(self, worker: int) -> Sample | None:
-        """Return what draws the time for which a worker's script is outside of training after an epoch, if it is."""
+        """Return a function that draws how long a worker's script is outside of training after an epoch, or None."""
         if worker not in self._cluster.outside:
             return None
         _, epoch_s = self._cluster.outside_s(worker, has_epochs=True)
@@ -371,9 +376,9 @@ class VirtualJob:
             worker: index of the worker.
             flags: what the push says besides its gradient.
             pushes: one push for the store of each shard; () if there are no tensors or no gradient.
-            shares: for each shard, the share of its bytes that the push has; () if the push has all of them.
+            shares: for each shard, which share of its bytes is pushed; () if all bytes are pushed.
             logged: what the script has logged since the last push.
-            observed: what was seen of the push, for the guard of the run.
+            observed: what the worker has observed about the push, for the guard of the run.
         """
         state = self.workers[worker]
         self._record(state, logged.earlier_loss)
@@ -395,7 +400,7 @@ class VirtualJob:
         Args:
             worker: index of the worker.
             logged: what its script has logged since its last push.
-            ended: True if no push has followed.
+            ended: True if the worker will not push what was logged, because its script has ended or fails.
         """
         state = self.workers[worker]
         if logged.noted and not self.knows_loss:
@@ -420,7 +425,7 @@ class VirtualJob:
         self._from_worker(worker, state.core.pull_again(restart=False))
 
     def begin_edit(self, worker: int) -> bool:
-        """Begin an edit. Return True if the worker pulls; `Driver.answered` is then called as after `refresh`."""
+        """Begin an edit. Return True if the worker pulls; in this case, `Driver.answered` is called later."""
         state = self.workers[worker]
         requests = state.core.begin_edit()
         state.refreshing = bool(requests)
@@ -428,7 +433,7 @@ class VirtualJob:
         return state.refreshing
 
     def push_edit(self, worker: int, pushes: Sequence[object] = ()) -> None:
-        """Push an edit to every shard, or nothing if it is not this worker's edit that counts; then pull.
+        """Push to every shard, then pull. The push contains the worker's edit unless another worker's edit counts.
 
         `Driver.answered` is called when every shard has answered.
         """
@@ -442,7 +447,7 @@ class VirtualJob:
         self._push_besides(worker, self.workers[worker].core.sit_out())
 
     def _push_besides(self, worker: int, requests: Sequence[Request], pushes: Sequence[object] = ()) -> None:
-        """Send a push that ends no computation."""
+        """Send a push that does not end a computation."""
         state = self.workers[worker]
         state.pushed_s = self.kernel.now_s
         state.loss, state.loss_follows = None, False
@@ -454,7 +459,7 @@ class VirtualJob:
         Args:
             worker: the worker.
             length_s: how long.
-            activity: what the worker does meanwhile; None for what it does already.
+            activity: what the worker does during this time; None if it continues its current activity.
         """
         state = self.workers[worker]
         state.attempt += 1
@@ -487,7 +492,7 @@ class VirtualJob:
         *,
         at_once: bool,
     ) -> None:
-        """Let a worker take part in a barrier or a reduction. `Driver.combined` is called when it ends.
+        """Let a worker take part in a barrier or a reduction. `Driver.combined` is called when this call ends.
 
         If `at_once` is True, because the worker has not joined yet, the messages take no time, and `Driver.combined`
         is not called.
@@ -500,8 +505,8 @@ class VirtualJob:
     def propose(self, worker: int, model: ModelSpec) -> None:
         """Let a worker propose an extended model.
 
-        When all workers have done so, `Driver.extended` and then `Driver.answered` are called. If their calls differ,
-        `Driver.combined` is called instead.
+        When all workers have proposed a model, `Driver.extended` and then `Driver.answered` are called. If the
+        workers have made different calls, `Driver.combined` is called instead.
         """
         self._enter(worker, "outside")
         self._from_worker(worker, self.workers[worker].core.propose(model))
@@ -527,7 +532,7 @@ class VirtualJob:
         self._from_worker(worker, state.core.finish(spent=spent))
 
     def _enter(self, worker: int, activity: Activity) -> None:
-        """Record that a worker begins an activity, which lasts until its next one begins."""
+        """Record that a worker begins an activity, which lasts until the worker's next activity begins."""
         self.workers[worker].stopwatch.enter(activity, self.kernel.now_ticks)
 
     def _report_time(self, worker: int, now_ticks: int) -> None:
@@ -553,7 +558,7 @@ class VirtualJob:
             self._connect(worker)
 
     def _cut(self) -> None:
-        """Cut the job. If it has no model yet or loses a worker meanwhile, the cut is made later."""
+        """Cut the job. If the job has no model yet, or loses a worker during the cut, the cut is made later."""
         self._coordinator_host.carry_out(self.coordinator.cut())
 
     def _schedule_join(self, due_ticks: int, worker: int) -> None:
@@ -572,7 +577,7 @@ class VirtualJob:
         self._coordinator_host.carry_out(self.coordinator.admit(worker, self.kernel.now_ticks))
 
     def _start(self, worker: int) -> None:
-        """Let the servers send their weights to a worker that joins a run in progress, or has a larger model."""
+        """Let the servers send their weights to a worker that joins a run in progress or extends its model."""
         for index, server in enumerate(self._servers):
             core = self.workers[worker].core
             incarnation = self.coordinator.members.incarnation(worker)
@@ -580,7 +585,7 @@ class VirtualJob:
             self._server_hosts[index].carry_out(requests)
 
     def _joined(self, worker: int) -> None:
-        """Let a worker that joins a run in progress begin its first iteration: its weights have arrived."""
+        """Let a worker that joins a run in progress begin its first iteration, because its weights have arrived."""
         self._to_come -= 1
         state = self.workers[worker]
         state.joining, state.begun_s = False, self.kernel.now_s
@@ -688,7 +693,7 @@ class VirtualJob:
             self._enter(worker, "outside")
 
     def _record(self, state: VirtualWorker, loss: float | None = None) -> None:
-        """Pass on the record that has waited for its loss, if there is one."""
+        """If a record of a worker has waited for its loss, pass it on to the recorders."""
         record, state.unrecorded = state.unrecorded, None
         if record is None:
             return
@@ -707,15 +712,15 @@ class VirtualJob:
     # -- arriving messages --------------------------------------------------------------------------------
 
     def _in_turn(self, server: int, worker: int, life: int, message: Message, push: object) -> None:
-        """Let a server handle a message, after those that have arrived before and the updates that they cause."""
-        # How long these updates take is known only when the messages are handled, so this one waits until then.
+        """Let a server handle a message after all earlier messages and the updates that these messages cause."""
+        # The length of these updates is known only when the earlier messages are handled. So the new message waits.
         waiting = self._server_queues[server].waiting
         waiting.append((worker, life, message, push))
         if len(waiting) == 1:
             self._queued(server, *waiting[0])
 
     def _queued(self, server: int, worker: int, life: int, message: Message, push: object) -> None:
-        """Let a server handle a message, after those that have arrived before."""
+        """Let a server handle a message after all earlier messages."""
         queue = self._server_queues[server]
         share = self._share(message.shard) if isinstance(message, Commit) and not message.empty else 0.0
         due_ticks = queue.done_ticks(self.kernel, APPLYING, share)
@@ -778,10 +783,10 @@ class VirtualJob:
         host.carry_out(requests)
 
     def _exchange(self, server: int, message: Message, *, to_server: bool) -> None:
-        """Deliver a message between the coordinator and a server, which takes no time.
+        """Deliver a message between the coordinator and a server without a delay.
 
-        An answer may cause further messages. They are delivered after all that have been sent before, as on
-        connections, so that no message overtakes another one.
+        The receiver may send further messages. As on a connection, each message is delivered after all messages that
+        were sent before it.
         """
         self._exchanged.append((server, message, to_server))
         if len(self._exchanged) > 1:
@@ -801,7 +806,7 @@ class VirtualJob:
     # -- barriers and reductions --------------------------------------------------------------------------
 
     def _stand_in(self) -> bool:
-        """Push without a gradient for the workers that wait in a barrier or a reduction, if nothing else can happen.
+        """If no event is pending, push without a gradient for the workers that wait in a barrier or a reduction.
 
         Other workers may wait for these pushes. Return False if there was nothing to push.
         """
@@ -869,10 +874,10 @@ class VirtualJob:
 
 
 class _ServerQueue:
-    """What a server does one after another, if it takes time to apply pushes or to update the parameters.
+    """The queue of a server's work, if it takes time to apply pushes or to update the parameters.
 
     Args:
-        samples: for each purpose, draws the time that the work takes for all parameters.
+        samples: for each purpose, a function that draws how long the work takes for all parameters.
 
     Attributes:
         waiting: if updates take time, the messages that have arrived and are not handled yet, as (worker, life,
@@ -886,12 +891,12 @@ class _ServerQueue:
         self.waiting: deque[tuple[int, int, Message, object]] = deque()
 
     def done_ticks(self, kernel: Kernel, purpose: int, share: float) -> int:
-        """Return when work that is to be done now, after what was to be done before, will be done.
+        """Add work to the end of the queue. Return the time at which this work will be done.
 
         Args:
             kernel: the virtual clock.
-            purpose: what is to be done.
-            share: part of the parameters to which it is done; 0.0 if it takes no time.
+            purpose: the kind of work, `APPLYING` or `UPDATING`.
+            share: part of the parameters to which the work is done; 0.0 if the work takes no time.
         """
         begun_ticks = max(kernel.now_ticks, self._free_ticks)
         if share:
@@ -907,8 +912,8 @@ class _WorkerHost(Host):
     """Carries out the requests of a simulated worker.
 
     Attributes:
-        pushes: for the store of each shard, the push of the iteration that is being pushed; () without tensors.
-        shares: for each shard, the share of its bytes that this push has; () if the push has all of them.
+        pushes: for the store of each shard, the push that is being sent; () if there are no tensors.
+        shares: for each shard, which share of its bytes is being pushed; () if all bytes are pushed.
     """
 
     def __init__(self, job: VirtualJob, worker: int) -> None:
@@ -978,7 +983,7 @@ class _ServerHost(Host):
         send, life = state.from_server[self._server].send, state.life
         if self._updated_ticks < job.kernel.now_ticks:
             send(size_bytes, job._at_worker, worker, life, message)
-        else:  # also if the update ends now: what was to leave then may not have left yet
+        else:  # also if the update ends now, because earlier messages that wait for its end may not have left yet
             job.kernel.at(self._updated_ticks, send, size_bytes, job._at_worker, worker, life, message)
 
     def take_cut(self, request: TakeCut) -> None:
@@ -1017,7 +1022,7 @@ class _CoordinatorHost(Host):
             job._exchange(to.index, message, to_server=True)
 
     def _ignore(self, to: Peer, message: MainChosen) -> None:
-        """Send nothing: the message concerns only scripts, and their sessions ask the coordinator itself."""
+        """Send nothing: the message concerns only scripts, whose sessions ask the coordinator directly."""
 
     senders: ClassVar = {MainChosen: _ignore}
 
@@ -1028,7 +1033,7 @@ class _CoordinatorHost(Host):
         self.carry_out(self._job.coordinator.fire(timer, self._job.kernel.now_ticks))
 
     def rehearse(self, request: Rehearse) -> None:
-        # In a live run, this happens beside the run. Here, it takes no time.
+        # In a live run, the planner works while training goes on. Here, it takes no virtual time.
         found = self._job._planner(request.situation)
         self.carry_out(self._job.coordinator.rehearsed(found, self._job.kernel.now_ticks))
 
@@ -1056,7 +1061,7 @@ class _CoordinatorHost(Host):
 
 
 class _AtOnce(_CoordinatorHost):
-    """Delivers messages immediately, bypassing the network. Everything else is up to the coordinator's host."""
+    """Delivers messages immediately, bypassing the network. Carries out other requests as `_CoordinatorHost` does."""
 
     def __init__(self, job: VirtualJob, sender: Peer) -> None:
         super().__init__(job)
@@ -1090,8 +1095,8 @@ class VirtualWorker:
     Attributes:
         core: the worker's protocol core, which is replaced each time the worker joins again.
         sample: function that draws the compute time of an iteration.
-        outside: function that draws the time before an iteration in which the script does not train.
-        outside_of: the iteration for which this time was drawn last.
+        outside: function that draws how long the script does something other than training before an iteration.
+        outside_of: the last iteration for which `outside` was called.
         lap: what the worker did in the last iteration until its push.
         pauses: the pauses that strike the worker.
         to_server: connection to each server.
@@ -1107,17 +1112,17 @@ class VirtualWorker:
         begun_s: time at which the weights for the current iteration arrived.
         pushed_s: time at which the last push was sent.
         loss: loss that was reported with the last push.
-        loss_follows: True if the script logs this loss after the push.
-        unrecorded: the record of the last iteration, if it waits for its loss.
+        loss_follows: True if the script logs the loss of the last push only after this push.
+        unrecorded: the record of the last iteration, if this record still waits for its loss.
         dropped_s: time at which the current computation was aborted; None once the weights for its restart arrive.
         refreshing: True while the worker pulls without having pushed, because its script evaluates the model.
-        standing_in: True from a push that the worker makes while its script waits in a barrier or a reduction, until
-            the weights arrive.
-        joining: True while the worker joins a run in progress, until its weights arrive.
+        standing_in: True if the worker has pushed while its script waits in a barrier or a reduction, and the new
+            weights have not arrived yet.
+        joining: True if the worker joins a run in progress, and its first weights have not arrived yet.
         restarted: pair (time of the abort, time of the restart) for the current iteration; None without a restart.
         finished_s: time at which the most recent iteration ended.
         ticks_per_s: number of ticks per second.
-        stopwatch: measures what the worker spends its time on since it has joined.
+        stopwatch: measures what the worker has spent its time on since it joined.
     """
 
     def __init__(self, index: int, ticks_per_s: int) -> None:
@@ -1173,7 +1178,7 @@ class VirtualWorker:
         )
 
     def _noted(self, ticks: int) -> float | msgspec.UnsetType:
-        """Return a time as it is recorded."""
+        """Return a time in seconds; unset if it is zero."""
         return ticks / self.ticks_per_s if ticks else msgspec.UNSET
 
 
@@ -1196,7 +1201,7 @@ class Driver:
         """Called when every shard's answer to the worker's most recent pull has arrived."""
 
     def passed(self, worker: int) -> None:
-        """Called when the time has passed that the driver has let pass with `VirtualJob.let_pass`."""
+        """Called when the time that was given to `VirtualJob.let_pass` has passed."""
 
     def supplied(self, worker: int) -> None:
         """Called when the coordinator's answer to one of the worker's requests for data has arrived."""
@@ -1205,10 +1210,10 @@ class Driver:
         """Called when the barrier or the reduction in which the worker's script waits has ended."""
 
     def model_extended(self, initializer: int) -> None:
-        """Called when the shards must be extended, with the initial weights that this worker has proposed."""
+        """Called when the shards must be extended with initial weights from the worker `initializer`."""
 
     def extended(self, worker: int) -> None:
-        """Called when the worker needs memory for the extended model. `answered` follows when its weights arrive."""
+        """Called when the worker needs memory for the extended model. `answered` follows when the weights arrive."""
 
     def sent(self, worker: int, answer: Answer) -> None:
         """Called when a shard sends its current weights to the worker."""
@@ -1220,7 +1225,7 @@ class Driver:
         """Called when all shards have been copied for a cut."""
 
     def complete_cut(self, request: CompleteCut) -> None:
-        """Called when the workers have given what their scripts held at the cut that was saved last."""
+        """Called when the workers have given the states of their scripts for the cut that was saved last."""
 
     def lost(self, worker: int) -> None:
         """Called when the worker is lost. The worker's later actions have no effect."""

@@ -214,9 +214,9 @@ class Resampled(_Listed, frozen=True, kw_only=True, tag="resampled"):
 
 
 class Timed(_Listed, frozen=True, kw_only=True, tag="timed"):
-    """Durations that were measured at known times. Each one applies from its time until the next one.
+    """Durations that were measured at known times. Each duration applies from its time until that of the next.
 
-    The measurements repeat after the last one has applied for the mean distance between measurements.
+    When the last measurement has applied for the mean distance between two measurements, the measurements repeat.
 
     Attributes:
         at: time of each measurement, in seconds, in ascending order.
@@ -244,7 +244,7 @@ class Law(Protocol):
     """A distribution of your own."""
 
     def sample(self, generator: np.random.Generator, /) -> float:
-        """Return a duration in seconds, which depends on nothing but the generator."""
+        """Return a duration in seconds that depends only on the generator."""
 
 
 class Own(Spec, frozen=True, kw_only=True, tag="own"):
@@ -433,7 +433,7 @@ Times = Seconds | Decimal | Distribution | Law
 """A constant number of seconds, a distribution of durations, or an object of your own that draws durations."""
 
 TYPICAL = 201
-"""Number of durations of which the median is typical, if the distribution is unknown."""
+"""Number of durations whose median is `typical_s` if the distribution is unknown."""
 
 # Part of the key for the random times of the slow phases. No iteration has this number, so these draws are
 # independent of the draws for the durations.
@@ -554,10 +554,10 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
 class Outside(msgspec.Struct, frozen=True, kw_only=True):
     """How long a worker's script is outside of training, for example because it evaluates or saves the model.
 
-    Unlike a computation, this does not take longer with a larger batch.
+    Unlike the time of a computation, this time does not grow with the batch size.
 
     Attributes:
-        each_s: time before each iteration, except for what lies between two epochs.
+        each_s: time before each iteration, except for the time between two epochs.
         epoch_s: time at the end of each epoch, in a simulation with data.
         without_epochs_s: time before each iteration in a simulation without data, in which there are no epochs; None
             for `each_s`.
@@ -578,8 +578,8 @@ class Pause(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         workers: indices of the workers.
-        every_s: mean of the random time between the end of a pause and the next one, in seconds. It is distributed
-            exponentially.
+        every_s: mean of the exponentially distributed time between the end of a pause and the beginning of the next
+            pause, in seconds.
         lasting_s: length of a pause, as a number of seconds or a distribution.
     """
 
@@ -614,7 +614,7 @@ class Uplink(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pauses:
-    """The times of all pauses of one kind in a run, which are drawn when they are needed.
+    """The times of all pauses of one kind in a run. These times are drawn when they are needed.
 
     Args:
         pause: describes the pauses.
@@ -622,7 +622,7 @@ class Pauses:
 
     Attributes:
         begins_s: beginnings of the pauses that were drawn, in seconds.
-        ends_s: their ends.
+        ends_s: ends of these pauses, in seconds.
     """
 
     def __init__(self, pause: Pause, *key: int) -> None:
@@ -633,7 +633,7 @@ class Pauses:
         self.ends_s: list[float] = []
 
     def following(self, time_s: float) -> tuple[float, float]:
-        """Return the begin and the end of the first pause that ends after a time."""
+        """Return the beginning and the end of the first pause that ends after a time."""
         while not self.ends_s or self.ends_s[-1] <= time_s:
             number = len(self.ends_s)
             free_s = self.ends_s[-1] if self.ends_s else 0.0
@@ -645,7 +645,7 @@ class Pauses:
 
 
 def prolonged_s(pauses: Sequence[Pauses], begun_s: float, length_s: float) -> float:
-    """Return the length of a computation, with the pauses that it falls into.
+    """Return how long a computation takes, including the pauses that interrupt it.
 
     Args:
         pauses: all pauses of the worker.
@@ -677,10 +677,10 @@ COLUMNS = (["worker", "seconds"], ["worker", "time", "seconds"])
 def read_delays(path: str | os.PathLike[str]) -> list[Recorded] | list[Timed]:
     """Return the distribution of each worker's compute times from a CSV file.
 
-    The first line names the columns. With `worker,seconds`, each worker's seconds are used in their order, and repeat
-    after the last one. With `worker,time,seconds`, an iteration takes the seconds of the last measurement of this
-    worker before its beginning; the times are in seconds, and the measurements repeat, too. Workers are numbered from
-    0, without gaps.
+    The first line names the columns. With `worker,seconds`, each worker's seconds are used in the order of the file,
+    and repeat after the worker's last line. With `worker,time,seconds`, the times are in seconds, too: an iteration
+    takes the seconds of the worker's last measurement before the iteration begins. These measurements also repeat.
+    Workers are numbered from 0, without gaps.
 
     Raises:
         ConfigurationError: the file cannot be read, or a line is not valid; the message names the line.

@@ -83,7 +83,7 @@ class Training(Driver):
         job: the simulated job. Must be set before `VirtualJob.run` is called.
         model: description of the trained model. Set by `make_stores`.
         stores: the store of each shard. Set by `make_stores`.
-        states: the position and the states of tracked objects that were kept last.
+        states: the loop position and the states of tracked objects that a worker has kept last.
     """
 
     def __init__(
@@ -131,8 +131,8 @@ class Training(Driver):
         self._initializer = -1
         self._bases: dict[int, BaseSender] = {}  # shard -> the base of its weights, if differences travel
         self._copies: dict[int, dict[int, CutShard]] = {}  # number of a cut -> shard -> its copy
-        self._copied: dict[str, torch.Tensor] = {}  # the buffers and frozen parameters of the last one
-        # number of a cut -> (worker, label) -> what the script held
+        self._copied: dict[str, torch.Tensor] = {}  # the buffers and frozen parameters of the last cut
+        # number of a cut -> (worker, label) -> the state of the script
         self._states_of: defaultdict[int, dict[tuple[int, int], bytes]] = defaultdict(dict)
         self._saved: SimCut  # the cut that was made last
         self._running: VirtualSession | None = None  # the session whose random generators are active
@@ -200,7 +200,7 @@ class Training(Driver):
         """Let the initial workers pass the barriers and reductions before their first step.
 
         Raises:
-            RunFailedError: a worker waits for one that has ended or has reached its first step.
+            RunFailedError: a worker waits for a worker that has ended or has reached its first step.
         """
         while combined := [each for each in self._sessions.values() if each.combined_early]:
             for session in combined:
@@ -231,7 +231,7 @@ class Training(Driver):
         self._sessions[worker].allocate(self.model)
 
     def _frozen_of(self, session: VirtualSession, model: ModelSpec) -> dict[str, torch.Tensor]:
-        """Return copies of the frozen parameters of a worker, by name; those of the run, if they are known."""
+        """Return a worker's frozen parameters, by name: the run's tensors where there are any, otherwise copies."""
         known = {spec.name: self._frozen[spec.name] for spec in model.frozen if spec.name in self._frozen}
         new = [spec for spec in model.frozen if spec.name not in known]
         return known | {
@@ -344,7 +344,7 @@ class Training(Driver):
                         told(vector, start, stop)
 
     def _arriving(self, answer: Answer, part: int | None) -> Vectors:
-        """Return what a worker receives with an answer. `part` is the parameter set that it pulls; None for all."""
+        """Return the weights that an answer brings. `part` is the pulled parameter set; None for all sets."""
         weights = self.stores[answer.shard].weights
         if not answer.base:
             return weights if answer.codec == "float32" else Sender(answer.codec, weights).arriving()
@@ -368,13 +368,13 @@ class Training(Driver):
         self._saved = SimCut(cut, shards, self._copied, {})
 
     def complete_cut(self, request: CompleteCut) -> None:
-        """Add a cut to the result, with what the scripts held."""
+        """Add a cut to the result, with the states of the scripts."""
         given = self._states_of[request.number]
         self._saved.complete(request.loop, {worker: given[worker, label] for worker, label in request.states})
         self.cuts.append(self._saved)
 
     def keep_worker_state(self, worker: int, message: KeepWorkerState, state: bytes) -> None:
-        """Keep what a worker's script held at a cut."""
+        """Keep the state of a worker's script for a cut."""
         self._states_of[message.number][worker, message.iteration] = state
 
     def lost(self, worker: int) -> None:
@@ -400,7 +400,7 @@ class Training(Driver):
         return self._slots.added
 
     def frozen_beyond(self, specs: Sequence[FrozenSpec]) -> dict[str, torch.Tensor]:
-        """Return the frozen parameters that differ from those with these descriptions."""
+        """Return the run's frozen parameters whose values differ from those that `specs` describes."""
         own = {spec.name: spec.digest for spec in specs}
         return {
             spec.name: self._frozen[spec.name]
@@ -413,7 +413,7 @@ class Training(Driver):
         return WeightsSnapshot(self.state_dict(), self.job.versions)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the weights of all shards that are evaluated, the frozen parameters, and the pooled buffers."""
+        """Return the weights with which the model is evaluated, the frozen parameters, and the pooled buffers."""
         vectors = {
             dtype: torch.empty(size, dtype=torch_dtype(dtype))
             for dtype, size in self.model.layout.sizes.items()
@@ -578,8 +578,8 @@ class VirtualSession(Session):
     def restart_ordered(self) -> bool:
         """Return True if the current computation must be aborted.
 
-        The first call, before the first module runs, lets the whole compute time pass, so that gradients that would
-        be dropped are never computed.
+        The first call comes before the first module runs. It lets the whole compute time pass. So if the computation
+        is aborted, its gradients are never computed.
         """
         self._end_uncommitted()
         if not self._passed:
@@ -721,7 +721,7 @@ class VirtualSession(Session):
         self.strand.require_own_thread()
         self._end_uncommitted()
         if not self.joined and self._training.stores:
-            # The others have made the calls before their first step long ago, and do not make them again.
+            # The other workers have made the calls before their first step long ago, and do not repeat these calls.
             return combine({self.worker: Contributed(call, 1, op, numbers, weight)})
         self._gathered = True
         self._training.job.combine(self.worker, call, op, numbers, weight, at_once=not self.joined)
@@ -733,7 +733,7 @@ class VirtualSession(Session):
 
     @property
     def combined_early(self) -> bool:
-        """True if a barrier or a reduction has ended in which the function waits before its first step."""
+        """True if the barrier or reduction in which the function waits before its first step has ended."""
         return self._gathered and not self.strand.ended and self.core.combined is not None
 
     def finish(self) -> None:
@@ -776,7 +776,7 @@ class VirtualSession(Session):
         *,
         exact: bool = False,
     ) -> list[Push]:
-        """Return the push for each shard. If `exact` is True, it travels as it is."""
+        """Return the push for each shard. If `exact` is True, the gradients are not encoded."""
         pushes = []
         for bounds, sender in zip(self._training.slices, self._senders, strict=True):
             vectors = of_set(sliced(self.gradients, bounds), set_index)
@@ -786,7 +786,7 @@ class VirtualSession(Session):
         return pushes
 
     def _drop_residuals(self) -> None:
-        """Forget what encoding has taken from the last gradients, because the next gradient is left out."""
+        """Forget the residuals of the last encoded gradients, because the next gradient is left out."""
         for sender in self._senders:
             sender.drop()
 
@@ -890,7 +890,7 @@ def changed_rows(values: torch.Tensor, offset: int, row_size: int) -> int:
     2
 
     Args:
-        values: consecutive elements of a flattened gradient. An incomplete row is counted as a whole one.
+        values: consecutive elements of a flattened gradient. An incomplete row is counted as a whole row.
         offset: index of the first element within the gradient.
         row_size: number of elements per row.
     """
@@ -908,8 +908,8 @@ def computed_by() -> str:
 # -- A blocking function that runs on its own thread and can be paused and resumed ---------------------------
 #
 # Threads are used instead of coroutines, because the user's function is ordinary blocking code, and because
-# torch stores its modes (such as grad mode and autocast) per thread. Only one of the threads runs at any
-# time: the thread that resumes a strand waits until the strand pauses or ends.
+# torch stores its modes (such as grad mode and autocast) per thread. Only one of the threads runs at any time: the
+# thread that resumes such a function (a *strand*) waits until the strand pauses or ends.
 
 PATIENCE = 100  # maximum number of times that a function may pause after it was told to end
 CHECK_INTERVAL_S = 0.02  # time between two checks of whether the function has ended

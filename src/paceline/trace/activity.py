@@ -1,4 +1,4 @@
-"""What each worker of a run did over time, and whom it waited for, in bounded memory.
+"""Collects what each worker of a run did over time, and which workers it waited for, in bounded memory.
 
 An `Activity` is fed with the entries of the shards' traces and with the records of the workers' iterations. An
 iteration has these parts:
@@ -12,17 +12,18 @@ iteration has these parts:
     waiting     until all shards had answered the pull
     transfer    until the new weights had arrived at the worker
 
-The worker measures its begin, restart, push and end, and how long it was outside of training and loaded (see
-`core.metrics`): in total, so that these parts are shown at the begin of the iteration. The shards measure
-what lies in between. A worker on a machine that has joined the run keeps its records. Without them, an iteration
-begins when all shards have answered the pull before, and everything until the push has arrived counts as computing.
+The worker measures when its iteration begins, restarts, pushes and ends. It also measures how long it was outside of
+training and how long it loaded (see `core.metrics`). Only the totals of these times are known, so these parts are
+shown at the beginning of the iteration. The shards measure the times in between. The records of a worker stay on its
+machine if this machine has joined the run. Without records, an iteration begins when all shards have answered the
+previous pull, and everything until the push has arrived counts as computing.
 
-A pull that is answered in the entry of another worker's event has waited for that worker. Over all shards, only the
-longest wait of a pull counts.
+A pull has waited for the worker whose event led to its answer. If a pull waits at several shards, only the longest
+wait counts.
 
-All times are in seconds since the run began, on the coordinator's clock (see `clocks`). The traces and the records
-may be interleaved in any way, but memory is bounded only if they are fed about in the order of their times: an
-iteration is kept until everything about it is known, or too many others are.
+All times are in seconds since the run began, on the coordinator's clock (see `clocks`). The entries and records may
+be interleaved in any way, but should be fed approximately in the order of their times. An iteration is kept until
+everything about it is known, or until too many iterations of its worker are kept.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class _Span(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         worker: the worker.
-        begun: when the iteration began, without what was outside of training, loading and requests for data.
+        begun: when the iteration began, after the time outside of training, loading and requests for data.
         lengths: wasted, computing, transfer to the shards, waiting, transfer back.
         awaited: the worker that was awaited; -1 for none.
     """
@@ -105,13 +106,13 @@ class Exchange(msgspec.Struct):
     arrived_s: float = -1.0  # time of the last arrival so far
     released_s: float = -1.0  # time of the last answer so far
     longest_s: float = 0.0  # longest wait at a shard so far
-    reason: Reason = "push"  # why the pull waited there
+    reason: Reason = "push"  # why the pull had this longest wait
     awaited: int = NOBODY
     era: int = 0
     empty: bool = False
     # Begin, restart (or begin), push and end of the iteration according to the worker's record.
     record: tuple[float, float, float, float] | None = None
-    # What was outside of training, loading and exchanges before the push, according to the record.
+    # Seconds outside of training, of loading, and of exchanges before the push, according to the record.
     apart_s: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
 
@@ -123,15 +124,16 @@ class WorkerActivity(msgspec.Struct):
         iterations: number of pushes at shard 0.
         samples: number of samples in these pushes; 0 if unknown.
         computations: number of pushes with a gradient.
-        awaited_s: seconds for which other workers have waited for this one, summed over them.
+        awaited_s: seconds for which other workers have waited for this worker, summed over the other workers.
         fate: "finished" or "lost", or "" while the worker is live.
         first_joined_s: when it joined for the first time; -1 if it has not joined.
         joined_s: when it joined for the last time.
         left_s: when it left for the last time.
         last_push_s: when its last push arrived.
-        asked_s: when the pull with which it left had arrived at shard 0, unanswered; -1 if there was none.
-        since_s: until when it is known what it did; -1 before its first answer.
-        open: the exchanges of the iterations about which something is unknown.
+        asked_s: when the worker's last pull arrived at shard 0, if this pull was unanswered when the worker left;
+            else -1.
+        since_s: time until which it is known what the worker did; -1 before its first answer.
+        open: iteration -> its exchange, for the iterations about which something is unknown.
     """
 
     times_s: list[float] = msgspec.field(default_factory=lambda: [0.0] * len(KINDS))
@@ -178,7 +180,7 @@ class _State(msgspec.Struct):
     samples: int = 0
     happenings: list[Happening] = []
     bound_s: float = 0.0
-    kinds: int = 7  # number of kinds of time; states of earlier versions do not say it
+    kinds: int = 7  # number of kinds of time; states of earlier versions do not contain this number
 
 
 class Activity:
@@ -198,8 +200,8 @@ class Activity:
         exact_from_s: from this time on, `spans` is complete.
         barriers_s: the last times at which shard 0 has applied held pushes.
         progress: (time in seconds, samples, updates of shard 0), at most 2,000 points.
-        happenings: what happened once, the last ones.
-        converter: converts the times of other machines; its attribute `clocks` may be replaced by a newer one.
+        happenings: the last single events, such as the loss of a worker.
+        converter: converts the times of other machines; its attribute `clocks` may be replaced by newer clocks.
     """
 
     def __init__(
@@ -215,7 +217,7 @@ class Activity:
 
     @classmethod
     def restored(cls, state: bytes, clocks: Mapping[int, MachineClock] | None = None) -> Activity:
-        """Return an activity in a state that `state` has returned.
+        """Return an activity that continues from a state that `state` has returned.
 
         Raises:
             msgspec.DecodeError: the bytes are no such state.
@@ -282,10 +284,10 @@ class Activity:
         return self._state.recorded
 
     def closed(self, now_s: float | None = None, left: Collection[int] = ()) -> Activity:
-        """Return a copy that ends now: what the workers are doing counts until now.
+        """Return a copy that ends now: the current activities of the workers are counted until now.
 
         Args:
-            now_s: the time. Default: that of the last entry.
+            now_s: the current time. Default: the time of the last entry.
             left: workers that left before their scripts had ended. They are not idle afterwards.
         """
         end_s = self.now_s if now_s is None else now_s
@@ -304,7 +306,7 @@ class Activity:
             copy._add_rest_of_departed(worker, own, last_s if worker not in left else own.left_s)
         return copy
 
-    # -- what it is fed with ------------------------------------------------------------------------------
+    # -- input: the entries of traces, and records --------------------------------------------------------
 
     def at_shard(self, index: int, machine: int = 0) -> EntryRecorder:
         """Return the recorder that processes the entries of one shard's trace.
@@ -322,7 +324,7 @@ class Activity:
         return _AtShard(self, index)
 
     def expect_records(self, worker: int) -> None:
-        """Wait for the record of each iteration of this worker. Without this, the iterations end without one."""
+        """Let each iteration of this worker wait for its record. By default, iterations end without a record."""
         self._state.recorded.add(worker)
 
     def record(self, worker: int, record: IterationRecord) -> None:
@@ -360,7 +362,7 @@ class Activity:
         return exchange
 
     def _at_s(self, machine: int, ticks: int) -> float:
-        """Return a time on the clock of a machine in seconds on the coordinator's clock."""
+        """Convert a time on a machine's clock to seconds on the coordinator's clock."""
         at_s = ticks / self._state.ticks_per_s
         return max(0.0, at_s + self.converter.added_s(at_s, machine)) if machine else at_s
 
@@ -447,21 +449,21 @@ class Activity:
             self._finish(worker, own, iteration)
 
     def _add_rest(self, worker: int, own: WorkerActivity, kind: int, asked_s: float, end_s: float) -> None:
-        """Add what a worker did after its last iteration. `asked_s` is when its pull had arrived, or negative."""
+        """Add what a worker did after its last iteration. `asked_s` is when its pull arrived, or negative."""
         computed_s = end_s if asked_s < 0.0 else min(max(asked_s, own.since_s), end_s)
         if own.since_s >= 0.0:
             self._spend(worker, own, kind, own.since_s, computed_s)
         self._spend(worker, own, WAITING, computed_s, end_s)
 
     def _add_rest_of_departed(self, worker: int, own: WorkerActivity, until_s: float) -> None:
-        """Add the time from the last iteration of a worker that has left until the worker's index is used again."""
+        """For a worker that has left, add the time from its last iteration until its index is used again."""
         if own.fate:
             self._add_rest(worker, own, WASTED if own.fate == "lost" else OUTSIDE, own.asked_s, own.left_s)
         if own.fate == "finished":
             self._spend(worker, own, IDLE, own.left_s, until_s)
 
     def _era(self, number: int) -> Era:
-        """Return the era after a change. Another shard may be the first one to complete it."""
+        """Return the era after a change, or the last known era if shard 0 has not completed this change yet."""
         eras = self._state.eras
         return eras[number] if number in eras else next(reversed(eras.values()))
 

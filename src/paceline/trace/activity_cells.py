@@ -1,12 +1,12 @@
 """How each worker has spent its time over the length of a run, in buckets, in bounded memory.
 
 A *cell* is one bucket of one worker. All buckets have the same width. If the run gets too long for the number of
-cells, the buckets become twice as wide: each two neighbours are merged. So the times remain complete, and only their
-position becomes coarser.
+cells, the buckets become twice as wide: pairs of neighbouring buckets are merged. So the times remain complete, and
+only their positions become coarser.
 
-A cell also names a worker that was awaited in it: with two candidates, that with more time, minus the time of the
-other one (the majority vote of Boyer and Moore). A worker that was awaited for more than half of the waiting in a
-cell is always found.
+A cell also names one worker that was awaited in it, found with the majority vote of Boyer and Moore: the cell keeps
+one candidate, and the time for which this candidate was awaited, minus the time for other workers. A worker that was
+awaited for more than half of the waiting time in a cell is always named.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ else:  # these types have no parameters at run time
 KINDS = ("computing", "transfer", "waiting", "wasted", "paused", "outside", "idle", "loading")
 """What a worker can spend its time on, as the table above `TimeUse` explains. Absent workers do nothing.
 
-Their order is that of the files in which cells are kept, so further kinds come last.
+The files in which cells are kept use the same order, so new kinds must come last.
 """
 
 KIND_COUNT = len(KINDS)
@@ -58,7 +58,7 @@ class _Row(msgspec.Struct):
     Attributes:
         seconds: for each bucket, the seconds of each of the `KINDS`, side by side.
         awaited: for each bucket, the worker that was awaited longest; -1 for none.
-        votes: for each bucket, the seconds by which this worker was awaited longer than the others.
+        votes: for each bucket, the seconds for which this worker was awaited, minus the seconds for other workers.
     """
 
     seconds: Floats = msgspec.field(default_factory=lambda: array("f"))
@@ -78,12 +78,12 @@ class _Row(msgspec.Struct):
             self.votes.frombytes(bytes(4 * missing))
 
     def add_kinds(self, missing: int) -> None:
-        """Make room for the last kinds, because the row was kept before they existed."""
+        """Make room for the last kinds, which did not exist when the row was kept."""
         seconds = np.frombuffer(self.seconds, np.float32).reshape(-1, KIND_COUNT - missing)
         self.seconds = array("f", np.pad(seconds, ((0, 0), (0, missing))).tobytes())
 
     def halve(self) -> None:
-        """Merge each two neighbouring buckets."""
+        """Merge pairs of neighbouring buckets."""
         self.reach(self.buckets + self.buckets % 2)
         seconds = np.frombuffer(self.seconds, np.float32).reshape(-1, 2, KIND_COUNT).sum(1)
         awaited = np.frombuffer(self.awaited, np.int16).reshape(-1, 2)
@@ -102,7 +102,7 @@ class Cells(msgspec.Struct):
     Attributes:
         width_s: width of a bucket in seconds. Bucket i begins at i * width_s.
         rows: worker -> its cells.
-        most_buckets: number of buckets at which they become wider.
+        most_buckets: number of buckets above which the buckets become wider.
 
     Example:
         >>> cells = Cells()
@@ -146,7 +146,7 @@ class Cells(msgspec.Struct):
         seconds[last * KIND_COUNT + kind] += stop_s - last * width_s
 
     def await_worker(self, worker: int, awaited: int, start_s: float, stop_s: float) -> None:
-        """Record whom a worker has awaited in a span of time."""
+        """Record that a worker has waited for the worker `awaited` in a span of time."""
         if stop_s <= start_s or not 0 <= awaited <= MOST_NAMED:
             return
         row = self.row(worker)
@@ -184,7 +184,7 @@ class Cells(msgspec.Struct):
         return Cells(self.width_s, rows, self.most_buckets)
 
     def _place(self, row: _Row, start_s: float, stop_s: float) -> tuple[int, int]:
-        """Return the first and the last bucket of a span. Widen the buckets until the span has its place."""
+        """Return the first and the last bucket of a span. Widen the buckets until the span fits."""
         while (buckets := math.ceil(stop_s / self.width_s)) > self.most_buckets:
             self._widen()
         if buckets > row.buckets:
@@ -215,11 +215,11 @@ def decoded(kind: type, value: Sequence[Any]) -> Any:
 # -- Staleness and waiting while one sync model was in force, in bounded memory ------------------------------
 #
 # The model changes when the last live worker has passed the boundary of the change (see `core.shard`). An
-# *era* is the time in which one model is in force at shard 0. The other shards count what they do in the same
-# era, although they may change their models a moment earlier or later.
+# *era* is the time in which one model is in force at shard 0. Each other shard counts into the era of its own model,
+# although it may change its model a moment earlier or later.
 
 LEAST_CLASS_S = 0.001
-"""Upper end of the shortest class of lengths. That of each further class is twice as long."""
+"""Upper end of the shortest class of lengths. The upper end of each further class is twice as long."""
 
 MOST_CLASSES = 40
 
@@ -247,10 +247,10 @@ class Era(msgspec.Struct):
     Attributes:
         sync: the model in the notation of the command line.
         from_s: time at which it came into force at shard 0.
-        from_updates: number of updates of shard 0 before.
+        from_updates: number of updates of shard 0 before this time.
         staleness: staleness in updates -> number of pushes with this staleness, counted separately at each shard.
-        waits: (reason, awaited worker or -1) -> the waits of this kind. For each pull, the shard counts at which it
-            waited longest.
+        waits: (reason, awaited worker or -1) -> the waits of this kind. Each pull counts once, with its longest wait
+            at a shard.
         lengths: class of lengths -> number of waits. Class k ends at `LEAST_CLASS_S` * 2**k.
     """
 
@@ -297,7 +297,7 @@ class Boundary(msgspec.Struct):
     _change: Change | None = None
 
     def note(self, event: RecordedEvent) -> bool:
-        """Process an event other than a pull. Return True if the model has changed because of it."""
+        """Process an event other than a pull. Return True if this event has changed the model."""
         kind = type(event)
         if isinstance(event, PushReceived):
             change = event.change
@@ -341,8 +341,8 @@ class Boundary(msgspec.Struct):
 # times are measured by the workers (see `core.metrics`). So no two clocks are compared, and the sums are
 # exact.
 #
-# A worker that is lost makes no last report. The time since its last report belongs to the activity that it has
-# reported then, except for the time in which it waited.
+# A lost worker makes no final report. The time since its latest report counts as the activity that this report names,
+# except for the time in which the worker waited.
 
 
 class TimeUse(msgspec.Struct, frozen=True, kw_only=True):
@@ -390,7 +390,7 @@ def time_use(
     """Return what each worker has spent its time on.
 
     Args:
-        presences: what the traces tell; see `Meter.presences`.
+        presences: the times according to the traces; see `Meter.presences`.
         spent: what the workers have reported; see `core.metrics.TimeLedger`.
         ticks_per_s: number of ticks per second.
 
@@ -423,7 +423,7 @@ def time_use(
 
 
 def time_shares(uses: Mapping[int, TimeUse]) -> dict[str, float]:
-    """Return the shares of the workers' presence, from 0 to 1: name of the share -> the share."""
+    """Return the shares of the workers' presence, from 0 to 1, by name."""
     present_s = sum(use.present_s for use in uses.values())
     return {
         f"{state}_share": sum(getattr(use, f"{state}_s") for use in uses.values()) / present_s

@@ -2,9 +2,9 @@
 
 Each trace contains times on the clock of the machine that recorded it (`Trace.machine`). Machine 0 is the one
 with the coordinator. For each other machine, the run directory contains a file `clock-<machine>.jsonl` with estimates
-of the offset of the coordinator's clock (see `paceline.core.liveness`), recorded during the run. They
-are used to convert times to the coordinator's clock, with a bound on the error. Statistics of a run never need this:
-they only subtract times of the same trace.
+of the offset of the coordinator's clock (see `paceline.core.liveness`), recorded during the run. These estimates are
+used to convert times to the coordinator's clock, with a bound on the error. Statistics of a run never need this
+conversion, because they only subtract times of the same trace.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RECORD_INTERVAL_S = Fraction(3, 4)
 
 
 MOST_RECORDS = 20_000
-"""Number of records, one per interval, after which the intervals grow with the run: in 30 days, to two minutes."""
+"""Number of records after which their intervals grow with the run. After 30 days, the interval is two minutes."""
 
 
 class Moment(msgspec.Struct, frozen=True, order=True):
@@ -89,7 +89,7 @@ class ClockRecorder:
         self._last_ticks: int | None = None
 
     def record(self, offset: ClockOffset) -> None:
-        """Record an estimate, unless the last one was recorded a moment ago."""
+        """Record an estimate, unless the previous estimate was recorded a moment ago."""
         if self._first_ticks is None:
             self._first_ticks = offset.at_ticks
         if self._last_ticks is not None:
@@ -149,7 +149,7 @@ class Converter:
     Attributes:
         clocks: see above.
         bound_s: maximum error of the times that were converted, in seconds.
-        unknown: the machines of which the offset is unknown, but times were converted.
+        unknown: the machines with an unknown offset whose times were left as they are.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class Converter:
         self._ticks_per_s = ticks_per_s
 
     def added_s(self, at_s: float, machine: int | msgspec.UnsetType) -> float:
-        """Return the time in seconds that must be added when the clock of a machine shows `at_s`.
+        """Return the seconds to add to the time `at_s` on a machine's clock to get the coordinator's time.
 
         Raises:
             ConfigurationError: the offset of the clock is unknown, and the converter is strict.

@@ -1,11 +1,11 @@
 """The digest of a run: its statistics and the activity of its workers, from all entries and records of the run.
 
 A run with `--traces recent` deletes the oldest segments of its traces and records (see `trace.recording`). Before a
-segment is deleted, a process of low priority digests it, and keeps the state of the digest in
-`earlier/digest.msgpack`, with the place in each file from which it goes on. A later digest of the run directory
-begins with this state. So the statistics are the same as if nothing had been deleted.
+segment is deleted, a process of low priority digests this segment, and keeps the state of the digest in
+`earlier/digest.msgpack`, with the place in each file from which the digest goes on. A later digest of the run
+directory begins with this state. So the statistics are the same as if nothing had been deleted.
 
-The entries and records of all files are digested in the order of their times, as far as they are there.
+All entries and records that have been written so far are digested in the order of their times.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .recording import (
     trace_files,
 )
 
-LOOK_INTERVAL = 1000  # number of entries after which `advance` looks whether it is hurried
+LOOK_INTERVAL = 1000  # number of entries after which `advance` calls `hurried` again
 
 
 class DigestState(msgspec.Struct):
@@ -49,9 +49,9 @@ class DigestState(msgspec.Struct):
 
     Attributes:
         shards: the shards whose traces are digested.
-        meter: the state of the meter, which counts these shards from 0.
-        activity: the state of the activity, which counts them in the same way.
-        positions: name of a file -> the place behind what was digested.
+        meter: the state of the meter, which numbers these shards from 0.
+        activity: the state of the activity, which numbers these shards from 0, too.
+        positions: name of a file -> the place up to which the file was digested.
     """
 
     shards: list[int]
@@ -61,25 +61,27 @@ class DigestState(msgspec.Struct):
 
 
 class Digest:
-    """Digests a run directory, from its beginning or from a state that was kept. It may be advanced again and again.
+    """Digests a run directory, from the beginning or from a kept state. `advance` may be called repeatedly.
 
     Args:
         run_dir: the run directory.
-        shards: the shards that are digested, if no state was kept. Default: all whose traces are complete.
-        workers: the workers whose records are digested. Default: all that have some.
+        shards: the shards that are digested, if no state was kept. Default: all shards whose traces are complete.
+        workers: the workers whose records are digested. Default: all workers that have records.
         left: the workers that left before their scripts had ended.
-        only_statistics: True to digest no records, and to leave the activity as it was kept, which saves time and
+        only_statistics: True to digest no records, and to leave the activity in its kept state. This saves time and
             memory.
         clocks: machine -> its clock, as `read_clocks` returns it.
 
     Attributes:
         shards: the shards that are digested.
-        left_out: the other shards, because the beginning of their traces was deleted without being digested.
+        left_out: the shards that are not digested, because the beginning of their traces was deleted before it was
+            digested.
         meter: the statistics.
         activity: what each worker did over time.
 
     Raises:
-        ConfigurationError: the directory has no trace of shard 0, or only the end of one, or a file is damaged.
+        ConfigurationError: the directory has no trace of shard 0, or only the end of this trace, or a file is
+            damaged.
     """
 
     def __init__(
@@ -117,21 +119,22 @@ class Digest:
             else Activity(len(self.shards), header.sync, clocks, self.ticks_per_s)
         )
         self._begins = state.positions if state else {}
-        # The files that are digested. At the same time, a plan precedes the pushes that stop for its barrier.
+        # The files that are digested. The coordinator's trace comes first, because at equal times a plan precedes the
+        # pushes that stop for its barrier.
         self.sources = [self._of_coordinator(run_dir / "trace-coordinator.jsonl")]
         self.sources += [self._of_shard(place, traces[index]) for place, index in enumerate(self.shards)]
-        self._recorded: set[Path] = set()  # the files of the workers among them
+        self._recorded: set[Path] = set()  # the files of workers among the sources
 
     @property
     def overtaken(self) -> bool:
-        """True if another process has digested and deleted lines that were to be read here. A new digest has them."""
+        """True if another process has digested and deleted lines before this one read them. A new digest has them."""
         return any(source.skipped for source in self.sources)
 
     def advance(self, until_ticks: int | None = None, hurried: Callable[[], bool] = lambda: False) -> bool:
         """Digest what was added since the last call.
 
         Args:
-            until_ticks: time of the last entry or record that is digested. Default: all that are there.
+            until_ticks: time of the last entry or record that is digested. Default: digest everything.
             hurried: called from time to time, because long traces take minutes. If it returns True, the rest is not
                 digested, and the result is False.
 
@@ -241,7 +244,7 @@ class DigestSource:
         self._before = self._follower.place  # the place before this line
 
     def look(self) -> int | None:
-        """Return the time of the next line in ticks; None if there is none yet.
+        """Return the time of the next line in ticks; None if there is no next line yet.
 
         Raises:
             ConfigurationError: the line cannot be decoded, or lines were deleted before they were digested.
@@ -264,20 +267,20 @@ class DigestSource:
         return self._follower.skipped
 
     def take(self) -> None:
-        """Digest the next line, at which `look` has looked."""
+        """Digest the next line, which `look` has read."""
         head, self._head = self._head, None
         self._feed(head)
 
     @property
     def position(self) -> FilePosition:
-        """The place behind what was digested. The segments before it may be deleted."""
+        """The place up to which the file was digested. All segments before this place may be deleted."""
         if self._head is None:
             return self._follower.position
         segment = self._follower.place[0]
         return FilePosition(*self._before) if self._before[0] == segment else FilePosition(segment, 0)
 
     def last_ticks(self, segment: Path) -> int:
-        """Return the time of the last line of a segment that is complete, in ticks."""
+        """Return the time of the last line of a complete segment, in ticks."""
         return self._time_of(self._decoded(last_line(segment)))
 
     def _decoded(self, line: bytes) -> Any:
@@ -310,14 +313,15 @@ def _read_state(run_dir: Path) -> DigestState | None:
 #
 #     python -m paceline.trace.digest RUN_DIR --shards 0,1 --workers 0,1,2,3
 #
-# The launcher starts it when the first segment is full. A segment is deleted only when a state that contains
-# it is on the disk. The process ends when its standard input does, so also when the launcher is killed.
+# The launcher starts this process when the first segment is full. A segment is deleted only after a state that
+# includes the segment has been written to the disk. The process ends when its standard input is closed. So it also
+# ends when the launcher is killed.
 #
-# It digests only files that are written on this machine. Servers and workers on other machines delete their
+# The process digests only files that are written on this machine. Servers and workers on other machines delete their
 # own oldest segments.
 
 SETTLED_S = 5.0
-"""Age at which a segment is digested. By then, what was recorded before its end is in the other files, too."""
+"""Age at which a segment is digested. By then, the other files contain all that was recorded before its end."""
 
 POLL_S = 1.0
 NICENESS = 3  # with 19, it would fall behind while training occupies all cores; it needs 30 us per iteration
@@ -329,7 +333,7 @@ def trim(digest: Digest, kept: int = KEPT_SEGMENTS, settled_s: float = SETTLED_S
     Args:
         digest: the digest of the run.
         kept: number of segments of each file that are kept in addition to the newest one.
-        settled_s: time in seconds since a segment was written after which it is digested.
+        settled_s: age in seconds at which a segment is digested.
 
     Raises:
         ConfigurationError: a file is damaged.
@@ -382,11 +386,11 @@ Key = TypeVar("Key", int, str)
 
 
 def shares_of_updates(samples: Mapping[Key, int], gradients: Mapping[Key, int]) -> dict[Key, float]:
-    """Return each worker's share of what the updates contain, from 0 to 1.
+    """Return each worker's share of the samples in all updates (or of the gradients), from 0 to 1.
 
     Args:
         samples: worker -> number of samples in its gradients that were applied; all 0 if unknown.
-        gradients: worker -> number of these gradients, which count if the samples are unknown.
+        gradients: worker -> number of these gradients, which is used if the numbers of samples are unknown.
 
     >>> shares_of_updates({0: 30, 1: 10}, {0: 3, 1: 3})
     {0: 0.75, 1: 0.25}

@@ -1,11 +1,11 @@
 """Describes in sentences what was wrong with a run, or could be better, and what would help.
 
-Pushes that were never applied, and updates that are missing, come first, because such a run trains less than its
-speed promises. The other sentences are about time that the workers lost (see `look.causes`), and about unusual
-clipping. Clipping by each worker is named whenever it occurs, because it changes the result.
+Pushes that were never applied, and updates that are missing, come first, because a run with such pushes or updates
+trains less than its speed suggests. The other sentences are about time that the workers lost (see `look.causes`), and
+about unusual clipping. Clipping by each worker is named whenever it occurs, because it changes the result.
 
-What helps is listed in the order of what it does to the result of training (see `sync.model`): first what leaves
-it as it is, last the models with stale gradients, and those only with the advice to check the accuracy.
+Remedies are ordered by their effect on the result of training (see `sync.model`). Remedies that do not change the
+result come first. Models with stale gradients come last, and only with the advice to check the accuracy.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ CLIP = (
 
 
 class Handout(NamedTuple):
-    """How the data of a run was handed out to its workers, on which it depends what would help.
+    """How the data of a run was handed out to its workers. The possible remedies depend on this.
 
     Attributes:
         split: the split of the loader from which the most samples were used, as in `paceline.distribute`; None if the
             script distributed no loader.
-        balanced: True if its batches were balanced, which is then not suggested.
-        divisible: True if its batches could be balanced.
+        balanced: True if the loader's batches were balanced. Balanced batches are then not suggested.
+        divisible: True if the loader's batches can be balanced.
     """
 
     split: Split | None = None
@@ -48,7 +48,7 @@ class Handout(NamedTuple):
 
     @property
     def may_balance(self) -> bool:
-        """True if balanced batches are something that the user can try."""
+        """True if the user can try balanced batches."""
         return self.divisible and not self.balanced
 
     @classmethod
@@ -57,7 +57,8 @@ class Handout(NamedTuple):
 
         Args:
             order: the order of an epoch of the loader.
-            asked: True if the run was asked for balanced batches. If the order is not balanced, it cannot be.
+            asked: True if the user has asked for balanced batches. An order that is not balanced then cannot be
+                balanced.
         """
         divisible = order.size is not None and order.batch > 1 and (order.balanced or not asked)
         return cls(order.split, order.balanced, divisible)
@@ -66,10 +67,10 @@ class Handout(NamedTuple):
 def find(
     measures: Measures, *, found: Sequence[str] = (), lost_time: Sequence[str] = (), clippable: bool = True
 ) -> list[str]:
-    """Return sentences about pushes that were not applied, what was `found` before, clipping, and lost time.
+    """Return sentences about missing pushes, the sentences in `found`, and sentences about clipping and lost time.
 
-    If few pushes were dropped and all others applied, and the workers lost little time and did not clip their own
-    gradients, the result is [].
+    The result is [] if nothing was found: few pushes were dropped, all other pushes were applied, no worker clipped
+    its own gradients, and the workers lost little time.
 
     Args:
         measures: the statistics of the run.
@@ -97,9 +98,9 @@ def find_moved(moved: int, *, python: bool = False) -> list[str]:
         "paceline.distribute(loader, split='dynamic')."
     )
     return [
-        f"Workers that were lost, or left early, had not used {moved} of their samples, which the others received in "
-        "later epochs. So not all epochs had the same samples: with a static split, as under bsp, the shares of an "
-        "epoch are final when it begins.",
+        f"Workers that were lost, or left early, had not used {moved} of their samples, which other workers received "
+        "in later epochs. So not all epochs had the same samples: with a static split, as under bsp, the shares of "
+        "an epoch are final when the epoch begins.",
         in_python(hint) if python else hint,
     ]
 
@@ -129,11 +130,11 @@ def how_to_check(
     """Return the command, or the call in Python, that shows the accuracy of some models on the machines of a run.
 
     Args:
-        run_dir: the run directory, to be named in the command; None if it lacks records of workers.
+        run_dir: the run directory, to be named in the command; None if the directory lacks records of workers.
         program: what each worker ran, as in `ProcessOrder.arguments`; () if it is unknown.
         syncs: the models.
         changes: options that change the machines.
-        joint: True if the batch size of the script's loader is that of the joint batch.
+        joint: True if the batch size of the script's loader is the size of the joint batch.
 
     >>> how_to_check("runs/1", ["script", "train.py", "--epochs", "3"], ["bsp", "asp"])
     "paceline simulate runs/1 --script 'train.py --epochs 3' --sync bsp,asp"

@@ -3,10 +3,10 @@
 The decisions of a core depend only on its state and its events. So a trace whose beginning was deleted can be
 replayed from a keyframe: a description of the core's state that was taken between two events.
 
-A keyframe is written when a segment of a trace begins (see `trace.recording`), and becomes a part of its header. It
-consists of plain values, and reading one executes no code of the objects in it: it fills a new core, which the
-constructor of the core has created for the model in force. Functions, such as the conditions of a model, are not
-written. The new core has its own. A sync model is written in the notation of the command line.
+A keyframe is written when a segment of a trace begins (see `trace.recording`), as a part of the segment's header. A
+keyframe consists of plain values, and reading it executes no code of the objects that it describes. The values are
+put into a new core, which was constructed for the model in force. Functions, such as the conditions of a model, are
+not written, because the new core has its own functions. A sync model is written in the notation of the command line.
 
 Only objects of Paceline's pure packages, and of the modules that define the user's own models, are written. If a
 user's model keeps anything else in its state, such as an open file, no keyframe can be made, and the segment says so.
@@ -55,7 +55,7 @@ class Keyframe(msgspec.Struct, frozen=True, kw_only=True):
         sync: the sync model in force, in the notation of the command line.
         workers: the live workers.
         state: the state as plain values; None if it cannot be written.
-        why: why the state cannot be written, as a clause; "" if it is there.
+        why: why the state cannot be written, as a clause; "" if it was written.
     """
 
     sync: str
@@ -75,7 +75,7 @@ def keyframe_of(core: Shard | Coordinator, imports: Collection[str] = ()) -> Key
     try:
         state = _Writer(imports).attributes(own)
         msgspec.json.encode(state)
-    except Exception as error:  # whatever a user's object does when it is read, the run goes on
+    except Exception as error:  # an error in an object of the user must not end the run
         return Keyframe(sync=sync, workers=workers, why=str(error) or type(error).__name__)
     return Keyframe(sync=sync, workers=workers, state=state)
 
@@ -89,7 +89,7 @@ def fill(core: Shard | Coordinator, keyframe: Keyframe, imports: Collection[str]
         imports: names of the modules that define the user's own models of the run, which have been imported.
 
     Raises:
-        ConfigurationError: the keyframe is not one of such a core.
+        ConfigurationError: the keyframe does not fit the core.
     """
     try:
         _Reader(imports).fill(_described(core)[0], keyframe.state)
@@ -98,14 +98,14 @@ def fill(core: Shard | Coordinator, keyframe: Keyframe, imports: Collection[str]
 
 
 def _described(core: Shard | Coordinator) -> tuple[object, str, tuple[int, ...]]:
-    """Return what decides about the events of a core, the model in force, and the live workers."""
+    """Return the object that decides about the events of a core, the model in force, and the live workers."""
     if isinstance(core, Shard):
         return core, str(core.sync.sync), tuple(sorted(core.sync.order.phase))
     return core.job_sync, core.sync, tuple(sorted(core.job_sync.live))
 
 
 def _attributes(thing: object) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of an object, except for functions, and a recorder: what is recorded decides nothing."""
+    """Yield the attributes of an object, except for functions and the recorder, which does not affect decisions."""
     fixed = {field.name for field, _ in fields_of(thing) if field.mark == "fixed"}
     for name in own_names(thing):
         if name != "_recorder":
@@ -120,7 +120,7 @@ class _Writer:
     def __init__(self, imports: Collection[str]) -> None:
         self._imports = imports
         self._numbers: dict[int, int] = {}  # id of an object -> its number
-        self._met: list[object] = []  # keeps these objects, so that no other one has the same id
+        self._met: list[object] = []  # keeps these objects alive, so that no other object gets the same id
 
     def attributes(self, thing: object) -> dict[str, Any]:
         """Return the attributes of an object, except for functions."""
@@ -179,13 +179,14 @@ class _Reader:
     def fill(self, thing: object, attributes: dict[str, Any]) -> None:
         """Set the attributes of an object.
 
-        An object in an attribute is filled, too, if it is of the right class: a function may refer to it.
+        If an attribute already contains an object of the right class, this object is filled and not replaced, because
+        a function may refer to it.
         """
         for name, plain in attributes.items():
             object.__setattr__(thing, name, self.value(plain, getattr(thing, name, None)))
 
     def value(self, plain: Any, present: object = None) -> Any:
-        """Return the value that is described by a plain value. If `present` is such an object, fill it."""
+        """Return the value that a plain value describes. If `present` is an object of the same class, fill it."""
         if not isinstance(plain, list):
             return plain
         tag, *rest = plain
@@ -233,7 +234,8 @@ def _class_of(name: str, imports: Collection[str]) -> type | None:
         return _class_in(module, path)
     if not module.startswith("paceline."):
         return None
-    # An older keyframe names the module in which the class was then. Most have stayed in their folder.
+    # An older keyframe names the module that contained the class at that time. Most classes are still in the same
+    # folder.
     folders = tuple(folder for folder in PURE if module.startswith(folder)) or PURE
     known = (_class_in(each, path) for each in sorted(sys.modules) if each.startswith(folders))
     moved = [each for each in known if each is not None]

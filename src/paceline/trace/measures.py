@@ -13,8 +13,8 @@
                 under ElasticBSP, the end of a superstep; under SSP, a push of the slowest worker that lets others
                 continue (a soft barrier). A pull that waited only for a timer does not count
     sync cost   c_sync of the ElasticBSP paper (Eq. 2): the sum, over the barriers, of the longest waiting time of any
-                worker at the barrier. For the predicted cost, each barrier that was planned counts with the d_Z of
-                its plan, which is the waiting time that the paper's section 4.1 predicts for it
+                worker at the barrier. For the predicted cost, each planned barrier counts with the d_Z of its plan:
+                the waiting time that the paper's section 4.1 predicts for this barrier
     idle        time from when a worker finished until the last worker left, or until its index was used again
     absent      time of the run in which an index had no worker, except for idle time
     updates     number of optimizer steps of a shard. An update contains one gradient under some sync models and one
@@ -57,14 +57,14 @@ from ..sync.events import (
 from ..sync.ticks import TICKS_PER_S
 from .recording import AnyTrace
 
-MOST_PLANS = 1000  # number of plans whose barriers have not ended; only a few of them may still end
+MOST_PLANS = 1000  # maximum number of plans that are kept because their barriers have not ended
 
-LOOK_INTERVAL = 1000  # number of entries after which `meter_of` looks whether it is hurried
+LOOK_INTERVAL = 1000  # number of entries after which `meter_of` calls `hurried` again
 
 
 Reason = Literal["push", "timer", "change", "joined", "finished", "lost", "left"]
-"""What ends a wait: a push or pull of the awaited worker, a timer, the end of a change of the model, that the awaited
-worker joined, finished or was lost, or that the worker itself left without an answer."""
+"""What ends a wait: a push or pull of the awaited worker; a timer; the end of a change of the model; the arrival, the
+end or the loss of the awaited worker; or the departure of the waiting worker without an answer."""
 
 NOBODY = -1
 
@@ -81,15 +81,15 @@ LEAVE = (WorkerLost, WorkerFinished)
 
 
 class Wait(msgspec.Struct, frozen=True, gc=False):
-    """What one pull has waited at one shard, in ticks on the clock of the shard.
+    """The wait of one pull at one shard, in ticks on the clock of the shard.
 
     Attributes:
         worker: index of the worker.
         iteration: number of the worker's iteration.
         begin: time at which the pull arrived.
-        end: time at which it was answered, or its worker left.
+        end: time at which the pull was answered, or its worker left.
         reason: what ended the wait.
-        awaited: the other worker whose event this was; -1 for none.
+        awaited: the other worker whose event ended the wait; -1 if there is none.
     """
 
     worker: int
@@ -101,10 +101,10 @@ class Wait(msgspec.Struct, frozen=True, gc=False):
 
 
 class Pulls(msgspec.Struct):
-    """The pass over the entries of a shard that yields all waits: figures are sums of them, and timelines bins.
+    """Finds all waits in the entries of a shard. Statistics add these waits up, and timelines sort them into bins.
 
     Attributes:
-        asked: worker -> the iteration and the arrival of its pull that is not answered.
+        asked: worker -> the iteration and the arrival time of its unanswered pull.
 
     Example:
         >>> pulls = Pulls()
@@ -141,7 +141,7 @@ class Pulls(msgspec.Struct):
         return Wait(worker, action.iteration, begin, now, reason, NOBODY if other == worker else other)
 
     def left(self, worker: int, now: int) -> list[Wait]:
-        """Return the wait that ends because its worker leaves, if there is one."""
+        """Return the wait that ends because its worker leaves; [] if this worker does not wait."""
         asked = self.asked.pop(worker, None)
         return [] if asked is None else [Wait(worker, *asked, now, "left")]
 
@@ -157,8 +157,8 @@ class PushFates(msgspec.Struct, frozen=True, kw_only=True):
         dropped: number of pushes that had no gradient, or that the sync model dropped, for example because they were
             late.
         refused: number of pushes that were refused because they violated the protocol.
-        lost: number of pushes that only some of the shards had received when their worker was lost, and of pushes
-            that were held to be averaged and were never applied.
+        lost: number of pushes that were held to be averaged and were never applied, plus the number of pushes that
+            only some of the shards had received when the worker was lost.
     """
 
     applied: int
@@ -173,7 +173,7 @@ class WorkerPresence(NamedTuple):
 
     Attributes:
         present: time from when a worker joined until it left, summed over all workers with this index.
-        waiting: part of this time in which pulls waited.
+        waiting: part of `present` in which pulls waited.
         idle: time after a worker had finished.
         absent: the rest of the run.
     """
@@ -199,8 +199,8 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True):
             from the same batch as the worker's push before it, as in a script that steps two optimizers in turn.
         iterations: worker -> number of iterations in which the worker pushed.
         waiting_s: worker -> total waiting time of the worker, in seconds, including pulls that were never answered.
-        awaited_s: worker -> total time in seconds for which others have waited for it: a pull that is answered in the
-            entry of another worker's event has waited for this worker.
+        awaited_s: worker -> total time in seconds for which other workers have waited for this worker. A pull has
+            waited for the worker whose event led to its answer.
         waiting_share: total waiting time of all workers, divided by `present_s`.
         barriers: number of barriers of shard 0.
         sync_cost_s: c_sync, the sum over the barriers of the longest waiting time of any worker, in seconds; the
@@ -226,9 +226,9 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True):
         dropped_pushes: number of pushes that had no gradient or were dropped, counted separately at each shard.
         restarts: number of computations that were aborted and restarted.
         pushes: what became of the pushes.
-        unapplied: number of lost pushes that should have been applied. This excludes one push of each worker that was
-            lost and, if workers are still present at the end, as many pushes as the largest update contains: those of
-            a round in progress.
+        unapplied: number of lost pushes that should have been applied. One push of each lost worker is not counted.
+            If workers are still present at the end, a round may be in progress. Then as many pushes as the largest
+            update contains are not counted either.
         clipped_alone: number of averaged pushes whose worker had clipped its own gradient with
             `torch.nn.utils.clip_grad_norm_`.
     """
@@ -272,7 +272,8 @@ def measure(shards: Sequence[AnyTrace], coordinator: AnyTrace | None = None) -> 
 
     Args:
         shards: the traces of all shards, in order.
-        coordinator: the trace of the coordinator. Without it, no predicted cost of synchronization is known.
+        coordinator: the trace of the coordinator. Without this trace, the predicted cost of synchronization is
+            unknown.
     """
     meter = meter_of(shards, coordinator)
     assert meter is not None  # it was not hurried
@@ -307,7 +308,8 @@ def meter_of(
     traces = [(trace, meter.at_shard(index)) for index, trace in enumerate(shards)]
     if coordinator is not None:
         traces.insert(0, (coordinator, meter.at_coordinator()))
-    # A plan is published before the pushes that stop for its barrier arrive.
+    # At equal times, the coordinator's entries come first: a plan is published before the pushes that stop for its
+    # barrier arrive.
     streams = [zip(trace.entries, repeat(recorder), strict=False) for trace, recorder in traces]
     merged = heapq.merge(*streams, key=lambda pair: pair[0].event.now_ticks)
     for number, (entry, recorder) in enumerate(merged):
@@ -321,14 +323,14 @@ class Meter:
     """Computes the statistics of a run while the run is in progress.
 
     The entries of each shard must be recorded in order, and each plan of the coordinator before shard 0 ends the
-    superstep. Otherwise, entries of different traces may be interleaved in any way.
+    superstep of this plan. Apart from this, entries of different traces may be interleaved in any way.
 
     Args:
         shards: number of shards.
         ticks_per_s: number of ticks per second (see `paceline.sync.ticks`).
-        left: the workers that left before their scripts had ended. To a shard, they have finished, but they are not
-            idle afterwards.
-        state: the state of another meter, from which this one goes on. Default: nothing has been recorded.
+        left: the workers that left before their scripts had ended. A shard counts these workers as finished, but they
+            are not idle afterwards.
+        state: the state of another meter, from which this meter goes on. Default: the state of a new meter.
 
     Attributes:
         state: what has been recorded. It can be encoded as MessagePack.
@@ -428,7 +430,7 @@ class Meter:
         )
 
     def _span(self, until_ticks: int | None) -> tuple[int, int, int]:
-        """Return when the first worker joined, when the last one left, and the end of the measured time, in ticks."""
+        """Return, in ticks, when the first worker joined, the last worker left, and the measured time ends."""
         first = self._shards[0]
         end = first.now if until_ticks is None else until_ticks
         begun = min((member.joined for member in first.ordered), default=0)
@@ -464,7 +466,7 @@ class _Membership(msgspec.Struct):
     joined: int
     left: int | None = None
     again: int | None = None  # time at which a worker with the same index joined afterwards
-    finished: bool = False  # why the worker left
+    finished: bool = False  # True if the worker left because it had finished
     lost: bool = False
     iterations: int = 0
     iteration: int = -1  # label of the worker's last push
@@ -487,9 +489,9 @@ class _Waiting(msgspec.Struct):
     total: dict[int, int] = msgspec.field(default_factory=dict)
     # (worker, iteration) of a pull that only some shards have answered -> (number of these shards, longest wait).
     open: dict[tuple[int, int], tuple[int, int]] = msgspec.field(default_factory=dict)
-    # Worker -> total time for which others have waited for it, in ticks.
+    # Worker -> total time for which other workers have waited for this worker, in ticks.
     awaited: dict[int, int] = msgspec.field(default_factory=dict)
-    # (worker, iteration) of a pull that only some shards have answered -> the worker that it has waited for longest.
+    # (worker, iteration) of a pull that only some shards have answered -> the worker that ended the longest wait.
     awaited_by: dict[tuple[int, int], int] = msgspec.field(default_factory=dict)
 
     def ended(self, wait: Wait) -> None:
@@ -510,7 +512,7 @@ class _Waiting(msgspec.Struct):
             self.awaited_by[key] = awaited
 
     def forget(self, worker: int) -> None:
-        """End all pulls of a worker that was lost. Its index is used again, and its iteration numbers may be, too."""
+        """End all pulls of a lost worker, because its index and perhaps its iteration numbers are used again."""
         for key in [key for key in self.open if key[0] == worker]:
             self._add(worker, self.open.pop(key)[1], self.awaited_by.pop(key, NOBODY))
 
@@ -518,7 +520,7 @@ class _Waiting(msgspec.Struct):
         """Return the total waiting time of each worker in ticks; 0 for a worker that has not waited.
 
         Args:
-            unanswered: for each shard, the pulls that it has not answered.
+            unanswered: for each shard, its unanswered pulls.
             end: the end of the measured time.
         """
         longest = {key: wait for key, (_, wait) in self.open.items()}
@@ -545,9 +547,9 @@ class _Plans(msgspec.Struct):
 
     ticks_per_s: int
     predicted_s: float | None = None
-    # Superstep -> prediction for its barrier, which has not ended. The supersteps of the next model with plans are
-    # counted from 0 again, and its plans replace those that were never reached. A barrier at which no worker waits does
-    # not end, so only the last `MOST_PLANS` are kept.
+    # Superstep -> prediction for its barrier, which has not ended. The next model with plans counts its supersteps
+    # from 0 again, so its plans replace earlier plans that were never reached. A barrier at which no worker waits
+    # never ends, so only the last `MOST_PLANS` plans are kept.
     open: dict[int, float] = msgspec.field(default_factory=dict)
 
     def record(self, entry: Entry) -> None:
@@ -591,8 +593,8 @@ class _ShardMeter(msgspec.Struct, dict=True):
     without_gradient: dict[int, int] = msgspec.field(default_factory=dict)
     dropped_samples: int = 0
     clipped_alone: int = 0
-    # (worker, iteration) of the pushes that are neither applied nor dropped: of the edits, of those that were clipped
-    # alone, and of all whose number of samples is known.
+    # (worker, iteration) of pushes that are neither applied nor dropped yet: of edits, of pushes that were clipped
+    # alone, and of all pushes whose number of samples is known.
     edits: set[tuple[int, int]] = msgspec.field(default_factory=set)
     clipped: set[tuple[int, int]] = msgspec.field(default_factory=set)
     pending: dict[tuple[int, int], int] = msgspec.field(default_factory=dict)
@@ -601,7 +603,7 @@ class _ShardMeter(msgspec.Struct, dict=True):
     pulls: Pulls = msgspec.field(default_factory=Pulls)
 
     def __post_init__(self) -> None:
-        # The memberships of all workers, and of those that have not left. They follow from `ordered`.
+        # The last membership of each worker, and of each worker that has not left. Both follow from `ordered`.
         self._latest = {member.worker: member for member in self.ordered}
         self.current = {worker: member for worker, member in self._latest.items() if member.left is None}
         self.plans: _Plans | None = None  # set for shard 0 only
@@ -636,7 +638,7 @@ class _ShardMeter(msgspec.Struct, dict=True):
             self.max_gap = entry.gap
         if entry.version is not None:
             self.updates = entry.version
-        # longest waiting time of a worker that continues because of this event of another one
+        # longest waiting time of a worker that continues because of this event, if it is another worker's event
         longest = -1
         if type(event) is PushReceived:
             self._receive(event)
@@ -751,23 +753,22 @@ class MeterState(msgspec.Struct):
 
 # -- Says whether a run has applied the pushes of its workers. A fast run that applies nothing trains nothing
 #
-# A sync model may drop pushes: that is its decision. But each push that it holds must be applied later. A few
-# are lost without the model's fault: when a worker is lost while it pushes, and, when a run ends early, those
-# of the round in progress.
+# A sync model may decide to drop pushes. But each push that a model holds must be applied later. Pushes can be lost
+# without the model's fault if a worker is lost while it pushes, or if the run ends early, during a round.
 #
-# A model that drops many pushes may also make fewer updates than bsp, with as many samples. Then an epoch
-# moves the weights less far, which no loss shows: it falls as it should, only more slowly.
+# A model that drops many pushes may also make fewer updates than bsp from as many samples. Then an epoch moves the
+# weights less far. The loss does not show this, because it falls as usual, only more slowly.
 
 MOST_SHARE = 0.01  # a larger share of pushes that were never applied is reported
 
 LEAST_DROPPED = 0.25  # a smaller share of dropped samples is not reported
-MOST_UPDATES = 0.75  # nor are more updates than this share of those that bsp makes
+MOST_UPDATES = 0.75  # dropped samples are not reported if the run has more than this share of bsp's updates
 
 
 def unapplied_pushes(pushes: PushFates, unapplied: int) -> str:
-    """Return a sentence about pushes that were never applied; "" if the run has applied what it should.
+    """Return a sentence about pushes that were never applied; "" if the run has applied the pushes that it should.
 
-    Such a run is named first wherever its results are shown, and its sync model is never recommended.
+    Where the results of a run are shown, this sentence comes first. The run's sync model is then never recommended.
 
     Args:
         pushes: what became of the pushes.
@@ -789,10 +790,10 @@ def unapplied_pushes(pushes: PushFates, unapplied: int) -> str:
 
 
 def missing_updates(measures: Measures) -> str:
-    """Return a sentence about updates that are missing because gradients were dropped; "" if few are.
+    """Return a sentence about updates that are missing because gradients were dropped; "" if few are missing.
 
-    It says nothing if the numbers of samples are unknown. bsp makes an update of one gradient of each worker. Every
-    worker that has ever taken part counts, so a run is not wronged because its workers come and go.
+    If the numbers of samples are unknown, the result is "". An update of bsp contains one gradient of each worker.
+    Every worker that has ever taken part counts here, so that a run is not blamed for workers that come and go.
 
     Args:
         measures: the statistics of the run.
@@ -800,10 +801,12 @@ def missing_updates(measures: Measures) -> str:
     samples = measures.samples + measures.dropped_samples
     if not measures.samples or measures.dropped_samples < LEAST_DROPPED * samples:
         return ""
-    # Empty pushes have no samples, so they are no gradients. A dropped gradient is taken to have the usual samples.
+    # Empty pushes have no samples, so they do not count as gradients. A dropped gradient is assumed to have the mean
+    # number of samples.
     gradients = measures.sampled_gradients * samples / measures.samples
     usual = gradients / len(measures.iterations)
-    # With the last round, which is not complete, a model that averages one push of each worker has one more.
+    # A model that averages one push of each worker would make one more update at the end of the incomplete last
+    # round.
     if measures.updates + 1 > MOST_UPDATES * usual:
         return ""
     return (

@@ -1,4 +1,4 @@
-"""Recording and reading what grows with a run: traces, the records of iterations, and the segments of both.
+"""Records and reads the files that grow with a run: traces and the records of iterations, both in segments.
 
 A trace contains the events and actions of one state machine, in a text file of JSON lines. A run has one trace per
 shard, and one for the coordinator. The first line is the header, which states the version of the format, the initial
@@ -8,18 +8,17 @@ actions, the reason if the event was refused, and the effects of the actions: th
 staleness of each push that the shard applied, and the largest gap (see `measures`) among the workers whose pulls the
 shard answered.
 
-Times are whole numbers of ticks (see `paceline.sync.events`). In version 3 of the format, they were floats in seconds.
-When such a trace is read, they are rounded to whole numbers of nanoseconds. Its decisions can then be replayed unless
-they depended on the rounding errors of the floats.
+Times are whole numbers of ticks (see `paceline.sync.events`). In version 3 of the format, times were floats in
+seconds. When a trace in version 3 is read, its times are rounded to whole numbers of nanoseconds. The trace can then
+be replayed, unless a decision depended on the rounding errors of the floats.
 
 A long run writes its traces in segments, of which the oldest may be deleted (see below). Each segment has
-a header of its own. From the second one on, the header contains the state of the core when the segment began, so that
-what is left can be replayed (see `trace.keyframes`). Such a segment is in version 5 of the format. When a trace is
-read, its header is that of the first segment that is left.
+a header of its own. From the second segment on, the header contains the state of the core when the segment began, so
+that the remaining segments can be replayed (see `trace.keyframes`). Such a segment is in version 5 of the format.
+When a trace is read, its header is the header of the first remaining segment.
 
-Traces in earlier versions of the format are rejected. For example, version 2 does not contain the gaps of the
-workers, which only the state machine can compute. Statistics that depend on these gaps would be wrong without any
-warning.
+Traces in versions before 3 are rejected. For example, version 2 does not contain the gaps of the workers, which only
+the state machine can compute. Statistics that depend on these gaps would be wrong without any warning.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_whole(self) -> bool:
-        """True unless the trace continues another one, whose entries were deleted."""
+        """True unless the beginning of the trace was deleted."""
         return self.keyframe is msgspec.UNSET
 
     @property
@@ -209,7 +208,7 @@ class TraceFile:
 
     Attributes:
         path: path of the file.
-        header: the header of the first segment that is left.
+        header: the header of the first remaining segment.
 
     Raises:
         ConfigurationError: the file is not a trace, or it is in another version of the format.
@@ -274,7 +273,7 @@ def trace_files(run_dir: Path) -> list[TraceFile]:
 def read_run(run_dir: Path) -> list[Trace]:
     """Read all traces in a run directory into memory, in the order of `trace_files`.
 
-    Of a trace whose beginning was deleted, this is what is left.
+    If the beginning of a trace was deleted, the remaining segments are read.
     """
     return [Trace(file.header, list(file.entries)) for file in trace_files(run_dir)]
 
@@ -316,7 +315,7 @@ class IterationRecord(msgspec.Struct, frozen=True):
         pushed_s: time at which the push began.
         answered_s: time at which the new weights of all shards had arrived.
         loss: the loss that the script has logged for this iteration, or that its closure has returned; None if there
-            is neither.
+            is no loss.
         superstep: number of the superstep if the push was the worker's last one of that superstep, else None.
         change: number of the sync model change if the push was the worker's last one before the change, else None.
         dropped_s: time at which the computation was aborted in order to be restarted; None if it was not aborted.
@@ -325,8 +324,8 @@ class IterationRecord(msgspec.Struct, frozen=True):
             `core.metrics`. Unset if there is none, as in all records of earlier versions.
         loading_s: part of this time in which the script asked for batches.
         exchanged_s: part of this time in which the worker requested data, or pulled again after an evaluation.
-        begins_pass: True if the iteration is the first one of a pass over its loader. What is outside of training in
-            this iteration lies between two passes.
+        begins_pass: True if the iteration is the first one of a pass over its loader. Its time outside of training
+            then lies between two passes.
         machine: index of the machine whose clock the times are on (see `trace.clocks`). Unset if it is machine 0, the
             one with the coordinator.
     """
@@ -376,7 +375,7 @@ def record_files(run_dir: Path) -> list[Path]:
 
 
 def records_in(path: Path) -> Iterator[IterationRecord]:
-    """Yield the records in a file, one by one: those that are left, if the run has deleted the oldest ones.
+    """Yield the records in a file, one by one. If the run has deleted the oldest records, only the rest is there.
 
     An incomplete last line, which a killed worker may leave behind, is ignored.
     """
@@ -391,10 +390,10 @@ def read_records(run_dir: Path) -> list[list[IterationRecord]]:
 
 # -- The segments of the files that grow with a run: traces and records --------------------------------------
 #
-# A long run writes each of these files in segments, so that the oldest ones can be deleted while it goes on.
-# The newest segment has the name of the file. When it is full, it is moved to the folder `earlier` next to
-# it, and gets a number there, counted from 0. The newest segment in that folder is never deleted, so the
-# number of every segment is known.
+# A long run writes each of these files in segments, so that the oldest segments can be deleted while the run goes on.
+# The newest segment has the name of the file. When this segment is full, it is moved to the folder `earlier` next to
+# the file. There, its name contains a number, counted from 0. The newest segment in that folder is never deleted, so
+# the number of every segment is known.
 #
 #     trace-shard-0.jsonl                  the newest segment, or all of a file that has not been full yet
 #     earlier/trace-shard-0.000006.jsonl
@@ -424,7 +423,7 @@ def earlier_path(path: Path, number: int) -> Path:
 def earlier_segments(path: Path) -> dict[int, Path]:
     """Return the segments of a file before the newest one, in order: number -> path.
 
-    If a segment is missing between others, those before the gap are left out.
+    If a segment is missing, all segments before this gap are left out.
     """
     found = {}
     for segment in (path.parent / EARLIER).glob(f"{path.stem}.*{path.suffix}"):
@@ -440,12 +439,12 @@ def earlier_segments(path: Path) -> dict[int, Path]:
 
 
 def first_segment(path: Path) -> Path:
-    """Return the path of the first segment of a file that is still there."""
+    """Return the path of the first remaining segment of a file."""
     return next(iter(earlier_segments(path).values()), path)
 
 
 def last_line(segment: Path) -> bytes:
-    """Return the last line of a segment that is complete. Only the end of the file is read."""
+    """Return the last line of a complete segment. Only the end of the segment is read."""
     size_bytes = segment.stat().st_size
     with open_regular(segment) as file:
         read_bytes = 0
@@ -458,13 +457,15 @@ def last_line(segment: Path) -> bytes:
 
 
 def held_files(run_dir: Path, stem: str) -> list[Path]:
-    """Return the paths of files that grow with a run, of which at least one segment is there.
+    """Return the paths of the files that grow with a run and have at least one segment.
 
-    For a moment, and if a process is killed at this moment, the newest segment of a file may not be there yet.
+    Between two segments, a file has no newest segment for a moment. If the process is killed at this moment, this
+    remains so.
 
     Args:
         run_dir: the run directory.
-        stem: pattern of the names, without the extension. Files with a number at the end are sorted by it.
+        stem: pattern of the names, without the extension. Files whose names end with a number are sorted by this
+            number.
     """
     found = set(run_dir.glob(f"{stem}.jsonl"))
     for segment in (run_dir / EARLIER).glob(f"{stem}.*.jsonl"):
@@ -485,7 +486,7 @@ class FilePosition(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FileFollower:
-    """Reads the lines of a file in all segments that are there, and, when it is asked again, those that were added.
+    """Reads the lines of a file from all remaining segments. Each further call reads the lines that were added.
 
     Args:
         path: path of the file.
@@ -504,14 +505,14 @@ class FileFollower:
 
     @property
     def place(self) -> tuple[int, int]:
-        """The segment of the last line that was returned, and the number of bytes up to its end."""
+        """The segment of the last line that was returned, and the number of bytes up to the end of this line."""
         return self._segment, self._offset
 
     @property
     def position(self) -> FilePosition:
         """The place behind the last line that was returned.
 
-        It is never at the end of a segment that is complete. So the segments before it may be deleted.
+        This place is never at the end of a complete segment. So all earlier segments may be deleted.
         """
         with contextlib.suppress(FileNotFoundError):
             if earlier_path(self._path, self._segment).stat().st_size == self._offset:
@@ -519,9 +520,9 @@ class FileFollower:
         return FilePosition(self._segment, self._offset)
 
     def lines(self) -> Iterator[bytes]:
-        """Yield the lines that are there now, and have not been returned yet.
+        """Yield the complete lines that have not been returned yet.
 
-        An incomplete last line is left for the next call; a killed process may leave one behind.
+        An incomplete last line, which a killed process may leave behind, is left for the next call.
         """
         while (file := self._open()) is not None:
             with file:
@@ -536,11 +537,11 @@ class FileFollower:
                     if not is_header:
                         yield line
             if self._segment != segment:
-                continue  # its end was noticed before
+                continue  # the end of this segment was noticed before
             if is_final:
                 self._segment, self._offset = segment + 1, 0
             elif not earlier_path(self._path, segment).exists():
-                return  # otherwise, the segment was moved meanwhile, and lines may have been added before that
+                return  # otherwise, the segment was moved just now, perhaps after further lines were added
 
     def _open(self) -> IO[bytes] | None:
         """Open the segment that is to be read; None if it is not there yet."""
@@ -556,19 +557,18 @@ class FileFollower:
                     return None
                 continue  # it was moved or deleted a moment ago
             if newest and earlier_path(self._path, self._segment).exists():
-                file.close()  # it was moved a moment ago, so this may be the next one
+                file.close()  # the segment was moved a moment ago, so the open file may be the next segment
                 continue
             return file
 
 
 # -- The modules with a user's own sync models and conditions, whose names are kept with each run ------------
 #
-# The sync model of a finished run can then be simulated and replayed without naming its module again.
-# `summary.json` also contains the folder in which each module was found, because it may be next to the script
-# of the run.
+# So the sync model of a finished run can be simulated and replayed without naming its module again. `summary.json`
+# also contains the folder in which each module was found, because it may be next to the script of the run.
 #
-# To import a module is to run it. So what the summary says about modules is signed (see `paceline.trust`),
-# and a module that is not imported yet is imported only if the run is this user's, or if the user says so.
+# Importing a module runs its code. So the summary's list of modules is signed (see `paceline.trust`). A module that
+# is not imported yet is imported only if the run belongs to this user, or if the user allows it.
 
 
 def modules_of_models(models: Iterable[SyncModel]) -> tuple[str, ...]:
@@ -583,7 +583,7 @@ def modules_of_models(models: Iterable[SyncModel]) -> tuple[str, ...]:
 
 
 def kept_modules(modules: Sequence[str]) -> dict[str, Any]:
-    """Return what the summary of a run says about the modules that it has imported, signed if there are any."""
+    """Return the entries about imported modules in the summary of a run, signed if there are any modules."""
     content = {"imports": folders_of(modules)}
     return {**content, SIGNATURE: signature_of(content)} if modules else content
 
@@ -591,7 +591,7 @@ def kept_modules(modules: Sequence[str]) -> dict[str, Any]:
 def folders_of(modules: Sequence[str]) -> dict[str, str]:
     """Return a mapping from the name of each imported module to the folder in which Python has found it.
 
-    For a module in a package, this is the folder that contains the package. It is "" if the folder is unknown.
+    For a module in a package, this is the folder that contains the package. The folder is "" if it is unknown.
     """
     found = {}
     for name in modules:
@@ -604,15 +604,15 @@ def folders_of(modules: Sequence[str]) -> dict[str, str]:
 def load_kept_models(run_dir: Path, *, trust: bool = False) -> tuple[str, ...]:
     """Import the modules that the summary of a run names, and return their names; () if there is no summary.
 
-    A module that is not on the module search path is imported from the folder that the summary names, unless it is in
-    the run directory: what is in there is data.
+    A module that is not on the module search path is imported from the folder that the summary names, unless this
+    folder is in the run directory, which contains only data.
 
     Args:
         run_dir: the directory of the run.
-        trust: True to import them, even if another user has written the summary.
+        trust: True to import the modules even if another user has written the summary.
 
     Raises:
-        ConfigurationError: a module cannot be imported, or it would be imported because another user says so.
+        ConfigurationError: a module cannot be imported, or only another user's summary names it.
     """
     path = run_dir / "summary.json"
     try:
@@ -634,7 +634,7 @@ def load_kept_models(run_dir: Path, *, trust: bool = False) -> tuple[str, ...]:
 
 
 def modules_in(sync: str) -> tuple[str, ...]:
-    """Return the modules with the conditions in the notation of a sync model; () if it cannot be read here."""
+    """Return the modules with the conditions in the notation of a sync model; () if the notation cannot be read."""
     try:
         return modules_of_models(read_schedule(sync).models)
     except ConfigurationError:  # the code that needs the model says what is wrong
@@ -642,15 +642,15 @@ def modules_in(sync: str) -> tuple[str, ...]:
 
 
 def require_known(modules: Iterable[str], where: object, folders: Sequence[str] = ()) -> None:
-    """Require that the modules which data names are imported already, so that data does not decide what is run.
+    """Require that modules named in a file are already imported, so that the file does not decide what code runs.
 
     Args:
         modules: names of modules.
-        where: what names them.
+        where: what names the modules, for the error message.
         folders: the folders from which they would be imported, if these are known.
 
     Raises:
-        ConfigurationError: a module is not imported, or is one of Python's own, which are no sync models.
+        ConfigurationError: a module is not imported, or belongs to Python itself, so that it defines no sync models.
     """
     unknown = [name for name in modules if name not in sys.modules or _is_of_python(name)]
     if unknown:
@@ -689,7 +689,7 @@ class KeptTraces(msgspec.Struct, frozen=True):
     Attributes:
         kept: "full" if everything is kept, "recent" if the oldest parts are deleted during the run, or "off" if there
             are no traces.
-        megabytes: about how many megabytes recent traces and records may occupy in the run directory.
+        megabytes: approximate number of megabytes that recent traces and records may occupy in the run directory.
 
     Example:
         >>> KeptTraces.read("recent:7").size_bytes, str(KeptTraces.read("recent:7")), str(KeptTraces())
@@ -722,5 +722,5 @@ class KeptTraces(msgspec.Struct, frozen=True):
 
     @property
     def size_bytes(self) -> int:
-        """About how many bytes recent traces and records may occupy in the run directory."""
+        """The approximate number of bytes that recent traces and records may occupy in the run directory."""
         return self.megabytes * 10**6

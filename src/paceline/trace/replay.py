@@ -1,4 +1,4 @@
-"""Replays a trace with its own core, which must return the recorded actions, or with another sync model.
+"""Replays a trace with a core that must return the recorded actions, or with another sync model.
 
 Live runs use the same cores (see `paceline.core`). The decisions of a core depend only on its events, so a replay is
 exact. If the beginning of a trace was deleted, the replay begins with the state of the core in the header.
@@ -47,8 +47,7 @@ class Replay:
 
     Raises:
         ConfigurationError: the sync model is unknown, the module that defines it has not been imported, or the
-            beginning of the trace was deleted and nothing says what the core's state was at the first entry that is
-            left.
+            beginning of the trace was deleted and the state of the core at the first remaining entry was not kept.
     """
 
     def __init__(self, header: Header, *, trust: bool = False) -> None:
@@ -57,8 +56,8 @@ class Replay:
         if keyframe is not None and keyframe.why:
             raise ConfigurationError(
                 f"the trace of {header.recorded_by} cannot be replayed: its beginning was deleted, and the state of "
-                f"the sync model at the first entry that is left was not kept ({keyframe.why}). Run with --traces "
-                "full to keep the whole trace."
+                f"the sync model at the first remaining entry was not kept ({keyframe.why}). Run with --traces full "
+                "to keep the whole trace."
             )
         sync = header.sync if keyframe is None or not keyframe.sync else keyframe.sync
         if not trust:
@@ -101,12 +100,12 @@ class Replay:
 
 
 def replay(trace: Trace, *, trust: bool = False) -> list[str]:
-    """Replay a trace and return a description of each difference; [] if all decisions are identical.
+    """Replay a trace and return a description of each difference; an empty list if all decisions are identical.
 
     Args:
         trace: the trace.
-        trust: True to import the modules with the models of the run that the trace names. Otherwise, import them
-            first: a trace is data, and to import a module is to run it.
+        trust: True to import the modules with the run's models, which the trace names. If False, these modules must
+            have been imported already, because importing a module runs its code.
     """
     host = Replay(trace.header, trust=trust)
     differences = []
@@ -125,15 +124,15 @@ def _decision(entry: Entry) -> object:
 # -- What another sync model would have decided about the recorded events of a run ---------------------------
 #
 # The events of a shard were caused in part by the recorded decisions: a worker pushes again only after its
-# pull was answered. Another model would have answered at other times, and later events would have been
-# others. So the pushes and pulls of each worker are passed to the other model in their recorded order and at
-# their recorded times. A pull counts as delayed if the model answers later than on arrival. A worker whose
-# pull the model has not answered yet has its next push counted as *too early*: with this model, the worker
-# would not have sent this push at that time. The push and all that the worker sends after it are deferred
-# until the model answers.
+# pull was answered. Another model would have answered at other times, and later events would have been different. So
+# the pushes and pulls of each worker are passed to the other model in their recorded order and at their recorded
+# times. A pull counts as delayed if the model answers later than on arrival. If a worker's next push comes before the
+# model has answered the worker's pull, this push counts as *too early*: under the other model, the worker would not
+# have sent the push at that time. The push and everything that the worker sends later are deferred until the model
+# answers.
 
 UNDERSTOOD = (PushReceived, PullRequested, WorkerFinished, WorkerJoined, WorkerLost)
-"""The events that do not depend on the model. The timers are those that the other model sets itself."""
+"""The events that do not depend on the model. Recorded timers are ignored, because the other model sets its own."""
 
 
 class Decisions(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,12 +144,12 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True):
         updates: number of optimizer steps.
         dropped: number of pushes that were dropped.
         delayed: worker -> number of its pulls that were not answered on arrival.
-        waited_s: worker -> seconds for which its pulls waited, as far as they were answered.
+        waited_s: worker -> seconds for which its answered pulls waited.
         mean_staleness: mean staleness of the pushes that were applied, in updates.
         max_staleness: largest staleness of a push that was applied.
         too_early: worker -> number of its pushes that it would have sent later under this model.
-        differs_s: time of the first event about which the model has decided otherwise than was recorded, in seconds
-            since the run began; None if there is none.
+        differs_s: time of the first event for which the model's decision differs from the recorded one, in seconds
+            since the run began; None if no decision differs.
     """
 
     sync: str
@@ -261,7 +260,7 @@ class _Other:
         return self._tally.decisions()
 
     def _fire(self, now_ticks: int) -> None:
-        """Fire the timers that are due before a time. At the same time, messages come first."""
+        """Fire the timers that are due before a time. Timers that are due at this time come after messages."""
         while due := [timer for timer in self._timers if timer.due_ticks < now_ticks]:
             first = min(due, key=lambda timer: timer.due_ticks)
             self._timers.remove(first)
@@ -269,7 +268,7 @@ class _Other:
             self._catch_up(first.due_ticks)
 
     def _offer(self, event: RecordedEvent) -> list[AnyAction] | None:
-        """Pass on an event, or defer it if its worker still waits. Return the actions; None if it was deferred."""
+        """Pass on an event, or defer it if its worker still waits. Return the actions; None for a deferred event."""
         assert isinstance(event, UNDERSTOOD)
         worker = event.worker
         if worker in self._waiting:  # a timer that is due at the same time may answer its pull
@@ -287,8 +286,8 @@ class _Other:
         return decided
 
     def _take(self, event: RecordedEvent) -> list[AnyAction] | None:
-        """Let the shard handle an event, and return the actions; None if it is not allowed under this model."""
-        if isinstance(event, PushReceived):  # what the recorded model's own plans have added
+        """Let the shard handle an event, and return the actions; None if the model does not allow the event."""
+        if isinstance(event, PushReceived):  # remove what the recorded model's plans have added
             progress = self._progress.pop(event.worker, None)
             event = msgspec.structs.replace(event, stop=None, change=None, progress=progress)
         try:
@@ -312,7 +311,7 @@ class _Other:
         return entry.actions
 
     def _catch_up(self, now_ticks: int) -> None:
-        """Pass on what workers have sent while they would have waited, until they wait again."""
+        """Pass on the deferred events of workers that were answered, until these workers wait again."""
         while self._answered:
             worker = self._answered.popleft()
             deferred = self._deferred.get(worker)

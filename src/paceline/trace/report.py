@@ -1,4 +1,4 @@
-"""What `run.json` and the report of a run say, in plain values. `look.run_reading` finds them, `look.page` shows them.
+"""The contents of `run.json` and of a report, as plain values. `look.run_reading` finds and `look.page` shows them.
 
 All times are in seconds since the run began, on the coordinator's clock. Durations are in seconds.
 """
@@ -18,12 +18,12 @@ from ..words import counted
 
 
 class Cause(msgspec.Struct, frozen=True):
-    """One thing that took time, and what would help. The report begins with these, largest loss first.
+    """One thing that took time, and what would help. The report begins with its causes, largest loss first.
 
     Attributes:
         words: what happened, in one or two sentences.
-        lost_s: time that was lost, summed over the workers; None if the sentence is about something else.
-        share: the same as a share of the workers' time, from 0 to 1.
+        lost_s: time that was lost, summed over the workers; None if the sentence is not about lost time.
+        share: the lost time as a share of the workers' time, from 0 to 1.
         remedies: what would help, in sentences, most effective first.
         brief: what happened, as a clause for the headline; "" if the sentence is not about time.
     """
@@ -57,14 +57,15 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
         machine: name of its machine; "" if all workers ran on one machine.
         device: name of its device; "" for the CPU.
         fate: "finished", "left", "lost", or "" while it takes part in the run.
-        why: why it has left or was lost; "" if it has not.
+        why: why it left or was lost; "" otherwise.
         iterations: number of its iterations.
         samples: number of samples that it has used; 0 if unknown.
         samples_per_s: its speed while it computes; None if unknown.
         time_s: kind (see `KINDS`) -> seconds.
-        awaited_s: seconds for which other workers have waited for it, summed over them.
+        awaited_s: seconds for which other workers have waited for this worker, summed over the other workers.
         mean_batch: mean number of samples per iteration; None if unknown.
-        share: its share of what the updates contain, from 0 to 1; None if unknown.
+        share: its share of the samples in all applied updates (of the gradients, if the samples are unknown), from 0
+            to 1; None if unknown.
     """
 
     worker: int
@@ -82,14 +83,14 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Spans(msgspec.Struct, frozen=True):
-    """The exact iterations of one worker, or the last ones. All numbers are in units of 0.1 ms.
+    """The exact times of one worker's iterations, or of its last iterations. All times are in units of 0.1 ms.
 
     Attributes:
         worker: its index.
         begun: when each iteration began.
         lengths: for each iteration: wasted, computing, transfer to the shards, waiting, transfer back.
-        awaited: for each iteration: the worker whose event ended the wait; -1 for none, or for several shards that
-            differ.
+        awaited: for each iteration: the worker whose event ended the wait; -1 if there is no such worker, or if the
+            shards differ.
     """
 
     worker: int
@@ -99,19 +100,20 @@ class Spans(msgspec.Struct, frozen=True):
 
 
 class TimelineReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What each worker did over time, in buckets of equal width, and exactly where this is still known.
+    """What each worker did over time, in buckets of equal width. For the last iterations, exact times are also known.
 
     Attributes:
         width_s: width of a bucket in seconds.
         buckets: number of buckets. Bucket i begins at i * width_s.
         workers: the workers, in the order of the rows.
-        shares: for each worker, base64 of buckets * len(KINDS) bytes, kinds of one bucket side by side: the share of
-            the bucket that the worker has spent on this kind, from 0 to 255. The rest of a bucket, it was absent.
-        awaited: for each worker, base64 of buckets little-endian int16: the worker for which it has waited longest in
-            this bucket; -1 for none.
+        shares: for each worker, base64 of buckets * len(KINDS) bytes, with the kinds of one bucket side by side. Each
+            byte is the share of the bucket that the worker has spent on this kind, from 0 to 255. For the rest of the
+            bucket, the worker was absent.
+        awaited: for each worker, base64 of one little-endian int16 per bucket: the other worker for which this worker
+            has waited longest in the bucket; -1 for none.
         spans: the exact iterations, for each worker.
         exact_from_s: from this time on, the exact iterations of all workers are in `spans`.
-        barriers_s: times at which held pushes were applied together; at most 10,000, the last ones.
+        barriers_s: the last times at which held pushes were applied together, at most 10,000 times.
         error_s: maximum error of a time, because clocks of machines differ.
     """
 
@@ -127,11 +129,11 @@ class TimelineReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Mark(msgspec.Struct, frozen=True):
-    """Something that happened once: a worker joined, left or was lost, the model changed, the guard spoke.
+    """Something that happened once: a worker joined, left or was lost, the model changed, or the guard acted.
 
     Attributes:
         time_s: when.
-        kind: what kind of thing.
+        kind: the kind of event.
         words: what happened, in a sentence.
         worker: the worker, or -1.
     """
@@ -164,7 +166,7 @@ class ModelInForce(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         sync: the model in the notation of the command line.
         from_s: when it came into force.
-        to_s: when another one did, or the run ended.
+        to_s: when another model came into force, or the run ended.
         staleness: (staleness in updates, number of pushes), ascending, counted at all shards.
         waiting: the reasons for waiting, longest first.
         wait_lengths: (upper end of a class of lengths in seconds, number of waits), ascending.
@@ -200,28 +202,28 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that the report of one run shows. See the classes above.
 
     Attributes:
-        name: name of the run: that of its directory.
+        name: name of the run, which is the name of its directory.
         run_dir: path of its directory.
         version: version of Paceline that ran it; "" if unknown.
         begun_at: date and time when it began, in ISO 8601 with the offset from UTC; "" if unknown.
         state: what became of the run. "cut off" if its launcher was killed, so that it left no summary.
-        failure: why it failed, in words; "" if it did not.
-        duration_s: how long it trained so far: from when the first worker joined until the last one left.
-        headline: one sentence: what was trained how fast, and what held the run back most.
+        failure: why it failed, in words; "" if it did not fail.
+        duration_s: how long it trained so far: from when the first worker joined until the last worker left.
+        headline: one or two sentences: how much was trained, how fast, and the most costly cause.
         causes: what took the time and what would help; empty if nothing stands out.
         settings: the settings, in the order in which people look for them.
         command: the command that repeats the run; "" if unknown.
-        emulated: how unequal machines were emulated; "" if they were not.
+        emulated: how unequal machines were emulated; "" if the run emulated nothing.
         figures: name -> text, as in the summary that `paceline run` prints.
         metrics: what the script has logged.
         progress: (time_s, samples, updates) of all workers together, at most 2,000 points.
         workers: one entry per worker.
-        timeline: what each worker did over time; None if no trace tells.
+        timeline: what each worker did over time; None if there are no traces.
         models: one entry for each time in which a model was in force.
         links: the traffic between machines; empty if the run was on one machine.
         pushes: what became of the pushes: name -> count.
         samples: what became of the samples: name -> count.
-        marks: what happened once, in order of time.
+        marks: the single events of the run, in order of time.
         notes: what the reader should know about this report, such as what is missing and why.
         live: the state of the job, while it is in progress; None afterwards.
         now_s: the time of a live report, in seconds since the run began; None afterwards.
@@ -257,25 +259,25 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
 # -- `run.json` in a run directory: the settings of a run, and how it can be repeated ------------------------
 #
 # The launcher writes this file when the run begins, so that even a run whose launcher was killed has a
-# report. It is signed (see `paceline.trust`), because a run that is resumed does what is written here.
+# report. The file is signed (see `paceline.trust`), because a resumed run follows this file.
 
 FORMAT = 1
 NAME = "run.json"
 
 
 class Resumption(msgspec.Struct, frozen=True, kw_only=True):
-    """An interruption of a run, after which it has gone on from a checkpoint.
+    """An interruption of a run, after which the run has gone on from a checkpoint.
 
     Attributes:
         why: why the run was interrupted, as a sentence; "" if a user has resumed it.
-        begun_at: date and time at which it went on, in ISO 8601 with the offset from UTC.
+        begun_at: date and time at which the run went on, in ISO 8601 with the offset from UTC.
         checkpoint: the directory of the checkpoint.
         updates: number of updates that the job had made at the checkpoint.
-        samples: number of samples that they include, as far as it is known.
+        samples: number of samples in these updates, as far as this number is known.
         elapsed_s: time for which the job had run at the checkpoint, in seconds.
-        lost_updates: number of updates that the run had made after the checkpoint; None if it is unknown.
-        lost_samples: number of samples that they include; None if it is unknown.
-        lost_s: time between the checkpoint and the end, in seconds; None if it is unknown.
+        lost_updates: number of updates that the run had made after the checkpoint; None if unknown.
+        lost_samples: number of samples in the lost updates; None if unknown.
+        lost_s: time between the checkpoint and the interruption, in seconds; None if unknown.
         changes: the settings that were changed, such as "--workers 3 -> 2".
         faults: a sentence for each newer checkpoint, which says why it is not used.
     """
@@ -297,12 +299,12 @@ class Resumption(msgspec.Struct, frozen=True, kw_only=True):
         """What happened, in sentences."""
         name = Path(self.checkpoint).name
         if self.lost_updates is None:
-            lost = "What the run had done after it is lost; its traces do not say how much this is."
+            lost = "The work after this checkpoint is lost. The traces do not say how much work this was."
         elif not self.lost_updates:
-            lost = "The traces show nothing after it."
+            lost = "The traces show no work after this checkpoint."
         else:
             lost = (
-                f"What the run had done after it is lost: {counted(self.lost_updates, 'update')}, "
+                f"The work after this checkpoint is lost: {counted(self.lost_updates, 'update')}, "
                 f"{counted(self.lost_samples or 0, 'sample')} and {self.lost_s or 0.0:.1f} s."
             )
         said = [
@@ -323,21 +325,22 @@ class RunFile(msgspec.Struct, frozen=True, kw_only=True):
         version: version of Paceline.
         begun_at: date and time at which the run began, in ISO 8601 with the offset from UTC.
         run_dir: the directory of the run when it began, by which a copy of the directory is recognized.
-        lineage: the identity of the run and of those that have resumed it in its directory, which its checkpoints
-            carry; "" in runs of earlier versions. See `paceline.checkpoints.manifest`.
-        origin: the directory of the checkpoint of another lineage with which this one has begun; "" for none.
+        lineage: an identity that the run shares with the runs that have resumed it in its directory, and that its
+            checkpoints contain; "" in runs of earlier versions. See `paceline.checkpoints.manifest`.
+        origin: the directory of the checkpoint with which the run began, if it is of another lineage; "" otherwise.
         command: the command line that repeats the run, quoted for a shell; "" if there is none, as in a notebook.
-        folder: the current directory in which it was called.
+        folder: the current directory in which this command was called.
         program: what each worker ran, as in `ProcessOrder.arguments`; () if machines that join the run choose it.
         settings: all settings, with the names of their options.
         sync: the sync model or schedule, in the notation of the command line.
         workers: number of workers; if machines can join, the largest number.
         servers: number of servers.
         shards: number of shards.
-        joined: True if machines join the run. They keep the records of their workers.
-        emulated: how unequal machines are emulated; "" if they are not.
+        joined: True if machines join the run. Such machines keep the records of their workers.
+        emulated: how unequal machines are emulated; "" if the run emulates nothing.
         resumptions: the interruptions of the run, in order.
-        signature: the signature of the user who has started the run. `read_run_file` returns "" for that of others.
+        signature: the signature of the user who has started the run. `read_run_file` returns "" for the signature of
+            another user.
     """
 
     format: int = FORMAT

@@ -1,4 +1,4 @@
-"""The directory of a run, live or simulated: whether it can be used, and its creation."""
+"""Checks and creates the directory of a run, live or simulated."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REPORT = "report.html"
 """Name of the file with the report of a run."""
 
 BEFORE = "before"
-"""The folder in a run directory with what the run has written before it was resumed."""
+"""The folder in a run directory with the files that the run had written before it was resumed."""
 
 
 def require_usable(path: str | os.PathLike[str]) -> None:
@@ -43,7 +43,7 @@ def require_usable(path: str | os.PathLike[str]) -> None:
 
 
 def _has_ended(summary: Path) -> bool:
-    """Return True if there is a summary, unless it is that of a run that has ended before training began."""
+    """Return True if there is a summary, unless the run ended before training began."""
     try:
         ended: dict[str, object] = msgspec.json.decode(read_regular(summary), type=dict)
     except (FileNotFoundError, NotADirectoryError):
@@ -55,12 +55,12 @@ def _has_ended(summary: Path) -> bool:
 
 
 def set_aside(run_dir: Path, name: str, stays: Callable[[str], bool]) -> Path:
-    """Move what a run has written to its directory into a new folder in it, because the run begins again there.
+    """Move the files of a run into a new folder in its directory, because the run begins again in this directory.
 
     Args:
         run_dir: the directory of the run.
-        name: name of the folder in `before`. A number is added if there is such a folder.
-        stays: returns True if the file or the folder with a name stays.
+        name: name of the folder in `before`. If this folder exists already, a number is added to the name.
+        stays: returns True if the file or the folder with this name is not moved.
 
     Returns:
         The folder.
@@ -135,7 +135,7 @@ class _Line(msgspec.Struct, omit_defaults=True):
 
 
 def write_metrics(run_dir: Path, metrics: Iterable[Metric]) -> None:
-    """Write the metrics of a run to its directory, in place of those that were written before.
+    """Write the metrics of a run to its directory, in place of the metrics that were written before.
 
     Raises:
         OSError: the file cannot be written. An earlier file is unchanged.
@@ -154,7 +154,7 @@ def write_metrics(run_dir: Path, metrics: Iterable[Metric]) -> None:
 
 
 def read_metrics(run_dir: Path) -> MetricHistory:
-    """Read the metrics of a run. They are empty if its script has logged nothing.
+    """Read the metrics of a run. The result is empty if the script has logged nothing.
 
     Raises:
         OSError: the file cannot be read.

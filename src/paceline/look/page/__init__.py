@@ -4,8 +4,8 @@ The page consists of `page.html`, `page.css` and the scripts in this folder, whi
 data. The scripts share one scope, in the order of `SCRIPTS`; `main.js` comes last and draws the page.
 
 Names in a report come from users, and may contain markup. So the data are JSON without `<`, and the scripts put text
-into the page only as text nodes (`make` in `dom.js`). As a second defence, the policy of the page allows this one
-script only, and no connections except those of a live page to where it came from.
+into the page only as text nodes (`make` in `dom.js`). As a second defence, the page's content security policy allows
+only this script, and no connections except those of a live page to its own server.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ SCRIPTS = (
 )
 
 PACKED_FROM = 500_000
-"""Data with at least this number of characters are compressed. Those of a short run remain readable."""
+"""Data with at least this number of characters are compressed. The data of a short run remain readable."""
 
 
 def page_of(reports: Sequence[RunReport], *, live: str = "") -> str:
-    """Return a page that shows reports: all that one says, or several side by side.
+    """Return a page that shows one report in full, or several reports side by side.
 
     Args:
         reports: at least one report.
-        live: path from which the page fetches the report again and again, as JSON, beside its own address. It then
-            shows one run. Default: the page never changes.
+        live: path from which the page fetches the report again and again as JSON, relative to its own address. Such a
+            page shows one run. Default: the page never changes.
 
     Raises:
         ValueError: there is no report, or several for a live page.
@@ -94,7 +94,7 @@ def page_of(reports: Sequence[RunReport], *, live: str = "") -> str:
 
 
 def _data(reports: Sequence[RunReport], live: str) -> str:
-    """Return what the page shows as JSON; if it is long, as a string of compressed JSON in base64."""
+    """Return the data of the page as JSON or, if the JSON is long, as a string of compressed JSON in base64."""
     data = {
         "reports": reports,
         "live": live,
@@ -108,5 +108,5 @@ def _data(reports: Sequence[RunReport], live: str) -> str:
 
 
 def _hash(content: str) -> str:
-    """Return what allows an element with this content in a policy."""
+    """Return the part of a policy that allows an element with this content."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"

@@ -10,7 +10,7 @@ const KIND_WORDS = {
   wasted: ["wasted", "computations that were aborted"],
   paused: ["paused", "the run had too few workers"],
   outside: ["outside training", "the script evaluated or saved the model, or waited in a barrier"],
-  idle: ["idle at the end", "the worker had finished before the others"],
+  idle: ["idle at the end", "the worker had finished before the other workers"],
   loading: ["loading", "the script asked a loader for batches"],
 };
 
@@ -51,7 +51,7 @@ function swatch(color) {
   return make("span", { class: "swatch", style: { background: color } });
 }
 
-// The kinds of time that occur, each with its color, and with its share.
+// The kinds of time that occur, each with its color and, if `shares` is true, with its share.
 function legend(timeS, shares = true) {
   const parts = partsOf(timeS);
   return make(

@@ -1,6 +1,6 @@
-// A canvas as wide as its place, which is drawn again when its size, its content or the theme changes.
+// A canvas that is as wide as its place, and is drawn again when its size, its content or the theme changes.
 
-// `draw(context, width, height)` draws in CSS pixels. At most one drawing per frame.
+// `draw(context, width, height)` draws in CSS pixels, at most once per frame.
 function drawing(height, draw) {
   const canvas = make("canvas", { role: "img", style: { height: `${height}px` } });
   let pending = false;

@@ -1,4 +1,4 @@
-// A chart of curves, with the values under the pointer or the focus in words, and the same as a table.
+// A chart of curves. The values under the pointer or the focus are shown in words, and all values in a table.
 
 const MARGIN = { left: 54, right: 14, top: 10, bottom: 22 };
 const CHART_HEIGHT = 190;

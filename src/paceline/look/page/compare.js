@@ -1,6 +1,6 @@
 // Several runs side by side: the differences of their settings first, then key figures and curves.
 
-// Runs with the same name are told apart by their directories.
+// If several runs have the same name, a number is added to each of these names.
 function namedApart(reports) {
   const counts = new Map();
   for (const { name } of reports) counts.set(name, (counts.get(name) ?? 0) + 1);

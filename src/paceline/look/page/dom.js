@@ -46,8 +46,9 @@ function subsection(title, ...children) {
   return make("div", { class: "sub" }, make("h3", {}, title), ...children);
 }
 
-// A box that scrolls if its content is larger; only then can it have the focus. The attribute `data-more` says on which
-// sides there is more, and the style shows it: many systems show no scroll bar before one scrolls.
+// A box that scrolls if its content is larger than the box. Only then can the box have the focus. The attribute
+// `data-more` names the sides on which there is more content, and the style shows this, because many systems show no
+// scroll bar before the reader scrolls.
 function scrollBox(label, kind, ...children) {
   const root = make("div", { class: kind, onscroll: () => sign() }, ...children);
   function sign() {
@@ -87,7 +88,7 @@ function details(title, makePanel) {
   return { root, show };
 }
 
-// One of several options, each [value, words]. Options that are not possible are left out by `limit`.
+// A choice between several options, each [value, words]. `limit` hides the options that are not possible.
 function choice(label, options, chosen, change) {
   const name = newId("choice");
   const labels = new Map();

@@ -1,4 +1,5 @@
-// A histogram: upright bars, with the numbers under the pointer or the focus in words, and the same as a table.
+// A histogram of upright bars. The number under the pointer or the focus is shown in words, and all numbers in a
+// table.
 
 const MOST_BARS = 48;
 

@@ -1,4 +1,4 @@
-// Traffic, machines, what became of pushes and samples, what happened once, and notes.
+// Panels for traffic, machines, the fates of pushes and samples, single events, and notes.
 
 function trafficPanel() {
   let most = 1;

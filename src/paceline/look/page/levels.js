@@ -1,10 +1,11 @@
 // What the workers did over time, in buckets: as recorded, and in ever coarser levels for zooming out.
 //
-// A level is {widthS, buckets, shares, awaited}: for each worker, `shares` has one byte for each kind in each bucket,
-// the kinds of a bucket side by side, and `awaited` the worker for which it has waited longest in this bucket.
+// A level is {widthS, buckets, shares, awaited}. For each worker, `shares` has one byte for each kind in each bucket,
+// with the kinds of a bucket side by side, and `awaited` has the other worker for which this worker has waited
+// longest in each bucket.
 
-const FACTOR = 4; // so many buckets become one in the next level
-const COARSE = 512; // a level with at most so many buckets has no coarser one
+const FACTOR = 4; // this number of buckets become one bucket in the next level
+const COARSE = 512; // a level with at most this number of buckets has no coarser level
 
 const levelsOfTimelines = new WeakMap();
 
@@ -67,7 +68,7 @@ function levelFor(levels, widthS) {
   return levels.findLast((level) => level.widthS <= widthS) ?? levels[0];
 }
 
-// The time from the first bucket in which a worker did something to the last one; null if there is none.
+// The time from the first to the last bucket in which a worker did something; null if there is no such bucket.
 function extentOf({ widthS, buckets, shares }) {
   const used = (bucket) =>
     shares.some((row) => row.subarray(bucket * kinds.length, (bucket + 1) * kinds.length).some(Boolean));
@@ -110,7 +111,7 @@ function waitsBetween(timeline, level, fromS, toS) {
   const first = Math.max(0, Math.floor(fromS / level.widthS));
   const end = Math.min(level.buckets, Math.ceil(toS / level.widthS));
   const [found, count] = [[], kinds.length];
-  const spent = new Float64Array(1 + Math.max(0, ...timeline.workers)); // by the awaited worker
+  const spent = new Float64Array(1 + Math.max(0, ...timeline.workers)); // awaited worker -> sum of the shares
   timeline.workers.forEach((worker, row) => {
     const [shares, awaited] = [level.shares[row], level.awaited[row]];
     spent.fill(0);

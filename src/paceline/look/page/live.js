@@ -1,8 +1,8 @@
 // A page that follows a run: fetches its report again and again, and says how old it is.
 
 const INTERVAL_S = 2;
-const PATIENCE = 5; // wait for so many times as long as the last report took
-const MOST_FAILURES = 3; // after so many, the connection counts as lost
+const PATIENCE = 5; // the next request waits for this many times as long as the last report took
+const MOST_FAILURES = 3; // after this number of failures, the connection counts as lost
 
 // What each worker does now.
 function livePanel() {
@@ -83,8 +83,8 @@ async function fetched(path) {
   }
 }
 
-// Fetch the report from `path` until the run has ended, and pass each to `show`. Returns the element that says how
-// old the shown report is.
+// Fetch the report from `path` again and again until the run has ended, and pass each report to `show`. Return the
+// element that says how old the shown report is.
 function follow(path, first, show) {
   const root = make("p", { class: "live" });
   const words = make("span", { role: "status" });
@@ -116,7 +116,7 @@ function follow(path, first, show) {
       failures += 1;
       if (failures >= MOST_FAILURES) {
         const otherwise = `If the run has ended, its report is ${kept}.`;
-        state(`The connection to the run is lost (${problem}). ${otherwise} Below is what was known last`, "lost");
+        state(`The connection to the run is lost (${problem}). ${otherwise} The last known state is below`, "lost");
       }
     }
     tell();

@@ -7,9 +7,9 @@ const SMOOTHING = [
 ];
 const SPEED = Symbol("speed"); // the key of the chart of the speed
 
-const MOST_CHARTS = 12; // the others are shown when the reader opens them
+const MOST_CHARTS = 12; // further charts are shown when the reader opens them
 
-// `show(...reports)`: each report has one curve in every chart. The times of several reports count from when each
+// `show(...reports)`: each report has one curve in every chart. With several reports, times count from when each run
 // began to train, so that the curves can be compared.
 function metricsPanel(title, axes = AXES) {
   const view = { axis: axes[0][0], log: false, keep: 0, zeros: [], left: 0 };
@@ -62,7 +62,7 @@ function metricsPanel(title, axes = AXES) {
     );
   }
 
-  theme.changed.add(drawRuns); // which changes the colors of the curves
+  theme.changed.add(drawRuns); // the theme changes the colors of the curves
 
   function draw() {
     names = [...new Set(shown.flatMap((report) => report.metrics.map((metric) => metric.name)))];
@@ -127,5 +127,5 @@ function speedContent(reports, { axis, log, zeros, left }, heading) {
     dash: curveDash(i),
     points,
   }));
-  return { curves, axis, log, left, from0: !log, words: "Of all workers together." };
+  return { curves, axis, log, left, from0: !log, words: "The speed of all workers together." };
 }

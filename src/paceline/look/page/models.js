@@ -1,7 +1,7 @@
 // Staleness and waiting, for each time in which one sync model was in force.
 
-const MOST_MODELS = 3; // with more, the reader chooses one
-const MOST_CELLS = 16; // workers in the square of who waits for whom; with more, a list of pairs
+const MOST_MODELS = 3; // if there are more, the reader chooses one model
+const MOST_CELLS = 16; // with more workers, pairs are listed instead of a square of who waits for whom
 const MOST_PAIRS = 20;
 
 function modelsPanel() {
@@ -11,7 +11,7 @@ function modelsPanel() {
   const root = section("Staleness and waiting", choose, body);
   let [panels, report] = [[], null];
 
-  // All models, or if there are many, the one that the reader has chosen.
+  // Draw all models or, if there are many, the model that the reader has chosen.
   function draw() {
     const { models, timeline } = report;
     const shown = models.length > MOST_MODELS ? [models[Number(chosen.value)]] : models;
@@ -124,7 +124,7 @@ function modelPanel() {
   };
 }
 
-// One row for each worker that waits, one column for each that is awaited.
+// One row for each worker that waits, and one column for each awaited worker.
 function waitSquare(workers, pairs) {
   const most = pairs[0].waitedS;
   const seconds = new Map(pairs.map((pair) => [`${pair.worker} ${pair.awaited}`, pair.waitedS]));

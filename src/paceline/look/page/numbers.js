@@ -3,7 +3,7 @@
 const MISSING = "–";
 const known = (value) => value !== null && value !== undefined && Number.isFinite(value);
 
-const formats = new Map(); // making one takes long
+const formats = new Map(); // making a format takes long
 
 function formatted(value, options) {
   const key = JSON.stringify(options);
@@ -57,7 +57,7 @@ function duration(s) {
   return `${Math.floor(minutes / 1440)} d ${Math.floor((minutes % 1440) / 60)} h`;
 }
 
-// A point in time of a run: seconds, or h:mm:ss in a long run; `step_s` says how exactly.
+// A point in time of a run: seconds, or h:mm:ss in a long run, rounded to about `stepS`.
 function clock(s, stepS, longestS) {
   const decimals = Math.min(4, Math.max(0, Math.ceil(-Math.log10(stepS) - 1e-9)));
   if (longestS < 120) return `${s.toFixed(decimals)} s`;

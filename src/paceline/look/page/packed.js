@@ -8,7 +8,7 @@ function bytesOf(base64) {
   return found;
 }
 
-// The data are an object; if they are long, a string with this object as compressed JSON in base64.
+// The data are an object or, if they are long, a string that contains this object as compressed JSON in base64.
 async function dataOf(element) {
   const data = JSON.parse(element.textContent);
   element.remove();

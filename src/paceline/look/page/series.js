@@ -25,7 +25,7 @@ function possibleAxes(reports) {
   return possible.length ? possible : ["time"];
 }
 
-// When a run began to train, as far as its points tell. Before, its processes started.
+// When a run began to train, according to its first points. Before this time, its processes started.
 function trainedFrom(report) {
   const times = [report.progress[0]?.[0], ...report.metrics.map((metric) => metric.points[0]?.time_s)].filter(
     known,
@@ -52,7 +52,7 @@ function smoothed(points, keep) {
 
 // The speed between points of the progress: [name of the unit, points], over at most `most` equal parts of the run.
 function speedOf(points, axis, zeroS, most = 120) {
-  // at the end, workers may only finish
+  // at the end, workers may finish without further samples and updates
   const progress = points.filter(
     (point, i) => i < 1 || point[1] > points[i - 1][1] || point[2] > points[i - 1][2],
   );
@@ -72,7 +72,7 @@ function speedOf(points, axis, zeroS, most = 120) {
   return [column === 1 ? "samples/s" : "updates/s", speeds];
 }
 
-// The least and the largest finite y (and x) of all curves; null if there is none.
+// The least and the largest finite y (and x) of all curves; null if no y is finite.
 function extent(curves, { log = false } = {}) {
   let [left, right, low, high] = [Infinity, -Infinity, Infinity, -Infinity];
   for (const { points } of curves) {

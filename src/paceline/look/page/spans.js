@@ -22,7 +22,7 @@ function exactRows(timeline) {
   });
 }
 
-// The index of the last iteration that has begun at a time; -1 if none has.
+// The index of the last iteration that has begun at a time; -1 if no iteration has begun.
 function iterationAt({ begunS }, timeS) {
   let [low, high] = [0, begunS.length];
   while (low < high) {

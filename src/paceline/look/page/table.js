@@ -1,15 +1,15 @@
 // Tables whose rows can be sorted.
 
 // A column is {title, needed(row), value(row), text(row), share(row), number, wide, sortable}:
-//   title   its heading; a function if this changes
+//   title   its heading; a function if the heading changes
 //   needed  the column is shown if this is true for any row
 //   value   what the rows are sorted by; its default is `text`
 //   text    what the cell shows, or an element
 //   share   share of the cell, from 0 to 1, that a bar behind the text fills
 //   number  true for right-aligned figures
-//   wide    true if the column takes what is left of the width
-//   sortable  false if the rows cannot be sorted by it
-// `show(rows, total)` shows rows; `total`, if given, is a row that stays below them.
+//   wide    true if the column takes the rest of the width
+//   sortable  false if the rows cannot be sorted by this column
+// `show(rows, total)` shows rows; `total`, if given, is a row that stays below the others.
 function table(caption, columns, { tall = false } = {}) {
   const sorted = { column: null, down: true };
   const head = make("tr");

@@ -1,4 +1,4 @@
-// Light and dark. The colors of text and lines are in page.css; those of curves are made readable on either
+// Light and dark. The colors of text and lines are in page.css; the colors of curves are made readable on either
 // background.
 
 const darkSystem = matchMedia("(prefers-color-scheme: dark)");

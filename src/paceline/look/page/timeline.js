@@ -1,4 +1,4 @@
-// The timeline with its overview: zoom, selection, keyboard, and words for what is under the pointer.
+// The timeline with its overview: zoom, selection, keyboard, and words about the place under the pointer.
 
 const MOST_HEIGHT = 470;
 const OVERVIEW = 36;
@@ -24,8 +24,8 @@ function timelinePanel() {
       tabindex: 0,
       role: "group",
       "aria-label":
-        "Timeline. The left and right arrows move the view, up and down go to another worker, with shift they " +
-        "move the place that is read out; plus and minus zoom, 0 shows the whole run.",
+        "Timeline. The left and right arrows move the view or, with shift, the place that is read out. Up and down " +
+        "go to another worker. Plus and minus zoom, and 0 shows the whole run.",
       onscroll: () => picture.redraw(),
       onwheel: onWheel,
       onpointerdown: onDown,
@@ -132,7 +132,7 @@ function timelinePanel() {
     return row < state.content.timeline.workers.length ? { row, timeS: timeAt(event), x, y } : null;
   }
 
-  // Show, and with the keyboard say, what is at a place.
+  // Show what is at a place. If `spoken` is true, because a key was pressed, also let a screen reader read it out.
   function point(place, spoken) {
     state.place = place;
     picture.redraw();
@@ -195,7 +195,7 @@ function timelinePanel() {
     focusPlace(across && event.shiftKey ? across : 0, down ?? 0);
   }
 
-  // Go from the place that was read out last to one beside it, and read this out.
+  // Go from the last place that was read out to a place beside it, and read out the new place.
   function focusPlace(across, down) {
     const { content, view } = state;
     const before =
@@ -231,7 +231,7 @@ function timelinePanel() {
   };
 }
 
-// What the timeline of a report shows; null if it shows nothing.
+// What the timeline of a report shows; null if there is nothing to show.
 function contentOf(report) {
   const { timeline } = report;
   const levels = timeline ? levelsOf(timeline) : null;
@@ -243,7 +243,7 @@ function contentOf(report) {
       mean: meanLevel(levels),
       rows: exactRows(timeline),
       rowHeight: rowHeight(timeline.workers.length),
-      // a worker joins shortly before it does anything
+      // a worker joins shortly before it does anything, so its mark is moved into the shown time
       marks: report.marks.map((mark) => ({
         ...mark,
         atS: Math.min(active.endS, Math.max(active.startS, mark.time_s)),

@@ -1,5 +1,5 @@
 // Draws the timeline: one row per worker. Zoomed out, each column of pixels shows the shares of the kinds of time in
-// its buckets; zoomed in, the exact iterations.
+// its buckets. Zoomed in, the picture shows the exact iterations.
 
 const GUTTER = 78; // the workers' names
 const STRIP = 34; // the time and the marks, above the rows
@@ -57,7 +57,7 @@ function fillBuckets(buffer, columns, tall, level, rows, view) {
   }
 }
 
-// A color as a pixel of ImageData on the paper of the page.
+// A color as a pixel of ImageData, blended with the background of the page.
 function pixelOf(color) {
   const [red, green, blue, opacity] = channels(color);
   const paper = channels(ink("--paper"));
@@ -67,8 +67,9 @@ function pixelOf(color) {
 
 const raster = document.createElement("canvas");
 
-// Draw buckets at a place of the canvas, in CSS pixels. `gap` is the space between two rows. The picture has few
-// columns and is then stretched, which is faster, and iterations that are hardly wider do not flicker.
+// Draw buckets at a place of the canvas, in CSS pixels. `gap` is the space between two rows. The picture is drawn
+// with few columns and then stretched. This is faster, and iterations that are hardly wider than a column do not
+// flicker.
 function drawBuckets(context, level, rows, view, { left, top, width, height, gap }) {
   if (!rows.length) return;
   const scale = context.getTransform().a;
@@ -87,7 +88,7 @@ function drawBuckets(context, level, rows, view, { left, top, width, height, gap
   });
 }
 
-// Draw the exact iterations, one kind after another, and between them what the buckets say.
+// Draw the exact iterations, one kind of time after another. Between iterations, draw what the buckets contain.
 function drawIterations(context, content, rows, view, { left, top, width, height, gap }) {
   const { fromS, toS } = view;
   const pixels = width / (toS - fromS);
@@ -138,7 +139,7 @@ function idleKind(level, row, fromS, toS) {
   return spentS[most] > 0.2 * (toS - fromS) ? most : null;
 }
 
-// Draw the times above the rows, and the marks and barriers on them.
+// Draw the times above the rows, and the marks and barriers on the rows.
 function drawStrip(context, content, view, width, height, rowsTop) {
   const [left, right] = [GUTTER, width];
   const pixels = (right - left) / (view.toS - view.fromS);
