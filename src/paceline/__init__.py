@@ -20,8 +20,8 @@ LEAST_TORCH = (2, 7)
 def _require_torch() -> None:
     """Raise `ImportError` if the installed torch is too old.
 
-    The version is read from torch's files, because importing torch takes more than a second. If there is no torch, or
-    the files have another form, the first import of torch says so.
+    The version is read from torch's files, because importing torch takes more than a second. If torch is not installed,
+    or if its files have another form, this function raises nothing: the first import of torch shows the problem.
     """
     spec = find_spec("torch")
     for folder in () if spec is None else spec.submodule_search_locations or ():

@@ -5,14 +5,14 @@
     ├── UsageError                the library was used incorrectly during the run
     │   ├── WeightsChangedError   weights were changed outside step()
     │   └── NonFiniteGradientError  a gradient contains NaN or inf
-    ├── ProtocolError             a peer violated the protocol; it is disconnected, and the run continues
-    │   └── InvalidEventError     the sync model does not allow the event; its state is unchanged
+    ├── ProtocolError             a peer violated the protocol; this peer is disconnected, and the run continues
+    │   └── InvalidEventError     the sync model does not allow the event; the state of the model is unchanged
     ├── PeerLostError             the connection to a peer could not be established or was lost
     │   └── TakenOutError         the run continues without this worker, because it was stopped or silent
     ├── DeadlineError             an operation took longer than allowed
-    ├── CheckpointError           a checkpoint cannot be written or read; the run continues, or resumes from another
+    ├── CheckpointError           a checkpoint cannot be written or read; the run goes on, or resumes from another one
     ├── RunFailedError            a process of the run failed; contains the traceback of that process
-    │   └── UserCodeError         code of the user failed that Paceline calls: a sync model or an optimizer
+    │   └── UserCodeError         code of the user failed: a sync model or an optimizer that Paceline calls
     └── InternalError             an internal invariant is violated: a bug in Paceline, please report it
 
 All exceptions can be pickled, because each one passes all of its arguments to `Exception`.
@@ -139,8 +139,8 @@ class UserCodeError(RunFailedError):
 
     Args:
         reason: what failed, where, and for which event.
-        traceback: the user's frames of the traceback; "" if there are none, because the code has returned something
-            wrong.
+        traceback: the user's frames of the traceback; "" if there is no traceback, because the code has returned a
+            wrong value.
     """
 
     def __init__(self, reason: str, traceback: str = "") -> None:
@@ -168,7 +168,7 @@ class InternalError(PacelineError):
 
 
 def refused_by_system(error: OSError) -> str:
-    """Return what the system has refused to a process, and what a user can do, as a sentence without a full stop.
+    """Return a sentence, without a full stop, about what the system has refused to a process, and about the remedy.
 
     >>> refused_by_system(OSError(28, "No space left on device", "trace.jsonl"))
     'the system has refused what it needs: No space left on device (trace.jsonl). Free space there'

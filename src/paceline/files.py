@@ -1,10 +1,11 @@
 """Files that are either complete or absent, and reading that never waits.
 
-A file is written beside its place, and gets its name when all of it is on the disk. So no reader finds a part of it:
-not when the disk is full, and not when the writer is killed. An earlier file of this name stays as it is until then.
+A file is written beside its place, and gets its name when its whole content is on the disk. So no reader finds an
+incomplete file, even if the disk is full, or if the writer is killed. Until a file gets its name, an earlier file of
+this name stays unchanged.
 
-Directories of runs lie where other programs write, too. A pipe that has the name of a file would let a reader wait
-for ever. So files of a run are opened by `open_regular`.
+Other programs may also write to the directories of runs. If a pipe has the name of a file, a reader of this file would
+wait for ever. So files of a run are opened by `open_regular`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     """Open a file to read it, without ever waiting for its content.
 
     Raises:
-        OSError: it cannot be opened, or it is not a file but a pipe, a device or a directory.
+        OSError: the path cannot be opened, or is not a file but a pipe, a device or a directory.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -107,7 +108,7 @@ class Unfinished:
             is_valid: called when all of the content is on the disk. If it returns False, the file is removed.
 
         Raises:
-            OSError: the file is not on the disk. Nothing is left of it.
+            OSError: the content could not be written to the disk. The unfinished file is removed.
         """
         try:
             # Some file systems report only here that the disk is full.

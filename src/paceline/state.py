@@ -1,27 +1,29 @@
 """The state of a core as a value: it can be compared, printed, and given to another core.
 
 A *core* is an object that decides without I/O: a worker, a server, the coordinator, or the machine of a sync model.
-It consists of *parts*, which are objects with attributes of their own. The attributes of cores and parts are plain
+A core consists of *parts*, which are objects with attributes of their own. The attributes of cores and parts are plain
 and mutable. Each attribute, here called a *field*, has one of three meanings:
 
-    decides   what the core does from now on may depend on the field. This is so unless the class declares otherwise
+    decides   what the core does from now on may depend on the field. A field decides unless its class declares
+              another meaning
     history   the field is only shown or recorded. No request to the host depends on it
     fixed     the field is given when the object is made, and never assigned again: configuration, functions,
-              and where entries are recorded
+              and recorders
 
 So there are three operations:
 
-- `snapshot` returns everything that decides and all history as one immutable value;
-- `restore` gives a new core, which was made with the same configuration, the state of a snapshot. From then on, it
-  does what the original does;
-- an `Outlook` returns a value that is equal for cores that do the same from now on. The exhaustive search uses it.
+- `snapshot` returns all fields that decide and all history as one immutable value;
+- `restore` gives a new core, which was made with the same configuration, the state of a snapshot. From then on, the new
+  core does what the original core does;
+- an `Outlook` returns a value that is equal for cores that do the same from now on. The exhaustive search compares
+  these values.
 
-The decorator `stateful` declares which fields are history or fixed. So a new attribute decides until it is declared,
-which is never wrong. In a class without this decorator, such as a sync model of a user, functions
-are fixed: they may refer to the object, and the new object has its own. `makes` names the method with which an object
+The decorator `stateful` declares which fields are history or fixed. So a new attribute decides until the class declares
+otherwise, which is always safe. In a class without this decorator, such as a sync model of a user, functions are fixed:
+they may refer to the object, and a new object has its own functions. `makes` names the method with which an object
 makes a part that its constructor does not make.
 
-Nothing here is called while a run goes on: declarations are tables that are read only by these operations.
+A run calls none of these operations: the declarations are tables that only these operations read.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ Subject = Literal["returns", "staleness", "factors", "connections", "scripts", "
 
 returns       the labels of a worker that joins again
 staleness     the numbers of updates that answers contain
-factors       by which factors gradients are multiplied
+factors       the factors by which gradients are multiplied
 connections   whether a server waits for the end of a connection before it reports a loss
 scripts       which script writes files, and which calls scripts may make
 cuts          what a cut of the job contains
@@ -61,14 +63,14 @@ WHOLES = (*PLAIN, tuple, msgspec.Struct)
 
 
 class Field(NamedTuple):
-    """What one field of an object means.
+    """The meaning of one field of an object.
 
     Attributes:
         name: the name of the attribute.
         mark: whether the field decides, is history, or is fixed.
         about: the only subject that the field decides about; "" if there is none.
         maker: name of the method that makes the part in this field. If the field is a dict of parts, the method
-            receives the key. "" if there is none.
+            receives the key. "" if there is no such method.
     """
 
     name: str
@@ -84,17 +86,17 @@ DECLARED: dict[type, dict[str, Field]] = {}
 def stateful(
     *, history: str = "", fixed: str = "", about: Mapping[str, Subject] = {}, makes: Mapping[str, str] = {}
 ) -> Callable[[Kind], Kind]:
-    """Declare what the fields of a class mean, as a decorator. The names in a string are separated by spaces.
+    """Declare the meaning of the fields of a class, as a decorator. The names in a string are separated by spaces.
 
-    A class may also have a method `outlook(most_workers)`, which returns a mapping from names of fields that decide
-    to values that are compared instead. It is for fields of which only a part decides.
+    A class may also have a method `outlook(most_workers)` for fields of which only a part decides. The method returns a
+    mapping from the names of these fields to the values that are compared instead of the fields.
 
     Args:
         history: fields on which no request depends.
         fixed: fields that are given when the object is made.
         about: field that decides -> the only subject that it decides about.
-        makes: field that decides -> name of the method that makes the part in this field. The method may use what the
-            constructor sets before the field.
+        makes: field that decides -> name of the method that makes the part in this field. The method may use the
+            attributes that the constructor sets before this field.
 
     >>> @stateful(history="seen", fixed="limit")
     ... class Queue:
@@ -206,7 +208,7 @@ class StatePart(msgspec.Struct, frozen=True):
 
     Attributes:
         kind: the class of the object.
-        number: how many parts come before it in the snapshot.
+        number: number of parts that come before this part in the snapshot.
         fields: (name, value) of each field that is not fixed.
     """
 
@@ -236,8 +238,8 @@ class Items(msgspec.Struct, frozen=True):
 
     Attributes:
         kind: the class of the collection.
-        items: what it contains: (key, value) for a dict, and the state for a generator.
-        given: what its constructor needs: the maximum length of a deque, or the default factory of a dict.
+        items: the items of the collection, which are (key, value) for a dict; for a generator, its state.
+        given: the argument of the constructor: the maximum length of a deque, or the default factory of a dict.
     """
 
     kind: type
@@ -254,7 +256,7 @@ class Items(msgspec.Struct, frozen=True):
 
 
 class Unhashable:
-    """A frozen struct without a hash, in an object with one. It contains a list or a dict, which is never changed."""
+    """A wrapper with a hash for a frozen struct without a hash, which contains a list or dict that is never changed."""
 
     __slots__ = ("struct",)
 
@@ -272,7 +274,7 @@ class Unhashable:
 
 
 def _hashable(struct: msgspec.Struct) -> Hashable:
-    """Return a frozen struct, or an object with a hash that is equal if the struct is."""
+    """Return a frozen struct or, if it has no hash, the struct in an `Unhashable`."""
     try:
         hash(struct)
     except TypeError:
@@ -290,7 +292,7 @@ def snapshot(core: object) -> StatePart:
 
 
 class _Taker:
-    """Turns objects into values. An object that is met twice is taken once."""
+    """Turns objects into values. A part that occurs twice is contained once in the value."""
 
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}  # id of a part -> its number
@@ -347,7 +349,7 @@ class _Restorer:
         self._parts: dict[int, object] = {}  # number of a part -> the part
 
     def fill(self, thing: object, state: StatePart) -> None:
-        """Set the fields of an object. A part that is there already is filled, because others may refer to it."""
+        """Set the fields of an object. A part that exists already is not replaced: other objects may refer to it."""
         kind: type = type(thing)
         if kind is not state.kind:
             raise InternalError(f"a {kind.__name__} cannot have the state of a {state.kind.__name__}")
@@ -412,17 +414,17 @@ class _Restorer:
 class Outlook:
     """Returns a value that is equal for cores that do the same from now on. The order of dicts is ignored.
 
-    Two fixed fields that are plain values are compared, too, because one outlook may look at several cores.
+    Fixed fields that are plain values are also compared, because one outlook may look at several cores.
 
     Args:
-        without: subjects that do not matter. A field is left out if it only decides about one of them.
+        without: subjects that do not matter. A field is left out if it decides only about one of these subjects.
         most_workers: maximum number of workers of the run.
     """
 
     def __init__(self, without: Collection[Subject] = (), most_workers: int = 4) -> None:
         self._without = frozenset(without)
         self._most_workers = most_workers
-        # class -> the attributes of its first object, and (name, is it fixed) of each that is compared
+        # class -> the attributes of its first object, and (name, True if fixed) of each field that is compared
         self._compared: dict[type, tuple[set[str], list[tuple[str, bool]]]] = {}
         self._met: dict[int, int] = {}  # id of a part of the core that is being looked at -> its number
 
@@ -453,7 +455,7 @@ class Outlook:
         return kind, *found
 
     def _fields(self, thing: object) -> list[tuple[str, bool]]:
-        """Return (name, is it fixed) of each field of an object that is compared."""
+        """Return (name, True if fixed) of each field of an object that is compared."""
         return sorted(
             (field.name, field.mark == "fixed")
             for field, _ in fields_of(thing)

@@ -1,12 +1,12 @@
-"""Whether what a directory says may be done: run a command, import a module, write to a path, or serve at an address.
+"""Which content of a directory may be trusted: commands to run, modules to import, paths to write, addresses to serve.
 
-A run directory is data, and a copy of one may come from anybody. So what a launcher of this user has written is
-signed with a key that only this user has. The key is a file in the user's configuration folder, made at its first
-use. Where several machines have the same home, they have the same key.
+A run directory is data, and a copy of a run directory may come from anybody. So a launcher signs what it writes, with a
+key that only its user has. The key is a file in the user's configuration folder, which is made at its first use.
+Machines with the same home directory have the same key.
 
-The signature is a keyed checksum (HMAC-SHA256) of a JSON object without its field `signature`. It does not depend on
-the order of the fields, nor on what a later version adds. It says who has written the object, unlike the checksums in
-a checkpoint, which say that nothing was damaged.
+The signature is a keyed checksum (HMAC-SHA256) of a JSON object without its field `signature`. The signature does not
+depend on the order of the fields, and includes fields that only a later version knows. The signature says who has
+written the object, unlike the checksums in a checkpoint, which say that nothing was damaged.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def is_own(*paths: Path) -> bool:
 
 
 def printable(words: str | Iterable[str]) -> str:
-    """Return a text, or several texts separated by commas, in which nothing controls a terminal.
+    """Return a text, or several texts separated by commas, with escapes for characters that control a terminal.
 
     >>> printable("rm -rf \\x1b[8m~")
     'rm -rf \\\\x1b[8m~'
@@ -89,7 +89,7 @@ def _signature(content: Mapping[str, Any], key: bytes) -> str:
 
 
 def _read(file: Path) -> bytes:
-    """Return the key in a file; b"" if there is none that only this user can read."""
+    """Return the key in a file; b"" if the file contains no key, or if other users can read or change it."""
     try:
         # Without O_NONBLOCK, opening a named pipe would wait until a process writes to it.
         with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as source:
@@ -104,14 +104,14 @@ def _read(file: Path) -> bytes:
 
 
 def _make(file: Path) -> bytes:
-    """Write a new key, and return the key in the file, perhaps of another process; b"" if nothing can be written."""
+    """Write a new key, unless another process has written a key. Return the key in the file; b"" if this fails."""
     place = file.with_name(f".{file.name}.{secrets.token_hex(6)}")
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with open(descriptor, "w") as target:
             target.write(secrets.token_hex(KEY_BYTES) + "\n")
-        # If another process does the same now, both use the key of one of them.
+        # If another process writes a key at the same time, both processes use the key of one of them.
         try:
             os.link(place, file)
         except FileExistsError:

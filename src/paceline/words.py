@@ -53,7 +53,7 @@ def rough_duration(seconds: float) -> str:
 
 
 def shortened(text: str, width: int) -> str:
-    """Return a text that is at most `width` cells wide. A longer one ends after a word, with an ellipsis.
+    """Return a text that is at most `width` cells wide. A longer text is cut after a word, and gets an ellipsis.
 
     >>> shortened("2 of 3 workers have pushed", 16), shortened("waiting", 6)
     ('2 of 3 workers…', '…')
@@ -104,7 +104,7 @@ def size(number_of_bytes: float) -> str:
 
 
 def listed(workers: Sequence[int]) -> str:
-    """Return all of some workers in words, given in ascending order.
+    """Return the names of all given workers, which must be in ascending order.
 
     >>> listed([3]), listed([0, 1, 2]), listed([0, 1, 5]), listed([1, 2, 4, 5, 6, 9])
     ('worker 3', 'workers 0 to 2', 'workers 0, 1 and 5', 'workers 1, 2, 4 to 6 and 9')
@@ -123,25 +123,25 @@ def listed(workers: Sequence[int]) -> str:
     return f"workers {', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else f"workers {parts[0]}"
 
 
-# -- Sentences in the terminal: they are wrapped between words, in the width that there is -------------------
+# -- Sentences in the terminal: they are wrapped between words, in the available width -----------------------
 
 NO_BREAK_SPACE = "\u00a0"
 UNIT = re.compile(r"(?<=\d) (?=(?:%|s|ms|min|h|MB|GB|Gbit/s|samples/s)(?!\w))")
 """Matches the space between a number and its unit."""
 COMMAND = re.compile(r"(?<=: )paceline .*[^.]$", re.MULTILINE)
-"""Matches a command with which a sentence ends."""
+"""Matches a command at the end of a sentence."""
 
 
 def wrapped(text: str, width: int, indent: str = "") -> list[str]:
     """Return the lines of a text for a terminal of this width, divided between words, but not before a unit.
 
-    What may be copied is left whole, even if it is longer than a line: a path, and a command that follows a colon and
-    ends the text.
+    Text that users may copy is not divided, even if it is longer than a line: a path, and a command that follows a
+    colon and ends the text.
 
     Args:
-        text: the text. Its line ends are kept.
+        text: the text. The line ends of the text are kept.
         width: number of characters in a line.
-        indent: what each line begins with, except for the first one.
+        indent: beginning of each line, except for the first one.
 
     >>> wrapped("the run is in /a/very/long/path now", 12)
     ['the run is', 'in', '/a/very/long/path', 'now']
@@ -166,8 +166,8 @@ class Sentence:
 
     Args:
         text: the text.
-        style: its style.
-        indent: what each line begins with, except for the first one.
+        style: the style of the text.
+        indent: beginning of each line, except for the first one.
         label: words before the text, in bold.
     """
 
@@ -189,7 +189,7 @@ class Sentence:
 
 
 def run_name(sync: str, batch: str, hyperparameters: str = "raw", wire: str = "float32") -> str:
-    """Return the name of a run: its sync model, with what is special about the run.
+    """Return the name of a run: its sync model, and those of its settings that are not the usual ones.
 
     >>> run_name("bsp", "equal"), run_name("bsp", "balanced")
     ('bsp', 'bsp, balanced batches')
@@ -209,7 +209,7 @@ def wrappable(name: str) -> str:
     return name.replace(", ", ",").replace(",", ", ").replace(":", ": ", 1)
 
 
-# -- The color of each use of the workers' time. All pictures use the same colors, and no curve has one of them
+# -- The color of each use of the workers' time. All pictures use these colors, and no curve has any of them
 
 COMPUTING = "#56B4E9"
 TRANSFER = "#999999"

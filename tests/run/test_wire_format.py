@@ -105,13 +105,13 @@ SPLIT = "gradients=int8,weights=int4"
         (
             [MUON],
             SPLIT,
-            "Muon makes small errors of gradients larger, so int4 is left to weights",
+            "Muon makes small errors of gradients larger, so int4 is only used for weights",
         ),
         (["SGD", "AdamW"], "int4", "int4 cost no measurable accuracy in tests with SGD"),
         (
             ["AdamW", MUON],
             SPLIT,
-            "Muon makes small errors of gradients larger, so int4 is left to weights",
+            "Muon makes small errors of gradients larger, so int4 is only used for weights",
         ),
         (
             ["AdamW", MUON, "Rprop"],
@@ -901,7 +901,7 @@ def test_in_virtual_time_every_worker_comes_to_the_base_by_what_it_receives(
 @pytest.mark.parametrize("sync", ["asp", "ssp:staleness=2", "bsp@0,asp@9"])
 def test_differences_need_workers_with_equal_weights(wire: str, sync: str, tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigurationError, match=f"under {sync} workers have different ones. Use weights=bf16"
+        ConfigurationError, match=f"under {sync} workers have different weights. Use weights=bf16"
     ):
         make_job(workers=2, wire=wire, sync=sync, run_dir=tmp_path / "run")
     with pytest.raises(ConfigurationError, match="Use weights=bf16"):

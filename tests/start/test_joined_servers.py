@@ -186,7 +186,10 @@ def test_another_machine_may_bring_a_server_until_the_run_begins(mark: str) -> N
     summary = served.summary()
 
     assert many[0] == 2
-    assert "but the run needs no more servers: of its 2, the machine that serves it has 1" in many[2]
+    assert (
+        "but the run needs no more servers: of its 2 servers, the machine that serves the run has 1"
+        in many[2]
+    )
     assert left[0] == 143, left
     assert [code for code, *_ in ends] == [0, 0], ends
     assert summary["samples"] == 2 * 96
@@ -360,7 +363,7 @@ def test_servers_are_assigned_in_order_and_may_be_released() -> None:
     assert core.servers.invite(0) == ()
     with pytest.raises(
         ConfigurationError,
-        match="the run needs no more servers: of its 4, the machine that serves it has 1, ",
+        match="the run needs no more servers: of its 4 servers, the machine that serves the run has 1, ",
     ):
         core.servers.invite(1)
 

@@ -191,7 +191,10 @@ def test_only_who_has_the_secret_can_watch_or_join_a_run(mark: str, monkeypatch:
     )
     assert "set PACELINE_SECRET" in missing[2]
     assert "2 workers cannot join, because the run has at most 2 workers" in many[2]
-    assert "but the run needs no more servers: of its 2, the machine that serves it has 2" in brings[2]
+    assert (
+        "but the run needs no more servers: of its 2 servers, the machine that serves the run has 2"
+        in brings[2]
+    )
     assert "cannot listen on 192.0.2.1:0" in elsewhere[2]
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr == another[2]

@@ -4,8 +4,8 @@ A core handles one message at a time, given the current time, and returns reques
 same cores run live, in the simulator, in replay and in exhaustive search, so nothing here reads a clock, opens a
 file, or knows a tensor.
 
-Read first: `requests` (what a core may ask of its host), then `worker`, `server` and `coordinator`. A server leaves
-what happens at a shard to `shard`. The coordinator leaves members, data and whatever changes a run to `members`,
+Read first: `requests` (what a core may ask of its host), then `worker`, `server` and `coordinator`. A server leaves the
+decisions of its shards to `shard`. The coordinator leaves members, data and the changes of a run to `members`,
 `data_ledger` and `reconfiguration`.
 
 Imports from `errors`, `state` and `sync`.

@@ -1,16 +1,17 @@
 """What the coordinator watches in order to warn the user: different hyper-parameters, equal gradients, divergence.
 
 Hyper-parameters travel with each push, so nothing fails if the workers' schedulers disagree: each update is made with
-those of one worker. A correct schedule is a function of the progress of training. So the workers report their
-hyper-parameters at a few marks, and reports with the same mark are compared. What a mark is depends on what the
-schedule follows:
+the hyper-parameters of one worker. A correct schedule is a function of the progress of training. So the workers report
+their hyper-parameters at a few *marks*, and reports with the same mark are compared. There are three kinds of marks,
+for schedules that follow different quantities:
 
     schedule    a number of steps of a prepared schedule that follows the job
     epoch       an epoch of a loader, if the hyper-parameters change only between passes over it
-    step        a number of steps of the worker's optimizer, otherwise; if there are epochs, too, either may agree
+    step        otherwise, a number of steps of the worker's optimizer; if there are also epochs, it is enough if the
+                reports agree at one of the two marks
 
-At the same time, workers may be at different marks, and differ. So workers are named only if they differ at the same
-marks, and for at least `LEAST_STEPS` steps, or from one epoch to a later one.
+At one time, workers may be at different marks, so their hyper-parameters may differ. So workers are named only if their
+hyper-parameters differ at the same marks, and for at least `LEAST_STEPS` steps, or from one epoch to a later one.
 """
 
 from __future__ import annotations
@@ -34,19 +35,20 @@ MARKED_STEPS = 50
 
 LEAST_STEPS = MARKED_STEPS
 MOST_MARKS = 512  # maximum number of marks that are remembered; the oldest ones are forgotten
-MOST_VALUES = 4  # maximum number of different hyper-parameters that are remembered of one mark
+MOST_VALUES = 4  # maximum number of different hyper-parameters that are remembered for one mark
 TOLERANCE = 0.01  # relative difference of numbers that are considered equal
 
 Groups = tuple[HyperParameters, ...]
 
 
 class _Mark(NamedTuple):
-    """What the first worker with a mark has reported.
+    """The report of the first worker with a mark.
 
     Attributes:
         worker: this worker.
-        within: True if its hyper-parameters have changed within a pass over a loader, or there are no passes.
-        values: its hyper-parameters at the mark, as in the reports; several if they changed within the epoch.
+        within: True if the worker's hyper-parameters have changed within a pass over a loader, or if there are no
+            passes.
+        values: the worker's hyper-parameters at the mark, as in the reports; several if they changed within the epoch.
     """
 
     worker: int
@@ -60,7 +62,7 @@ class Agreement:
 
     def __init__(self) -> None:
         self._marks: OrderedDict[tuple[int, str, str, int], _Mark] = OrderedDict()
-        # (worker, incarnation, parameter set) -> the first of its latest reports that all disagree
+        # (worker, incarnation, parameter set) -> the first report since which all reports of the worker disagree
         self._disagreed: dict[tuple[int, int, int], HyperParametersReported] = {}
         self._said = False
 
@@ -90,7 +92,7 @@ class Agreement:
         return ""
 
     def _compare(self, worker: int, report: HyperParametersReported) -> list[tuple[_Mark, bool | None]]:
-        """Return the marks that count for a report, and whether its values are equal to those of the mark.
+        """Return each mark that counts for a report, and True if the report's values are equal to those of the mark.
 
         The second value is None if this worker is the first with the mark.
         """
@@ -194,8 +196,8 @@ def _text(value: object) -> str:
 #
 # Workers whose script does not distribute its data report a hash of their gradient in each of their first
 # iterations. All workers start from the same weights, so gradients that are equal in the first iteration come
-# from equal data. If the sync model keeps the workers in lockstep, their weights remain the same, so later
-# gradients are compared, too.
+# from equal data. If the sync model keeps the workers in lockstep, their weights remain equal, so later gradients are
+# also compared.
 
 HASHED_ITERATIONS = 3
 """Number of iterations whose gradients are hashed."""
@@ -205,14 +207,14 @@ NAMED = 8  # maximum number of workers that a message names
 
 @stateful()
 class Fingerprints:
-    """Compares the hashes that the workers of a run report, once."""
+    """Compares, once, the hashes that the workers of a run report."""
 
     def __init__(self) -> None:
         self._hashes: dict[int, list[str]] = {}  # worker -> its hashes, by iteration
         self._compared = False
 
     def take(self, worker: int, message: GradientHashed, live: Collection[int], *, lockstep: bool) -> str:
-        """Store a worker's hash. When the last one has arrived, compare them.
+        """Store a worker's hash. When the last hash has arrived, compare all hashes.
 
         Args:
             worker: the worker that sent the message.
@@ -251,7 +253,7 @@ def _report(workers: list[int], iterations: int) -> str:
 
 # -- All observers together ----------------------------------------------------------------------------------
 #
-# Nothing here changes which worker waits. The guard may end the run or have a worker taken out (see `guard`).
+# No observer changes which worker waits. The guard may end the run or have a worker taken out (see `guard`).
 
 
 @stateful(history="findings")
@@ -259,11 +261,11 @@ class Oversight:
     """The observers of a run's workers.
 
     Args:
-        guard: judges what the workers report of their pushes.
+        guard: judges the workers' reports about their pushes.
 
     Attributes:
-        guard: the same.
-        findings: sentences about what makes the result of the run worse than it could be.
+        guard: the guard.
+        findings: sentences that each describe a reason why the result of the run may be worse than it could be.
     """
 
     def __init__(self, guard: Guard) -> None:

@@ -1,25 +1,26 @@
-"""`--sync auto`: which sync model a run should use, decided from what has been observed of it, without I/O.
+"""`--sync auto`: which sync model a run should use, decided from observations of the run, without I/O.
 
-A run begins with bsp and, if its data can be divided in this way, with balanced batches. Both leave the result of
-training as it is. Meanwhile, shard 0 observes how long the workers' cycles take (see `core.paces`). Near the end
-of each epoch, the host simulates a few epochs with these cycles under each candidate (`Situation`, `Prospect`). At
-the beginning of the next epoch, the run changes its model if another one is faster by enough:
+A run begins with bsp and, if its data can be divided in this way, with balanced batches. Neither of them changes the
+result of training. Meanwhile, shard 0 observes how long the workers' cycles take (see `core.paces`). Near the end of
+each epoch, the host simulates a few epochs with these cycles under each candidate (`Situation`, `Prospect`). At the
+beginning of the next epoch, the run changes its model if another model is faster by enough:
 
-    speed            samples per second that are applied, so that dropped ones do not count
+    speed            samples per second that are applied, so dropped samples do not count
     candidates       bsp, and a few models, one for each kind of inequality
-    value            the simulated speed of a candidate, corrected by the ratio of what was measured to what was
-                     simulated when the run last used it
+    value            the simulated speed of a candidate, multiplied by the ratio of its measured speed to its simulated
+                     speed when the run last used this candidate
     change           to the candidate with the highest value, if an epoch takes at least 10 % less time than now; of
                      candidates that are about equally fast, the one that changes training least
-    judgment         the measured speed of the model in force is its value. If this is not above that of bsp any more,
-                     the run changes back, and does not try the model again for some epochs. If the loss of an epoch
-                     has risen by more than its noise, all models with stale gradients are ruled out for good
+    judgment         the measured speed of the model in force is its value. If this value is not above the value of bsp
+                     any more, the run changes back to bsp, and does not try the model again for some epochs. If the
+                     loss of an epoch has risen by more than its noise, all models with stale gradients are ruled out
+                     for good
 
 The run changes its model at most once in an epoch. An *epoch* is one pass over the loader from which most samples
 were used. A script that distributes no loader has no epochs; there, each simulation is followed by a decision.
 
-The decision enters the run as a `SyncRequested` event of the source "auto". So a replay repeats it without any of
-this, and nothing here has to be recorded.
+The decision enters the run as a `SyncRequested` event of the source "auto". So a replay repeats the decision without
+this module, and the module need not record anything.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ RELAXED = ("ssp:staleness=3", "elastic-bsp:lookahead=15", "asp")
 """Candidates with stale gradients, in the order of their staleness."""
 
 LEAST_SAVING = 0.1  # share of the time per epoch that a change must save
-QUIET_SAVING = 0.3  # the same for models with stale gradients, if there is little noise that hides staleness
+QUIET_SAVING = 0.3  # `LEAST_SAVING` for models with stale gradients, if little noise hides staleness
 QUIET = 0.05  # relative spread of the norms of the workers' gradients below which there is little noise
 ALIKE = 0.03  # candidates whose speeds differ by at most this share are about equally fast
 LEAST_GAIN = 0.03  # a model is kept only while it is faster than bsp by more than this share
-PENALTY_EPOCHS = 8  # number of epochs for which a model that was not worth it is not tried again
+PENALTY_EPOCHS = 8  # number of epochs for which a model that was not fast enough is not tried again
 WINDOW = 128  # number of cycles of each worker that are simulated
 LEAST_SEEN = 12  # number of cycles of every worker that are needed for a simulation
 PART_OF_EPOCH = 0.6  # part of an epoch that must be applied before a simulation
@@ -56,12 +57,12 @@ STEADY = 0.08  # change of the measured speed above which a simulation is repeat
 HOLDS_EPOCHS = 4  # number of epochs after which a simulation is repeated, although the speed is the same
 PERIOD = 48  # number of cycles of each worker between two simulations, if there are no epochs
 SLOW = 1.5  # a worker is slow if its cycles take this many times as long as those of the median worker
-WORSE = 0.05  # relative rise of the mean loss that is never called noise, however small the noise is
+WORSE = 0.05  # relative rise of the mean loss that is always tolerated, however small the noise is
 SIGMAS = 3.0  # number of standard errors within which a rise of the loss is noise
 
 
 class Prospect(msgspec.Struct, frozen=True):
-    """What a simulation says about a candidate.
+    """The result of a simulation of a candidate.
 
     Attributes:
         sync: the candidate.
@@ -81,11 +82,12 @@ class ModelChoice(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         epoch: number of the epoch that begins with the change.
-        before: the model until then.
-        after: the model from then on.
-        saving: share of the time per epoch that this is expected to save; negative if it is made for another reason.
+        before: the model before the change.
+        after: the model after the change.
+        saving: share of the time per epoch that the change is expected to save; negative if the change has another
+            reason.
         effect: what the model does to the result of training (see `sync.model`).
-        reason: why, in one sentence.
+        reason: why the model was changed, in one sentence.
     """
 
     epoch: int
@@ -101,7 +103,7 @@ class ModelChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Point(msgspec.Struct, frozen=True):
-    """What shard 0 had applied at a time, in samples or in gradients."""
+    """The amount of data that shard 0 had applied at a time, in samples or in gradients."""
 
     applied: int
     now_s: float
@@ -137,11 +139,11 @@ class Auto:
         self._latest: _Point | None = None
         self._since: _Point | None = None  # the first point in this epoch
         self._begun_at = 0  # applied until this epoch
-        self._simulated_at = 0  # applied until the last simulation
+        self._simulated_at = 0  # amount of data applied until the last simulation
         self._simulated_in = -1  # epoch of the last simulation
-        self._simulated_speed = 0.0  # that was measured until the last simulation
+        self._simulated_speed = 0.0  # the speed that was measured until the last simulation
         self._prospects: dict[str, float] = {}  # of this epoch
-        self._ratios: dict[str, float] = {}  # model -> measured speed, divided by the simulated one
+        self._ratios: dict[str, float] = {}  # model -> measured speed, divided by the simulated speed
         self._barred: dict[str, float] = {}  # model -> epoch from which it may be tried again
         self._losses: list[float] = []  # of this epoch
         # number of updates -> norms of the gradients on these weights
@@ -155,7 +157,7 @@ class Auto:
 
     @property
     def hindrance(self) -> str:
-        """A sentence that says why the batches are not balanced; "" if they are, or nothing is known yet."""
+        """A sentence that says why batches are not balanced; "" if they are balanced, or if this is not known yet."""
         if self._latest is None or (self._order is not None and self._order.balanced):
             return ""
         what = (
@@ -165,13 +167,13 @@ class Auto:
 
     @property
     def periods(self) -> int:
-        """Number of the period that begins now, in place of the epoch, if there are no epochs."""
+        """If there are no epochs: number of the period that begins now, which is used in place of an epoch."""
         return self._epoch + 1
 
     # -- observations -------------------------------------------------------------------------------------
 
     def observe(self, message: PacesObserved, live: Collection[int]) -> Situation | None:
-        """Take what shard 0 has observed. Return what is to be simulated now, if anything.
+        """Take the observations of shard 0. Return the situation that is to be simulated now; None for no simulation.
 
         Args:
             message: the observations.
@@ -214,7 +216,7 @@ class Auto:
         return max(used.values(), default=0) <= used.get(loader, 0)
 
     def hear(self, seen: Observation) -> None:
-        """Take what a worker has seen of one of its pushes."""
+        """Take what a worker has observed about one of its pushes."""
         if seen.loss is not None:
             self._losses.append(seen.loss)
         if self.sync == BASELINE and seen.gradient is not None and 0.0 < seen.gradient < inf:
@@ -224,16 +226,16 @@ class Auto:
                 del self._norms[next(iter(self._norms))]
 
     def rehearsed(self, prospects: Sequence[Prospect]) -> None:
-        """Take the results of a simulation. They decide at the beginning of the next epoch."""
+        """Take the results of a simulation, which are used for the decision at the beginning of the next epoch."""
         self._prospects = {each.sync: each.speed for each in prospects if each.speed > 0}
 
     def _has_seen_enough(self, workers: int) -> bool:
-        """Return True if so much was applied that a simulation of it says something."""
+        """Return True if enough data was applied for a useful simulation."""
         assert self._latest is not None
         applied, size = self._latest.applied, self._order.size if self._order is not None else None
         if not size:
             return applied - self._simulated_at >= PERIOD * workers
-        # Very short epochs are seen together.
+        # Very short epochs are simulated together.
         return applied - self._begun_at >= PART_OF_EPOCH * size or applied - self._simulated_at >= 2 * size
 
     def _is_known(self, speed: float) -> bool:
@@ -326,7 +328,7 @@ class Auto:
 
     def _values(self) -> dict[str, float]:
         """Return the speed that is expected of each candidate."""
-        # What bsp takes longer than its simulation, such as evaluations, other models take longer, too.
+        # If bsp takes longer than its simulation, for example because of evaluations, other models also take longer.
         ratio, base = self._ratios.get(BASELINE, 1.0), self._prospects.get(BASELINE, 0.0)
         more_s = max(0.0, 1.0 / ratio - 1.0) / base if base else 0.0  # seconds per sample
         return {
@@ -338,7 +340,7 @@ class Auto:
         open_to = {sync: value for sync, value in values.items() if self._barred.get(sync, 0) <= epoch}
         most = max(open_to.values())
         alike = [sync for sync, value in open_to.items() if value >= (1.0 - ALIKE) * most]
-        # The candidates are in the order of what they do to training.
+        # The candidates are in the order of how much they change training.
         order = [BASELINE, *(sync for sync in values if _effect(sync) == "fresh"), *RELAXED]
         return min(alike, key=lambda sync: order.index(sync) if sync in order else len(order))
 
@@ -346,7 +348,7 @@ class Auto:
     def noise(self) -> float | None:
         """Mean relative spread of the norms of gradients on the same weights; None if too few are known.
 
-        The more the workers' gradients differ, the less it matters that some are stale.
+        The more the workers' gradients differ, the less it matters that some gradients are stale.
         """
         spreads = [pstdev(norms) / fmean(norms) for norms in self._norms.values() if len(norms) > 1]
         return fmean(spreads) if len(spreads) >= LEAST_SEEN else None
@@ -356,7 +358,7 @@ class Auto:
         return QUIET_SAVING if quiet else LEAST_SAVING
 
     def _rise(self, loss: tuple[float, float] | None) -> tuple[float, float] | None:
-        """Return the mean losses of the last two epochs if the later one is higher under a model with staleness."""
+        """Return the mean losses of the last two epochs if the loss has risen under a model with stale gradients."""
         if loss is None or self._loss is None or _effect(self.sync) != "stale":
             return None
         (before, before_square), (now, now_square) = self._loss, loss

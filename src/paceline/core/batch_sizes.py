@@ -1,7 +1,7 @@
 """Batch sizes in proportion to speed: how the samples of a joint batch are divided among unequal workers.
 
 The time that a worker takes for a batch of n samples is modeled as a + b n, with a fixed part a and a part that is
-proportional to n. The sizes are chosen so that all workers need the same time. They change only if the change is
+proportional to n. The sizes are chosen so that all workers need the same time. The sizes change only if the change is
 expected to shorten the time of the slowest worker by more than the uncertainty of the estimates.
 
 An accelerator compiles or tunes its programs again for each new size of a batch. So the sizes of a worker on an
@@ -35,7 +35,7 @@ LEAST_PART = 0.01  # minimum fraction of the time that is assumed to be proporti
 PRIOR_WEIGHT = 0.05  # weight of the earlier estimate of the fixed part
 SIZES = 4  # number of sizes whose times are kept to estimate the fixed part
 # Least number of steps in the batch of a worker with an equal share. A size is then at most 1/16 of this
-# batch away from the best one, which is little more than `LEAST_GAIN`, and few sizes occur.
+# batch away from the best size, which is little more than `LEAST_GAIN`, and few sizes occur.
 STEPS = 8
 BISECTIONS = 64  # enough to find a time between 1e-30 s and 1e30 s as exactly as a float can represent it
 
@@ -91,7 +91,7 @@ def divide_in_proportion(
     fewer, more = len(times) * least, total * len(times)
     for _ in range(BISECTIONS):
         if more - fewer <= 1:
-            break  # what fits into any time in between is what fits into `low_s` or `high_s`
+            break  # any time in between gives the sizes of `low_s` or those of `high_s`
         middle_s = sqrt(low_s * high_s)
         if (fitting := sum(sizes_within(middle_s))) < total:
             low_s, fewer = middle_s, fitting
@@ -114,8 +114,8 @@ def divide_in_proportion(
 def step_of(batch: int) -> int:
     """Return the step between the batch sizes of a worker on an accelerator.
 
-    It divides the batch, so that equal shares are multiples of it. It is the largest such step of which the batch
-    contains at least `STEPS`, or 1.
+    The step divides the batch, so that equal shares are multiples of the step. It is the largest such step of which the
+    batch contains at least `STEPS`; 1 if there is no such step.
 
     Args:
         batch: size of a batch if all workers have equal shares.
@@ -132,10 +132,10 @@ def in_steps(
 ) -> list[int]:
     """Change sizes as little as possible so that each is a multiple of its step. Their sum stays the same.
 
-    Parts with step 1 take what remains, in proportion to their sizes. If there are none, or `most` leaves them no
-    room, one of the other parts takes it, and is then no multiple of its step. A size that is smaller than its step
-    becomes a power of two instead, because a whole step would be many times too long for a worker that is very slow.
-    If all this is impossible within `least` and `most`, the sizes are returned as they are.
+    Parts with step 1 take the rest, in proportion to their sizes. If there are no such parts, or if `most` leaves no
+    room in them, one of the other parts takes the rest, and is then no multiple of its step. A size that is smaller
+    than its step becomes a power of two instead, because a whole step would be many times too large for a very slow
+    worker. If this is impossible within `least` and `most`, the sizes are returned unchanged.
 
     Args:
         sizes: the sizes, each between `least` and `most`.
@@ -150,7 +150,7 @@ def in_steps(
     largest = sum(sizes) if most is None else most
     rounded = list(sizes)
     rest = 0  # what the parts so far have lost by rounding
-    # The largest steps come first, so that the smaller ones make up for what rounding to them has changed.
+    # The largest steps come first, so that parts with smaller steps make up for the rounding to larger steps.
     for part in sorted(
         (part for part, step in enumerate(steps) if step > 1), key=lambda part: (-steps[part], -sizes[part])
     ):
@@ -167,7 +167,7 @@ def in_steps(
             rest += size - rounded[part]
     if rest == 0:
         return rounded
-    # in an order that does not depend on that of the workers
+    # in an order that does not depend on the order of the workers
     takers = sorted((part for part, step in enumerate(steps) if step == 1), key=lambda part: -sizes[part])
     share = sum(sizes[part] for part in takers) + rest
     if takers and least * len(takers) <= share <= largest * len(takers):
@@ -218,7 +218,7 @@ class BatchSizes:
         self._fresh += 1
 
     def cut(self) -> tuple[WorkerTimes, ...]:
-        """Return what another run needs to begin with the present sizes."""
+        """Return the observations that another run needs in order to begin with the present sizes."""
         return tuple(WorkerTimes(worker, *known.cut()) for worker, known in sorted(self._observed.items()))
 
     def forget(self, worker: int) -> None:
@@ -349,7 +349,7 @@ class _Observations:
             del self._by_size[next(iter(self._by_size))]
 
     def _speed_has_changed(self) -> bool:
-        """Return True if the latest times all lie outside the usual variation of the earlier ones with this size."""
+        """Return True if the latest times all lie outside the usual variation of the earlier times with this size."""
         size = self._latest[-1][0]
         recent = list(self._latest)[-RECENT:]
         earlier_s = [seconds for samples, seconds in list(self._latest)[:-RECENT] if samples == size]
@@ -461,7 +461,7 @@ class LeaseSizes:
     def joint(self, order: DataOrder, workers: int) -> int:
         """Return the size of a joint batch of an order whose batch is joint.
 
-        It is that of the loader, unless the maximum size of a worker's batch leaves no room for it.
+        It is the size of the loader's batch, unless the workers' batches of maximum size are smaller together.
         """
         return min(order.batch, (order.most or order.batch) * workers)
 
@@ -470,8 +470,8 @@ class LeaseSizes:
     ) -> Mapping[int, int]:
         """Divide a joint batch of `total` positions among workers.
 
-        No part is smaller than `least`, except for empty ones: if there are too few positions, the last workers
-        receive none.
+        No part is smaller than `least`, except for empty parts: if there are too few positions, the last workers
+        receive no positions.
 
         Args:
             order: the order.
@@ -495,7 +495,7 @@ class LeaseSizes:
         return max(1, min(MOST_ROUNDS, int(LEASE_S / round_s))) if round_s else 1
 
     def batches(self, worker: int, now_s: float, left: float | None) -> int:
-        """Return the maximum number of batches for the next lease of a worker that has used its last one.
+        """Return the maximum number of batches for the next lease of a worker that has used its last lease.
 
         Args:
             worker: index of the worker.

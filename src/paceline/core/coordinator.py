@@ -3,15 +3,15 @@
     start     all servers connect and all workers register; then every server receives CreateShards; when all servers
               are Ready, every worker receives Started
     run       IterationFinished, IterationStarted and SyncRequested are passed to the coordinator's part of the sync
-              model; its plans, restarts and changes are sent to the workers; with overlap off, the coordinator also
-              tells the workers when they may pull
+              model; the plans, restarts and changes that the model orders are sent to the workers; with overlap off,
+              the coordinator also tells the workers when they may pull
     join      a worker that has been invited connects and registers; when all servers have accepted it (see
-              `core.reconfiguration`), it receives Started. Before that, it may send ModelRequested, and receives
-              ModelDescribed, with which it reads the model from the servers
+              `core.reconfiguration`), the worker receives Started. Before that, the worker may send ModelRequested, and
+              receives ModelDescribed, with which it can read the model from the servers
     data      a worker sends DataRequested when it needs data, and receives DataGranted
     metrics   a worker sends MetricsLogged with what its script has logged
     main      the workers that take part receive MainChosen when another worker has become the main worker (see
-              `core.members`); a worker that sends MainRequested receives it, too
+              `core.members`); a worker that sends MainRequested receives MainChosen as the answer
     loops     a worker sends EpochReached in its training loop, and StatesDecided tells it whether to send the states
               of its tracked objects to a server; a worker that joins late receives the job's position in LoopEntered
     calls     a worker sends Contributed when its script calls barrier or reduce, and receives Combined; if the script
@@ -131,7 +131,7 @@ from .requests import (
 )
 
 LOST_TOO_EARLY = "it was lost before it had sent the initial weights"
-"""Why a run fails that loses the worker with the initial weights."""
+"""The reason why a run fails if it loses the worker that would send the initial weights."""
 
 _iteration_finished = maker(IterationFinished, messages.IterationFinished)
 _iteration_started = maker(IterationStarted, messages.IterationStarted)
@@ -159,43 +159,48 @@ class Coordinator:
         seed: random seed for the run, used by the sync models.
         read_sync: function that parses the sync model that a worker requests. It raises `ConfigurationError` if the
             run cannot use the model.
-        late: workers that are absent at the start. They join later; see `invite`.
+        late: workers that are absent at the start, and may join later; see `invite`.
         late_servers: servers that are absent at the start, because machines that join bring them. The run begins when
             all of them are there; see `ServerRoster.invite`.
-        least: minimum number of workers with which the run begins. It also waits for all that are not absent.
-        pause_below: number of workers below which the run pauses until others join. Once a worker has finished, the
-            run no longer pauses. Default: 0, with which it never pauses, but ends when all workers are lost.
+        least: minimum number of workers with which the run begins. The run also waits for all workers that are not
+            absent at the start.
+        pause_below: number of workers below which the run pauses until other workers join. Once a worker has finished,
+            the run no longer pauses. Default: 0; the run then never pauses, and ends when all workers are lost.
         shortage: function of the model and the number of workers. It returns the reason why the run cannot start on
             this machine, or "" if the run can start.
         recorder: receives each event for the sync model, and the resulting actions; None to record nothing.
-        relaxes: False if `auto` chooses no model with stale gradients, because hyper-parameters are not translated.
+        relaxes: False if `auto` must not choose a model with stale gradients, because hyper-parameters are not
+            translated.
         ticks_per_s: number of ticks per second (see `paceline.sync.ticks`).
-        guard: judges what the workers report of their pushes. Default: a guard in the mode "off".
+        guard: judges the workers' reports about their pushes. Default: a guard in the mode "off".
         resumed: the cut with which the run begins, and whose weights the hosts of the servers have; None to begin with
             the initial weights of a worker.
-        cuts: the highest number that earlier runs have used for a cut, as far as known. No cut has such a number.
+        cuts: the highest number that earlier runs are known to have used for a cut. The cuts of this run get higher
+            numbers.
 
     Attributes:
-        resumed: the cut with which the run has begun; None for none.
+        resumed: the cut with which the run has begun; None if the run has begun with initial weights.
         model: the model to train, including the parameters added so far; None until the shards are created.
         slices: the slices of the parameters; empty until the shards are created.
         addresses: for each shard, the address of its server; empty until the shards are created.
         initializer: the worker that sends the initial weights; -1 before the shards are created.
-        samples: how many samples an update is made of, as the first weights were registered; None before.
+        samples: the values that determine the number of samples in an update, as they were when the shards were
+            created; None before.
         started: True once at least one worker has reported that its first weights have arrived.
         placement: the servers of the shards.
         servers: the servers: which are vacant, which are connected, and which are lost.
-        job_sync: the coordinator's part of the sync model, which alone decides about the events that are recorded.
-        reconfigurations: the joins, changes of the sync model and extensions that are in progress or wait.
+        job_sync: the coordinator's part of the sync model, which handles all events that are recorded.
+        reconfigurations: the joins, changes of the sync model and extensions that are in progress or waiting.
         members: the workers: which are expected, which take part, and which are gone.
         main: the main worker.
         quorum: decides whether the workers of the run are enough.
         losses: the lost workers whose pushes some servers have yet to report.
         cut_off: lost workers whose last report says that they failed only because another process had ended.
-        endings: (worker, incarnation) -> the error that it reported, why it was taken out, or how its process ended,
-            once this is known. See `cause`.
+        endings: (worker, incarnation) -> a phrase that says why this incarnation has ended: the error that the worker
+            reported, the reason why it was taken out, or how its process ended. See `cause`.
         faults: descriptions of the problems that did not end the run, in order of occurrence.
-        repeated_bases: how often a worker has asked for a base again, because it had come to another one.
+        repeated_bases: number of times that a worker has asked for a whole base, because its own base had another
+            checksum than the server's (see `messages.BaseRequested`).
         board: worker -> the last status that the worker reported.
         waits: server -> the last list of waiting workers that the server sent.
         data: the ledger of the data that the workers use.
@@ -292,12 +297,12 @@ class Coordinator:
 
     @property
     def guard(self) -> Guard:
-        """What judges the reports of the workers about their pushes."""
+        """The guard, which judges the workers' reports about their pushes."""
         return self.oversight.guard
 
     @property
     def findings(self) -> list[str]:
-        """Sentences about what makes the result of the run worse than it could be."""
+        """Sentences that each describe a reason why the result of the run may be worse than it could be."""
         return self.oversight.findings
 
     @property
@@ -307,16 +312,17 @@ class Coordinator:
 
     @property
     def standing_in(self) -> set[int]:
-        """The workers in a call of all workers that push without a gradient meanwhile, so that others can go on.
+        """The workers that wait in a call and meanwhile push without a gradient, so that other workers can go on.
 
-        A worker may have made the call before a change of the model was published. It then pushes to pass the change.
+        If a change of the sync model is published after a worker has made its call, the worker pushes to pass the
+        change.
         """
         waiting = self.collectives.waiting.copy()
         return {each for each, made in waiting.items() if made.may_push or self.job_sync.awaits(each)}
 
     @property
     def unable_to_begin(self) -> bool:
-        """True if training cannot begin, because some workers wait for it and the others wait for them in a call."""
+        """True if training cannot begin: some workers wait for the start, and all others wait for them in a call."""
         gathered = set(self.collectives.waiting.copy())
         registered = set(self._registered.copy()) - gathered
         return (
@@ -332,7 +338,7 @@ class Coordinator:
 
     @property
     def shortage(self) -> str:
-        """How many workers and servers the run has and needs, if it has too few to begin or to continue; else ""."""
+        """If the run has too few workers or servers to go on, how many it has and how many it needs; else ""."""
         if self.model is None:
             parts = []
             if self._is_too_small:
@@ -346,12 +352,12 @@ class Coordinator:
 
     @property
     def _resumed_number(self) -> int:
-        """Number of the cut with which the run has begun; 0 for none."""
+        """Number of the cut with which the run has begun; 0 if there is no such cut."""
         return 0 if self.resumed is None else self.resumed.number
 
     @property
     def awaits_initial_weights(self) -> bool:
-        """True if the initializer sends initial weights: there is no cut to begin with, or it lacks parameters."""
+        """True if the initializer sends initial weights: the run begins without a cut, or the cut lacks parameters."""
         return self.resumed is None or self._lacking
 
     @property
@@ -364,11 +370,11 @@ class Coordinator:
         return worker in self.reconfigurations.joining
 
     def note_ending(self, worker: int, how: str) -> None:
-        """Record how the current incarnation of a worker has ended, unless something is known already.
+        """Record how the current incarnation of a worker has ended, unless this has been recorded already.
 
         Args:
             worker: index of the worker.
-            how: a phrase that says how it has ended.
+            how: a phrase that says how the incarnation has ended.
         """
         self.endings.setdefault((worker, self.members.incarnation(worker)), how)
 
@@ -440,14 +446,16 @@ class Coordinator:
     def server_lost(self, server: int, how: str, output: str = "", *, certain: bool = False) -> list[Request]:
         """Handle the loss of a server. A run in progress ends, because it cannot continue without the server.
 
-        If the run has not begun yet, and machines bring this server, another machine may bring it. The result is then
-        empty, and the server is vacant. A run that resumes has begun before.
+        If this server was brought by a machine that joined, and the run has not begun yet, another machine may bring
+        the server instead. In this case, the server becomes vacant, and the result is empty. A resumed run counts as
+        begun.
 
         Args:
             server: index of the server.
-            how: a clause that says why it is lost.
-            output: the last lines of its output, if they say more.
-            certain: False if only the end of its connection was seen, so that its process may say more.
+            how: a clause that says why the server is lost.
+            output: the last lines of the server's output, if they tell more than `how`.
+            certain: False if the host has seen only the end of the server's connection. How the process ends may then
+                tell more about the cause.
         """
         begun = self.model is not None or self.resumed is not None
         if not self.servers.lose(server, how, begun=begun):
@@ -459,7 +467,7 @@ class Coordinator:
     ) -> list[Request]:
         """Handle the exit of a worker's process whose connection is already closed or was never made.
 
-        If the worker had been `asked` to leave, and has never taken part in the run, it is not lost, but has left.
+        A worker that was `asked` to leave, and has never taken part in the run, counts as having left, not as lost.
         """
         if incarnation != self.members.incarnation(worker):
             return []
@@ -468,7 +476,7 @@ class Coordinator:
         return self._leave(worker, WorkerLost, now_ticks)
 
     def take_out(self, worker: int, now_ticks: int) -> list[Request]:
-        """Continue without a worker whose process may go on. The host closes its connection afterwards."""
+        """Continue without a worker whose process may still run. The host closes the worker's connection afterwards."""
         return self._leave(worker, WorkerLost, now_ticks, at_once=True)
 
     # -- messages -----------------------------------------------------------------------------------------
@@ -493,9 +501,9 @@ class Coordinator:
         """Let a worker that is absent or has left join a run in progress.
 
         The worker receives `Started` when all servers have accepted it. Until then, no change of the sync model and
-        no extension of the model begins. If one is in progress, or if another worker is joining, the worker joins
-        later. In a live run, a worker is admitted when it registers; this method is for hosts whose workers do not
-        register.
+        no extension of the model begins. The worker joins later if a change, an extension or the join of another worker
+        is in progress. In a live run, a worker is admitted when it registers; this method is for hosts whose workers do
+        not register.
         """
         self.members.admit(worker)
         self.reconfigurations.joining.append(worker)
@@ -571,7 +579,7 @@ class Coordinator:
             case MetricsLogged():
                 return self._keep_metrics(worker, message, now_ticks)
             case Contributed(model=None) if worker in self.members.invited:
-                # The others have made the calls before their first step long ago, and do not make them again.
+                # The other workers made the calls before their first step long ago, and do not make these calls again.
                 return [Send(sender, combine({worker: message}))]
             case Contributed() if worker in self.members.live and worker not in self.collectives.waiting:
                 if message.model is not None:
@@ -591,12 +599,12 @@ class Coordinator:
                 self._note_time(worker, message.spent, now_ticks)
                 return self._leave(worker, WorkerFinished, now_ticks, message.drawn, early=message.early)
             case Failed() if worker in self.members.invited or worker in self.members.gone:
-                # It takes no part in the run yet, or has been refused, so the run does not fail.
+                # The worker takes no part in the run yet, or has been refused, so the run does not fail.
                 reason = f"worker {worker} could not join the run: {message.reason}"
                 self.faults.append(reason)
                 return [Warn(reason), *self._leave(worker, WorkerLost, now_ticks)]
             case Failed() if message.consequence:
-                # Its reason says more than the exit code, which may have been reported before.
+                # The message gives a better reason than the exit code, which may have been reported before.
                 self.endings[worker, self.members.incarnation(worker)] = message.reason
                 self.cut_off.append(worker)
                 return self._leave(worker, WorkerLost, now_ticks)
@@ -705,9 +713,9 @@ class Coordinator:
         return requests
 
     def _samples_of(self, worker: int, workers: int) -> Samples:
-        """Return what the number of samples in an update follows from, when the run begins.
+        """Return the values that determine the number of samples in an update when the run begins.
 
-        The worker has drawn its first batch from the loader that it has begun last, so this is the one it trains on.
+        The worker has drawn its first batch from the loader that it has begun last, so it trains on this loader.
         """
         order, samples = self.data.newest_order(worker), self._registered[worker].samples
         if order is None:
@@ -735,7 +743,7 @@ class Coordinator:
     # -- extension of the model ---------------------------------------------------------------------------
 
     def _extend(self, models: Mapping[int, ModelSpec]) -> list[Request]:
-        """Begin to extend the model. All live workers wait for it; `models` contains their extended models."""
+        """Begin to extend the model, while all live workers wait. `models` has the extended model of each worker."""
         first, *others = models
         for worker in others:
             if difference := first_difference(models[first], models[worker]):
@@ -757,7 +765,7 @@ class Coordinator:
     def _complete_extension(self, server: int, message: ExtensionReady, now_ticks: int) -> list[Request]:
         """Handle a server's report. After the last report, the extended model is the model of the run.
 
-        Workers that have registered another model meanwhile, to join afterwards, are refused.
+        If a worker that waits to join has registered another model, the worker is refused.
         """
         requests, extension = self.reconfigurations.extended(server, message)
         if extension is None:
@@ -774,7 +782,7 @@ class Coordinator:
         return requests + self._join_next()
 
     def _difference(self, model: ModelSpec) -> str:
-        """Return how a model differs from that of the run; "" if it does not."""
+        """Return how a model differs from the model of the run; "" if they are equal."""
         assert self.model is not None
         difference = first_difference(self.model, model)
         return f"its model differs from the model of the run: {difference}" if difference else ""
@@ -792,14 +800,14 @@ class Coordinator:
         return self.admit(worker, now_ticks)
 
     def _join_next(self) -> list[Request]:
-        """Begin the next join or, if no worker is to join, a cut that is to be made."""
+        """Begin the next join. If no worker is waiting to join, begin the cut that is wanted, if any."""
         requests = self.reconfigurations.begin_join(self.members)
         return requests + self._begin_cut() if self.reconfigurations.wants_cut else requests
 
     # -- cuts ---------------------------------------------------------------------------------------------
 
     def _begin_cut(self) -> list[Request]:
-        """Begin a cut. While cuts have to wait, give up the cut that is in progress."""
+        """Begin a cut. If cuts have to wait at present, give up any cut in progress instead."""
         if self.model is None or self.losses.open or not self._model_is_whole:
             self.reconfigurations.give_up_cut()
             requests: list[Request] = []
@@ -813,13 +821,14 @@ class Coordinator:
     def _model_is_whole(self) -> bool:
         """True if the model has all parameters that the job has trained before.
 
-        A script that goes on may add parameters again later. A cut before that would lose what they have learned.
+        The script of a resumed run may add some of these parameters later. A cut before then would lose the trained
+        values of these parameters.
         """
         return self.resumed is None or self.model is None or self.resumed.is_covered_by(self.model)
 
     @property
     def _models_before(self) -> tuple[ModelSpec, ...]:
-        """The models of the job before the present one, over all of its runs."""
+        """All earlier models of the job, including those of its earlier runs."""
         if self.resumed is None or self.model is None:
             return tuple(self._earlier_models)
         before = self.resumed.models_before([*self._earlier_models, self.model])
@@ -832,7 +841,7 @@ class Coordinator:
             return []
         last = cut.last_pushes()
         if any(pushes.keys() != self.members.present for pushes in last):
-            # A server has noticed a loss that has not been reported yet. The cut begins again afterwards.
+            # A server has noticed a loss that has not been reported here yet. The cut begins again after the report.
             self._give_up_cut()
             return []
         labels, drawn, torn = cut_pushes(last)
@@ -868,7 +877,7 @@ class Coordinator:
         return [SaveCut(saved), *wanted, *self._complete_cut()]
 
     def _note_state(self, worker: int, message: KeepWorkerState, now_ticks: int) -> list[Request]:
-        """Handle a worker that has given what its script holds, for the cut that is in progress or was made last."""
+        """Handle the state of a worker's script, given for the cut that is in progress or was made last."""
         giving = self.reconfigurations.giving
         if giving is None or message.number != giving.number or worker not in self.members.present:
             return []
@@ -884,7 +893,7 @@ class Coordinator:
         return [completed]
 
     def _leave_cut(self, worker: int) -> list[Request]:
-        """Go on with a cut without a worker that has left, or abandon it."""
+        """Go on with a cut without a worker that has left, or abandon the cut."""
         giving = self.reconfigurations.giving
         if giving is None or not giving.left(worker) or not self.members.present:
             return self._complete_cut()
@@ -925,13 +934,14 @@ class Coordinator:
         requests = [*(Send(worker_peer(worker), each) for each in told), *self._add(event)]
         if not self._overlap:
             self._turns.joined(worker)
-        if self.collectives.waiting:  # for this worker, which may need their pushes until it makes the call
+        if self.collectives.waiting:
+            # The new worker may need the pushes of the waiting workers until it makes the call itself.
             requests += self.collectives.allow_pushes(self.members.live)
         if became_main:
             requests += self._announce_main()
         if self.quorum.short:
             requests.append(Send(worker_peer(worker), Paused()))
-        # A run resumes before the newcomer has weights: under BSP, these may wait for a push of a paused worker.
+        # Resume the run before the newcomer has weights: under BSP, its weights may wait for a push of a paused worker.
         return requests + self.quorum.pause_or_resume() + self._end_join(now_ticks)
 
     def _end_join(self, now_ticks: int) -> list[Request]:
@@ -1007,7 +1017,7 @@ class Coordinator:
 
     @property
     def awaited(self) -> set[int]:
-        """The workers before whose end the run does not end: the live ones, and invited ones that hold data."""
+        """The workers for which the end of the run waits: the live workers, and the invited workers that hold data."""
         return self.members.live | set(filter(self.data.has_leases, self.members.invited))
 
     @property
@@ -1017,15 +1027,15 @@ class Coordinator:
 
     @property
     def _others(self) -> set[int]:
-        """The workers of which one can take the place of the main worker."""
+        """The workers that can become the main worker if the present one leaves."""
         return self.members.live if self.model is None else self.members.present
 
     def _announce_main(self) -> list[Request]:
-        """Tell the workers that another one has become the main worker."""
+        """Tell the workers which worker has become the main worker."""
         return [Send(worker_peer(each), MainChosen(self.main.worker)) for each in sorted(self._others)]
 
     def _note_time(self, worker: int, spent: TimeSpent | None, now_ticks: int) -> None:
-        """Record what a worker has spent its time on, unless it has left: its time is then settled."""
+        """Record what a worker has spent its time on. If the worker has left, its time is already settled."""
         if spent is not None and worker in self.members.present:
             self.time_ledger.report(worker, spent, now_ticks)
 
@@ -1035,7 +1045,7 @@ class Coordinator:
         if worker in self.members.gone:
             raise ProtocolError(f"worker {worker} has left, but requests data")
         if self._is_too_small:
-            # An equal split is made once for each epoch, so it must include those with whom training begins.
+            # An equal split is made once for each epoch, so it must include all workers with which training begins.
             self._early[worker, message.loader] = message
             return []
         changes = [] if self.auto is None else self._begin_epoch(worker, message, now_ticks)
@@ -1052,7 +1062,7 @@ class Coordinator:
             return self._refuse([worker], str(error), f"worker {worker}")
         granted = DataGranted(message.loader, message.epoch, grant.leases, grant.last)
         requests = [*changes, Send(worker_peer(worker), granted)]
-        if grant.uneven and lockstep:  # a worker with fewer batches may wait in a call before the others
+        if grant.uneven and lockstep:  # a worker with fewer batches may be the first to wait in a call
             requests += self.collectives.allow_pushes(self.members.live)
         return requests
 
@@ -1072,12 +1082,12 @@ class Coordinator:
 
     def _compare(self, worker: int, message: GradientHashed) -> list[Request]:
         """Warn once if workers compute the same gradients."""
-        # The first iterations are those under the first sync model.
+        # Only the first iterations are compared, and these run under the first sync model.
         lockstep = _is_lockstep(self._first)
         return self._warn(self.oversight.compare(worker, message, self.members.live, lockstep=lockstep))
 
     def _warn(self, warning: str) -> list[Request]:
-        """Record a problem that does not end the run, and return the request to show it. "" is no problem."""
+        """Record a problem that does not end the run, and return the request to show it. Do nothing for ""."""
         if not warning:
             return []
         self.faults.append(warning)
@@ -1151,7 +1161,7 @@ class Coordinator:
     def rehearsed(self, prospects: Sequence[Prospect], now_ticks: int) -> list[Request]:
         """Take the results of a simulation that was requested with `Rehearse`.
 
-        They take effect with the next epoch or, if the script distributes no loader, at once.
+        The results take effect with the next epoch or, if the script distributes no loader, at once.
         """
         if self.auto is None:
             return []
@@ -1159,7 +1169,7 @@ class Coordinator:
         return [] if self.auto.has_epochs else self._choose(self.auto.periods, None, now_ticks)
 
     def _begin_epoch(self, worker: int, message: DataRequested, now_ticks: int) -> list[Request]:
-        """Let `auto` choose the model if a worker is the first to begin an epoch of the loader that matters."""
+        """Let `auto` choose the model if a worker is the first to begin an epoch of the most used loader."""
         assert self.auto is not None
         self.auto.time(worker, message.times)
         if not self.auto.is_next(message.name, message.epoch, self.data.counts()):

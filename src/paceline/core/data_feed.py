@@ -1,13 +1,13 @@
 """The data of one worker, without I/O: the leases that it has, and what its script has drawn from them.
 
 A batch is *taken* when the sampler of the loader receives it, *drawn* when the loader passes it to the script, and
-*committed* when a push that follows has been answered by every shard. A loader with worker processes takes batches
-long before they are drawn. `lease.Drawn` decides which of the drawn batches belong to a push.
+*committed* when every shard has answered a push that follows. A loader with worker processes takes batches long before
+they are drawn. `lease.Drawn` decides which of the drawn batches belong to a push.
 
-A script may iterate over its loader on a thread of its own. So one thread may take batches while another one draws,
-pushes or receives leases. Each of these operations has its own fields, except for the queue of leases: `take` removes
-from one end what `handle` has appended at the other. Only one thread at a time may call `handle` and the methods that
-return requests; see `Session.exchange`.
+A script may iterate over its loader on a thread of its own. So one thread may take batches while another thread draws,
+pushes or receives leases. Each of these operations uses fields of its own, except for the queue of leases: `take`
+removes from one end what `handle` has appended at the other. Only one thread at a time may call `handle` and the
+methods that return requests; see `Session.exchange`.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class DataFeed:
     def samples(self) -> int | None:
         """Number of samples in the next push. May be set if the script knows the number.
 
-        These are the samples of the batches, from the loader that the script has used most recently, for which a
-        gradient has been accumulated since the last push. None if the number is unknown or there are none.
+        The samples are counted in the batches from the most recently used loader for which a gradient has been
+        accumulated since the last push. None if the number is unknown, or if there are no such batches.
         """
         feed = self._accumulated or self._last
         if self._samples is not None or feed is None:
@@ -158,7 +158,7 @@ class DataFeed:
         return [request for loader in self._loaders if loader.ended for request in loader.reopen()]
 
     def take(self, loader: int) -> Batch | None:
-        """Take the next batch of the current epoch; return None if the worker has none, or the epoch has ended."""
+        """Take the next batch of the current epoch; return None if there is no batch, or if the epoch has ended."""
         return self._loaders[loader].take()
 
     def ended(self, loader: int) -> bool:
@@ -243,18 +243,18 @@ class DataFeed:
             loader.committed = pushed
 
     def end(self) -> tuple[PackedPushed, ...]:
-        """Return `pushed` when the script ends. Batches that it has used in no push by now are skipped."""
+        """Return `pushed` at the end of the script. Batches that no push has used now count as skipped."""
         return tuple(loader.drawn.end().packed for loader, _ in zip(self._loaders, self.pushed, strict=False))
 
     def enter(self, loop: int, limits: LoopLimits | None = None) -> list[Request]:
-        """Begin a training loop, although the worker has not trained yet: ask how far the job has come."""
+        """Begin a training loop of a worker that has not trained yet: ask how far the job has come."""
         self._asks, self._loop, self._epoch = True, loop, 0
         return [Send(COORDINATOR, EntryRequested(loop, limits))]
 
     def reach(
         self, position: LoopPosition, *, over: bool, tracks: bool, limits: LoopLimits | None = None
     ) -> list[Request]:
-        """Report that the script has reached a position. If it tracks objects, ask whether to send their states."""
+        """Report that the script has reached a position. If it `tracks` objects, ask whether to send their states."""
         self._asks, self.states_wanted = tracks, False
         self._loop, self._epoch = position.loop, position.epoch
         if self._trained is not None and self._trained.part is not None:

@@ -1,6 +1,7 @@
 """The ledger of the data: which worker has which positions of which epoch of which loader, without I/O.
 
-It has one `LoaderLedger` for each loader that a script distributes, and knows how each worker numbers its loaders.
+The ledger has one `LoaderLedger` for each loader that a script distributes, and knows how each worker numbers its
+loaders.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ class DataLedger:
     """The ledger of the data of a job, for all loaders that its script distributes.
 
     Args:
-        loaders: where to begin, if the run resumes another one.
+        loaders: the state of each loader in the cut with which the run begins; () if the run resumes no cut.
 
     Attributes:
-        keeps: True to settle nothing when a worker requests data, so that it stays known what each worker has. A later
-            request settles the same. May be set.
+        keeps: True to settle no positions when a worker requests data, so that the positions that each worker has
+            remain known. A later request settles these positions as well. May be set.
     """
 
     def __init__(self, loaders: Sequence[LoaderCut] = ()) -> None:
@@ -47,11 +48,11 @@ class DataLedger:
     def request(
         self, worker: int, message: DataRequested, *, now_s: float, live: Set[int], lockstep: bool
     ) -> Grant:
-        """Hand out data to a worker that has none left, or that begins an epoch.
+        """Hand out data to a worker that has no data left, or that begins an epoch.
 
         Args:
             worker: index of the worker.
-            message: what the worker says of its data.
+            message: the worker's request.
             now_s: current time in seconds.
             live: the workers that take part in the job.
             lockstep: True if the sync model in force keeps all workers in lockstep.
@@ -85,11 +86,13 @@ class DataLedger:
 
         Args:
             worker: index of the worker.
-            drawn: for each of the worker's loaders, what the worker had drawn before its last push, at the shards
-                that have received the fewest and the most of its pushes. A missing entry means no push.
+            drawn: for each of the worker's loaders, what the worker had drawn before its last push, at the shard that
+                has received the fewest of its pushes and at the shard that has received the most. A missing entry means
+                no push.
             live: the workers that remain in the job.
             early: True if the worker was lost, or left before its script had ended. Its unused positions are then
-                handed out in any epoch; otherwise, only in the epoch that its script has not used completely.
+                handed out again in any epoch; otherwise, they are handed out again only in the epoch to which they
+                belong.
         """
         numbers = {name: number for number, name in self._names.pop(worker, {}).items()}
         for name, ledger in self._loaders.items():
@@ -100,10 +103,10 @@ class DataLedger:
             ledger.leave(worker, live, early=early)
 
     def cut(self, drawn: Mapping[int, Sequence[tuple[PackedPushed, PackedPushed]]]) -> tuple[LoaderCut, ...]:
-        """Return what is left of the data if all workers are lost. The ledger itself does not change.
+        """Return the data that would be left if all workers were lost now. The ledger itself does not change.
 
         Args:
-            drawn: worker -> what it had drawn before its last push. See `leave`.
+            drawn: worker -> what the worker had drawn before its last push. See `leave`.
         """
         copy = DataLedger()
         restore(copy, snapshot(self))
@@ -114,7 +117,7 @@ class DataLedger:
         return tuple(ledger.cut(name) for name, ledger in copy._loaders.items())
 
     def has_leases(self, worker: int) -> bool:
-        """Return True if some positions of the worker are not settled: it may have used them or not."""
+        """Return True if some of the worker's positions are not settled: the worker may or may not have used them."""
         return any(ledger.has_leases(worker) for ledger in self._loaders.values())
 
     def counts(self) -> dict[str, PositionCounts]:
@@ -123,20 +126,20 @@ class DataLedger:
 
     @property
     def moved(self) -> int:
-        """Number of positions of earlier epochs that a static split has handed out in a later one."""
+        """Number of positions of earlier epochs that a static split has handed out in a later epoch."""
         return sum(ledger.moved for ledger in self._loaders.values())
 
     def newest_order(self, worker: int) -> DataOrder | None:
-        """Return the order of the loader that a worker has begun last for the first time; None if there is none."""
+        """Return the order of the newest loader of a worker; None if the worker has begun no loader."""
         names = self._names.get(worker)
         return self._loaders[names[max(names)]].last_order[0] if names else None
 
     def last_order(self, name: str) -> tuple[DataOrder, int]:
-        """Return the order of the last epoch that was opened of a loader, and the number of opened epochs."""
+        """Return the order of the last opened epoch of a loader, and the number of epochs that were opened."""
         return self._loaders[name].last_order
 
     def most_used_order(self) -> tuple[DataOrder, int] | None:
-        """Return `last_order` of the loader from which the most samples were used; None if none were used."""
+        """Return `last_order` of the loader from which the most samples were used; None if no samples were used."""
         counts = self.counts()
         most = max(counts, key=lambda name: counts[name].used, default=None)
         return None if most is None or not counts[most].used else self.last_order(most)
@@ -153,12 +156,12 @@ class DataLedger:
 #
 # A worker that joins a run in progress runs its script from the first line, but its training loop begins with
 # the epoch that the job has reached. The workers reach the epochs at different times. The position of the job
-# is that of one worker: the one with the lowest index of those that take part. This worker also sends the
-# states of the objects that its script tracks, so both belong together. If it is lost, the next one takes its
-# place at the next epoch.
+# is the position of one worker: the worker with the lowest index among those that take part. This worker also sends the
+# states of the objects that its script tracks, so the position and the states belong together. If this worker is lost,
+# the worker with the next index takes its place at the next epoch.
 #
-# At the end of a loop there is no next epoch. So a worker that ends a loop sends the states if no worker with
-# a lower index has sent them before, and they are not lost with any worker.
+# At the end of a loop there is no next epoch. So a worker that ends a loop sends the states if no worker with a lower
+# index has sent them before. So no loss of a worker loses the states.
 
 AT_THE_BEGINNING = LoopCut()
 
@@ -168,7 +171,7 @@ class LoopPositions:
     """The position of the job, and the worker that keeps the states of tracked objects.
 
     Args:
-        cut: where to begin, if the run resumes another one.
+        cut: the positions in the cut with which the run begins. Default: the positions of a run that resumes no cut.
         ticks_per_s: number of ticks per second.
 
     Attributes:
@@ -182,7 +185,7 @@ class LoopPositions:
         self.start = cut.start
         self.stopped = set(cut.stopped)
         self._newest: LoopPosition | None = cut.position
-        self._first = cut.position  # where workers begin that have not asked for their position
+        self._first = cut.position  # the position of workers that have not asked for their position
         self._of: dict[int, LoopPosition | None] = {}  # worker -> the position that it has reached
         # number of the last loop that has begun, and the time at which it began, in ticks
         self._begun = (cut.begun, -round(cut.elapsed_s * ticks_per_s))
@@ -191,7 +194,7 @@ class LoopPositions:
 
     @property
     def loop(self) -> int:
-        """Number of the last loop that has begun; -1 for none."""
+        """Number of the last loop that has begun; -1 if no loop has begun."""
         return self._begun[0]
 
     @property
@@ -200,7 +203,7 @@ class LoopPositions:
         return self._begun[1]
 
     def cut(self, now_ticks: int, ticks_per_s: int, worker: int | None = None) -> LoopCut:
-        """Return the place of the job in its training loops; with the position of one worker, if it is given."""
+        """Return the state of the training loops, at the position of the job or, if given, of one worker."""
         begun, begun_ticks = self._begun
         return LoopCut(
             position=self._newest if worker is None else self._of.get(worker, self._first),
@@ -221,7 +224,7 @@ class LoopPositions:
             loop: number of the loop.
             now_ticks: current time.
             limits: the limits of the loop; None if they are unknown.
-            start: number of updates, and of samples, at its beginning.
+            start: number of updates, and of samples, at the beginning of the loop.
         """
         if loop > self._begun[0]:
             self._begun, self.limits, self.start = (loop, now_ticks), limits, start
@@ -266,7 +269,7 @@ class LoopPositions:
         return [Send(worker_peer(worker), TrainingStopped(loop)) for worker in sorted(live)]
 
     def _takes(self, worker: int, message: EpochReached, present: Collection[int]) -> bool:
-        """Return True if the position of the job becomes that of this worker."""
+        """Return True if the position of this worker becomes the position of the job."""
         position, newest = message.position, self._newest
         ended, keeper = self._ended
         if message.over and position.loop >= ended:

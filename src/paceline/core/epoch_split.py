@@ -1,19 +1,20 @@
 """How one epoch is split between the workers: by a static or a dynamic split.
 
 With a static split, all workers that take part when the epoch begins have equal shares of every joint batch. With a
-dynamic split, a worker receives a lease of one or several batches whenever it has none left (see
+dynamic split, a worker receives a lease of one or several batches whenever it has no lease left (see
 `paceline.core.batch_sizes`).
 
-If the order is balanced, the sizes of the workers' batches follow their speeds. With a dynamic split, a worker's
-next lease has batches of its present size. With a static split, the shares are dealt a few rounds at a time, when the
-first worker needs them. So the sizes in a round are settled before any worker takes its batch of the round.
+If the order is balanced, the sizes of the workers' batches follow their speeds. With a dynamic split, a worker's next
+lease has batches of the worker's present size. With a static split, the shares are dealt a few rounds at a time, when
+the first worker needs them. So the sizes in a round are settled before any worker takes its batch of the round.
 
 Both splits also hand out the positions of earlier epochs that lost and leaving workers have returned: a static split
-deals them when the epoch begins, and a dynamic split hands them out before any others.
+deals them when the epoch begins, and a dynamic split hands them out before any other positions.
 
 If the batch size is that of a joint batch (`DataOrder.joint`), a static split becomes a `JointSplit`: the joint batches
-are the same as those of a single process, and each of them is divided among the workers that are there when the first
-of them needs its part. With a dynamic split, a worker's batch has the size that its part would have.
+are the same as those of a single process, and each joint batch is divided among the workers that are live when the
+first worker needs its part. With a dynamic split, a worker's batch has the size that its part of a joint batch would
+have.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from .lease import (
 )
 
 LAG = 4 * MOST_ROUNDS
-"""Number of joint batches by which the part of a worker may lag behind before it has no part in further ones."""
+"""Number of joint batches by which a worker may lag behind before it has no part in further joint batches."""
 
 
 class Grant(msgspec.Struct, frozen=True):
@@ -64,9 +65,9 @@ class Rest(NamedTuple):
     """What is left of an epoch if all workers are lost.
 
     Attributes:
-        begin: the first position from which on all positions are unused. They are split anew.
-        before: leases of the unused positions before it.
-        total: number of positions of the epoch before it, as far as the split has counted them.
+        begin: the first position from which on all positions are unused. These positions are split anew.
+        before: leases of the unused positions before `begin`.
+        total: number of positions of the epoch before `begin`, as far as the split has counted them.
         left_out: number of these positions that the split has left out.
     """
 
@@ -85,7 +86,7 @@ class EpochSplit(ABC):
         order: the order of the epoch.
         opener: the worker that began the epoch first.
         sizes: the sizes of the workers' leases.
-        begin: the first position that is split. It is 0 unless an earlier run has used a part of the epoch.
+        begin: the first position that is split; 0 unless an earlier run has used a part of the epoch.
 
     Attributes:
         static: True if all workers have equal shares of every joint batch.
@@ -127,7 +128,7 @@ class EpochSplit(ABC):
     def grant(
         self, worker: int, returned: deque[Lease], now_s: float, live: Set[int], open_batches: int = 0
     ) -> Grant:
-        """Return a worker's next leases. They may be taken from the returned ones.
+        """Return a worker's next leases, which may be taken from the returned leases.
 
         Args:
             worker: index of the worker.
@@ -139,7 +140,7 @@ class EpochSplit(ABC):
 
     @abstractmethod
     def cut(self, leases: Iterable[Lease]) -> Rest:
-        """Return what is left of the epoch if all workers are lost. `leases` are its unused leases."""
+        """Return what is left of the epoch if all workers are lost. `leases` are the unused leases of the epoch."""
 
     def end_at(self, size: int) -> None:
         """Record that the order has ended after `size` positions, which was not known in advance."""
@@ -193,7 +194,7 @@ class StaticSplit(EpochSplit):
             ended = with_end(endless, end)
             begin, before = split_rest([*(lease for lease in unused if lease.count is not None), *ended], end)
             return Rest(begin, before, positions(ended) - (end - begin), 0)
-        # What is left out at the end is too small for this number of workers, which may change.
+        # Positions at the end were left out because they are too few for this number of workers, which may change.
         begin, before = split_rest(unused, min(self._next, self.order.size - self.left_out))
         return Rest(begin, before, self.total - (self.order.size - begin), 0)
 
@@ -329,12 +330,13 @@ class JointSplit(EpochSplit):
     """A static split whose joint batches are those of a single process.
 
     Joint batch k has the positions from k B to (k + 1) B - 1, where B is the batch size of the loader. When the first
-    worker needs its part of it, it is divided among the workers that are there at this time. If it is too small for
-    all of them, because it is the rest of the epoch, some workers receive an empty batch, so that all workers make
-    the same number of iterations. Returned positions are divided in the same way, in joint batches of their own.
+    worker needs its part of a joint batch, the joint batch is divided among the workers that are live at this time. If
+    the joint batch is too small for all of them, because it is the rest of the epoch, some workers receive an empty
+    batch, so that all workers make the same number of iterations. Returned positions are divided in the same way, in
+    joint batches of their own.
 
     A worker that does not ask for its part, for example because its script evaluates, has no part in further joint
-    batches until it asks again. It keeps what was divided before.
+    batches until it asks again. The worker keeps its parts of the joint batches that were divided before.
     """
 
     static = True
@@ -370,7 +372,7 @@ class JointSplit(EpochSplit):
         return Rest(begin, before, self.total - (size - begin), self.left_out - self._tail)
 
     def _deal(self, worker: int, returned: deque[Lease], live: Set[int], rounds: int) -> bool:
-        """Divide the next joint batches. Return True if the workers are not those of the last ones."""
+        """Divide the next joint batches. Return True if the workers are not those of the last joint batches."""
         order, sizes, end = self.order, self._sizes, self._end
         assert end is not None
         most = LAG + 2 * self._ahead
@@ -408,7 +410,7 @@ class JointSplit(EpochSplit):
         return Lease(self._number, self._next, 0, 1, count)
 
     def _pieces(self, returned: deque[Lease], parts: int, joint: int) -> list[Lease]:
-        """Remove a joint batch from the returned positions: at most one batch for each part, larger ones first."""
+        """Remove a joint batch from the returned positions: at most one batch for each part, larger batches first."""
         least, most = self._sizes.least, self.order.most
         pieces: list[Lease] = []
         total = 0
@@ -436,7 +438,7 @@ def take_batches(leases: deque[Lease], smallest: int, largest: int, most: int) -
 
     Returns:
         A lease for each of these batches, and the number of positions in batches that were removed and left out,
-        because they have less than `smallest` positions.
+        because they have fewer than `smallest` positions.
     """
     found: list[Lease] = []
     left_out = 0

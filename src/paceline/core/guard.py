@@ -1,23 +1,25 @@
-"""The guard of a run: it judges what the workers report of their pushes, and says when training goes wrong.
+"""The guard of a run: it judges the workers' reports about their pushes, and says when training goes wrong.
 
-The guard lives at the coordinator and decides nothing about pushes. It says each thing once, when it happens, with
-figures, the sync model, the mean staleness and what to do. What else it does depends on its mode:
+The guard is a part of the coordinator, and does not decide how pushes are handled. The guard reports each problem once,
+when the problem occurs, with figures, the sync model, the mean staleness and advice. The mode of the guard determines
+what it reports, and what else it does:
 
-    off       it says only what is certain: the weights, or the gradients of all workers, contain NaN or inf
-    tell      it says everything that it notices
-    stop      if training diverges, it ends the run, whose host keeps the last weights that were good
+    off       it reports only what is certain: the weights, or the gradients of all workers, contain NaN or inf
+    tell      it reports all problems
+    stop      it reports all problems, and ends the run if training diverges; the host keeps the last good weights
 
-In every mode, a worker that pushes NaN ten times in a row is named, and taken out if the others do not. A worker that
-is taken out because of NaN does not join again.
+In every mode, if a worker pushes NaN ten times in a row, and the other workers do not, this worker is named and taken
+out. A worker that is taken out because of NaN does not join again.
 
 With its push, a worker reports the loss, the norm of its gradient, which the check for NaN computes anyway, and the
 norm of its weights, from a sample of 8192 elements (`Observation`). A live worker observes a push every 2 ms at most,
 and reports every 10 ms at most, which bounds the cost to less than 1 % of a step of 5 ms. In virtual time, all pushes
 are observed. With the guard off, only gradients with NaN are reported.
 
-The guard changes nothing that is learned. In earlier versions, a mode `temper` halved the learning rate while training
-diverged. In 21 of 25 simulated runs in which this happened, the result was better without. So `temper` means `tell`
-now; traces of earlier runs contain its decisions (`RateTempered`), and are replayed with them.
+The guard changes neither the weights nor the learning rate. In earlier versions, a mode `temper` halved the learning
+rate while training diverged. In 21 of 25 simulated runs in which this happened, the result was better without this
+mode. So `temper` now means `tell`. Traces of earlier runs contain the decisions of the mode (`RateTempered`), and a
+replay carries them out.
 """
 
 from __future__ import annotations
@@ -39,22 +41,22 @@ from .messages import Observation
 GuardMode = Literal["off", "tell", "stop"]
 
 GUARD_MODES: dict[str, GuardMode] = {"off": "off", "tell": "tell", "stop": "stop", "temper": "tell"}
-"""Choice of the user -> mode. The last one is a name of earlier versions."""
+"""Choice of the user -> mode. The last choice is a name of earlier versions."""
 
 ON_NAN = ("stop", "skip")
 """What happens if a gradient contains NaN or inf: the run ends, or the push is left out."""
 
 DIVERGED = "training"
-"""What has failed, in a failure that ends a run because its guard has stopped it."""
+"""The part that is named as failed if a run fails because its guard has stopped the run."""
 
 NAMED_NAN, MOST_NAN = 5, 10
-"""Numbers of pushes with NaN in a row after which a worker is named, and taken out."""
+"""Number of pushes with NaN in a row after which a worker is named, and number after which it is taken out."""
 
 SURE_NAN = 2
-"""Number of pushes with NaN in a row of every worker after which no worker is expected to push others."""
+"""If every worker has pushed NaN this many times in a row, no worker is expected to push anything else."""
 
 CONFIRMED = 24
-"""Number of sound points after which what precedes them is certainly good: two windows."""
+"""Number of sound points (two windows) after which the weights before these points are certainly good."""
 
 SMOOTHED = 32
 """Number of pushes over which the mean staleness is smoothed."""
@@ -96,7 +98,7 @@ class GuardVerdict(msgspec.Struct, frozen=True):
     Attributes:
         words: what has been noticed, in sentences.
         stops: True if the run must end.
-        takes_out: worker without which the run continues; None if there is none.
+        takes_out: worker that is taken out of the run; None if no worker is taken out.
     """
 
     words: str
@@ -110,12 +112,12 @@ class Guard:
 
     Args:
         mode: what the guard does.
-        skips_nan: True if gradients with NaN or inf are not pushed, False if the first of them ends the run.
+        skips_nan: True if gradients with NaN or inf are not pushed, False if the first such gradient ends the run.
 
     Attributes:
         mode: what the guard does.
         points: number of points that have been judged, of all parameter sets.
-        sound: the last of these points at which nothing was wrong. See `CONFIRMED`.
+        sound: number of the last of these points at which nothing was wrong. See `CONFIRMED`.
     """
 
     def __init__(self, mode: GuardMode = "off", *, skips_nan: bool = False) -> None:
@@ -125,12 +127,12 @@ class Guard:
         self._said: set[tuple[str, int]] = set()  # (kind, worker or -1)
         self._courses: dict[int, Course] = {}
         self._outliers: dict[int, Outliers] = {}
-        self._nan: dict[tuple[int, int], int] = {}  # (worker, set) -> number of its latest pushes with NaN
+        self._nan: dict[tuple[int, int], int] = {}  # (worker, set) -> number of pushes with NaN in a row
         self._last_updates: dict[int, int] = {}
         self._staleness = 0.0
 
     def judged(self) -> tuple[int, int]:
-        """Return the number of points that were judged, and how many of them were sound."""
+        """Return the number of points that were judged, and the number of the last sound point."""
         return self.points, self.sound
 
     def take(
@@ -140,7 +142,7 @@ class Guard:
 
         Args:
             worker: the worker that has pushed.
-            seen: what it has seen.
+            seen: what the worker has observed about this push.
             present: the workers that take part in the run.
             sync: the sync model in force.
             lockstep: True if the model keeps all workers in lockstep.
@@ -174,12 +176,12 @@ class Guard:
         )
 
     def cut(self) -> GuardCut:
-        """Return what the guard of a run that goes on begins with."""
+        """Return the state with which the guard of a resumed run begins."""
         courses = (course.cut(set_index) for set_index, course in sorted(self._courses.items()))
         return GuardCut(tuple(filter(None, courses)))
 
     def resume(self, cut: GuardCut) -> None:
-        """Go on from what the guard of an earlier run kept: how training began."""
+        """Go on from the state of an earlier run's guard, which says how training began."""
         self._courses = {each.set_index: Course.resumed(each) for each in cut.courses}
 
     def left(self, worker: int) -> None:
@@ -192,20 +194,20 @@ class Guard:
             del self._nan[key]
 
     def _note_staleness(self, worker: int, updates: int) -> None:
-        """Count the updates by others between the weights of two pushes of a worker: the staleness of the first."""
+        """Count other workers' updates between the weights of two pushes of a worker: the staleness of the first."""
         before = self._last_updates.get(worker)
         self._last_updates[worker] = updates
         if before is not None and updates > before:
             self._staleness += (updates - before - 1 - self._staleness) / SMOOTHED
 
     def _certain(self, kind: str, words: str, advice: str) -> list[GuardVerdict]:
-        """Say what is said in every mode, once."""
+        """Report a problem that is reported in every mode, but only once."""
         if not self._is_new(kind):
             return []
         return [GuardVerdict(f"{words} {advice}", stops=self.mode == "stop")]
 
     def _is_new(self, kind: str, worker: int = -1) -> bool:
-        """Return True if this has not been said yet, and record that it has."""
+        """Return True if this kind of problem has not been reported yet, and record it as reported."""
         new = (kind, worker) not in self._said
         self._said.add((kind, worker))
         return new
@@ -236,7 +238,7 @@ class Guard:
         return [GuardVerdict(f"{words} The run continues without it. {LOOK}", takes_out=worker)]
 
     def _of_worker(self, worker: int, seen: Observation, where: str) -> list[GuardVerdict]:
-        """Judge whether a worker differs from the others."""
+        """Judge whether a worker differs from the other workers."""
         outliers = self._outliers.setdefault(seen.set_index, Outliers())
         outliers.take(worker, seen)
         difference = outliers.difference(worker)
@@ -253,79 +255,82 @@ class Guard:
         return [GuardVerdict(words)]
 
     def _diverges(self, kind: str, words: str) -> list[GuardVerdict]:
-        """Say that training diverges, once for each kind of symptom."""
+        """Report that training diverges, once for each kind of symptom."""
         return [GuardVerdict(words, stops=self.mode == "stop")] if self._is_new(kind) else []
 
 
-# -- Decides from what the workers report of their pushes whether training diverges --------------------------
+# -- Decides from the workers' reports about their pushes whether training diverges --------------------------
 #
-# A `Course` follows one parameter set. Pushes that were computed from the same weights form one *point*, so a
-# window of points is a window of updates under every sync model: under bsp, all workers of a round form a
-# point, under asp almost every push. Everything is compared with how training began, when nothing had
-# diverged yet:
+# A `Course` follows one parameter set. Pushes that were computed from the same weights form one *point*, so a window of
+# points is a window of updates under every sync model: under bsp, all pushes of a round form a point; under asp, almost
+# every push is a point of its own. Each quantity is compared with its value at the beginning of training, when nothing
+# had diverged yet:
 #
-# - the *loss*: with a beginning b and a reach r (how far below b the loss has come, which is positive for
-#   what has been learned), it has risen if it is above b + max(2 |b|, r), and has relapsed if it is back
-#   above b - r / 4, where r is at least 0.4 |b|. Warm restarts and noise stay below both. If the data change,
-#   the loss jumps and falls again, but the weights stay where they were: so it counts as a relapse only if
-#   their norm has grown, too, or if it lasts. A loss in an adversarial game says nothing, so it is not used
-#   if the script has several optimizers;
-# - the *gradient*: its norm is more than ten times larger than any level of it that was usual for a window;
-# - the *weights*: their norm is at least five times that of the beginning, and tripled within twenty points.
-#   Without a loss, it must be ten times that of the beginning, since small initial weights grow, too.
+# - the *loss*: let b be the loss at the beginning, and r the largest decrease below b so far (0 if there is
+#   none). The loss has risen if it is above b + max(2 |b|, r). If r is at least 0.4 |b|, the loss has relapsed
+#   if it is back above b - r / 4. Warm restarts and noise stay below both bounds. If the data change, the loss
+#   jumps and falls again, but the weights stay where they were. So a relapse counts only if the norm of the
+#   weights has grown as well, or if the relapse lasts. The loss in an adversarial game does not show progress,
+#   so the loss is not used if the script has several optimizers;
+# - the *gradient*: its norm is more than ten times the norm at the beginning, and more than ten times the
+#   median of every earlier window;
+# - the *weights*: their norm is at least five times the norm at the beginning, and has tripled within twenty
+#   points. If no loss is known, their norm must be ten times the norm at the beginning, since small initial
+#   weights grow in healthy training.
 #
-# A single batch proves nothing: ten of twelve points must show the same, and a loss or a gradient that falls
-# within the window counts as recovering. Weights do not recover by chance, so three points suffice.
+# A single batch proves nothing: ten of twelve points must show the same symptom. A loss or a norm of gradients
+# that falls within the window counts as recovering. Weights do not recover by chance, so three points suffice
+# for them.
 
 WINDOW = 12
-"""Number of points that are judged together: with ten of them, a divergence is named within 20 updates."""
+"""Number of points that are judged together. Ten of them suffice, so a divergence is reported within 20 updates."""
 
 MOST_NORMAL = 2
-"""Maximum number of points in the window that do not show a symptom. More would wait for every lucky batch."""
+"""Maximum number of points in the window that do not show a symptom, so that a lucky batch does not hide it."""
 
 FIRST_NORMS = 3
-"""Number of pushes whose median is the beginning: usually, all of them are computed from the initial weights."""
+"""Number of first pushes whose medians count as the beginning. Usually, all have been computed on initial weights."""
 
 RISE = 2.0
-"""A loss has risen if it exceeds its beginning by more than this multiple of it."""
+"""A loss has risen if it exceeds the loss at the beginning by more than this multiple of the loss at the beginning."""
 
 LEARNED, KEPT = 0.4, 0.25
-"""Something has been learned if the loss has fallen by the first share of its beginning. It is lost if less than the
-second share of what was learned remains."""
+"""The model has learned something if the loss has fallen by the first share of the loss at the beginning. What was
+learned is lost if less than the second share of this decrease remains."""
 
 FALLING = 0.72
-"""A loss or a norm falls if this share of the pairs of an earlier and a later point fall, among those that show the
-symptom. Without a trend, one window in ten has so many (Mann and Whitney's U)."""
+"""A loss or a norm falls if it decreases in this share of the pairs of an earlier and a later point, among the points
+that show the symptom. Without a trend, this happens in one window in ten (Mann and Whitney's U)."""
 
 GRADIENT = 10.0
-"""A gradient is beyond anything seen if its norm is larger by this factor."""
+"""The norm of a gradient is abnormal if it exceeds all earlier usual norms by this factor."""
 
 BEST = 0.1
-"""Larger gradients are nothing to worry about while the loss is within this share of its lowest level."""
+"""Larger gradients are no symptom while the loss exceeds its lowest level by at most this share."""
 
 WEIGHTS, WEIGHTS_ALONE, TRIPLED = 5.0, 10.0, 3.0
-"""Growth of the norm of the weights: since the beginning, the same if no loss is known, and in twenty points."""
+"""Growth of the norm of the weights: since the beginning if the loss is known, or if it is not known; and lately."""
 
 LATELY = 20
-"""Number of points in which the weights must have tripled."""
+"""Number of points within which the norm of the weights must have tripled."""
 
 FALLEN = 0.1
-"""Weights may grow if the loss has fallen by this share of its beginning: small initial weights must."""
+"""Weights may grow if the loss has fallen by this share since the beginning: small initial weights have to grow."""
 
 FEW = 3
-"""Number of points in a row at which the weights must have tripled."""
+"""Number of points in a row at which the norm of the weights must have tripled."""
 
 MOVED, LASTING = 1.03, 100
-"""What was learned is lost if the norm of the weights has grown by this factor lately, or if it has been lost for
-this number of points. If only the data have changed, the weights have not, and the loss falls again."""
+"""A relapse of the loss counts if the norm of the weights has grown by this factor lately, or if the relapse has lasted
+for this number of points. If only the data have changed, the weights have not grown, and the loss falls again."""
 
 
 class Symptom(msgspec.Struct, frozen=True):
-    """What shows that training goes wrong.
+    """A symptom of training that goes wrong.
 
     Attributes:
         kind: "loss", "gradient" or "weights".
-        words: the same in words with figures, as a clause.
+        words: description of the symptom with figures, as a clause.
     """
 
     kind: str
@@ -333,7 +338,7 @@ class Symptom(msgspec.Struct, frozen=True):
 
 
 class Point(NamedTuple):
-    """What was seen of the pushes that were computed from the same weights: means over the pushes.
+    """The means of what was observed about the pushes that were computed from the same weights.
 
     Attributes:
         loss: loss; None if it is unknown.
@@ -368,14 +373,14 @@ class Course:
         self._window: deque[Point] = deque(maxlen=WINDOW)
         self._weights: deque[float] = deque(maxlen=LATELY)
         self._gradients: deque[float] = deque(maxlen=LATELY)  # recent levels of the gradient
-        self._usual = 0.0  # highest level of the gradient before them
+        self._usual = 0.0  # highest level of the gradient before those in `_gradients`
         self._level: float | None = None  # level of the loss
         self._lowest = math.inf  # lowest level of the loss
-        self._relapsed = 0  # number of points for which what was learned has been lost
+        self._relapsed = 0  # number of points for which the relapse of the loss has lasted
 
     @classmethod
     def resumed(cls, cut: CourseCut) -> Course:
-        """Return the course of a run that goes on: it is compared with how the job began."""
+        """Return the course of a resumed run, which is compared with the beginning of the job."""
         course = cls()
         course._begun = Point(cut.loss, cut.gradient, cut.weights)
         course._usual = cut.usual
@@ -383,7 +388,7 @@ class Course:
         return course
 
     def cut(self, set_index: int) -> CourseCut | None:
-        """Return what a run needs to go on with this course; None if the beginning is not known yet."""
+        """Return the state with which a resumed run continues this course; None if the beginning is not known yet."""
         if self._begun is None:
             return None
         lowest = self._lowest if math.isfinite(self._lowest) else None
@@ -391,7 +396,7 @@ class Course:
 
     @property
     def is_full(self) -> bool:
-        """True if the window is full, so that what has happened in it has been noticed."""
+        """True if the window is full, so that all symptoms in it have been noticed."""
         return len(self._window) == WINDOW
 
     def take(self, seen: Observation) -> bool:
@@ -406,13 +411,13 @@ class Course:
         return complete
 
     def forget_window(self) -> None:
-        """Judge only what comes from now on, because something was changed."""
+        """Forget the points so far, because something was changed: only later points are judged."""
         self._window.clear()
         self._weights.clear()
         self._relapsed = 0
 
     def symptom(self, *, loss_counts: bool) -> Symptom | None:
-        """Return what is wrong at the last point, or None.
+        """Return the symptom at the last point; None if nothing is wrong.
 
         Args:
             loss_counts: False if the loss says nothing about progress.
@@ -502,7 +507,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _middle(values: Sequence[float | None]) -> float | None:
-    """Return the median of the values that are known; None if there are none."""
+    """Return the median of the values that are known; None if no value is known."""
     known = [value for value in values if value is not None]
     return median(known) if known else None
 
@@ -525,48 +530,50 @@ def _stays_above(bound: float, values: Sequence[float]) -> bool:
 # -- Finds a worker whose losses or gradients differ from those of all others, as with corrupted data --------
 #
 # Near the end of training, the losses and the norms of single batches have heavy tails: one hard sample makes
-# a norm a hundred times as large as that of the next batch. So a ratio proves nothing by itself. The test
-# asks how unlikely a worker's values are among those of the others:
+# a norm a hundred times as large as that of the next batch. So a ratio proves nothing by itself. The test asks how
+# unlikely a worker's values are among the values of the other workers:
 #
-# - **One push.** Let y be the logarithm of half the worker's value. Its p-value with respect to another
-#   worker is the share of that worker's last `WINDOW` values, and of y itself, that are at least y. Beyond
-#   them, p decreases with the exponent of their tail, as Hill estimates it: the more the others' values
-#   scatter, the less a large value says. The largest p over all others counts, so a worker that resembles
-#   another one is no outlier.
-# - **Many pushes.** If the worker's values are distributed like the others', whatever their distribution is,
-#   then 1 / (2 sqrt(p)) has a mean of at most 1 (a p-to-e calibrator [1]). So each product of these numbers
-#   over consecutive pushes is a test martingale. The largest product that ends at the latest push is kept
-#   (Page's CUSUM, at least 1). The worker is named when it reaches `RARE`.
-# - **False alarms.** By Ville's inequality, a healthy worker is named once in `RARE` = 10**6 of its pushes on
-#   average, with all looks counted, if its pushes are independent. Two rules make it rarer, since samples
-#   come back: half of a value is compared, because the data of workers may be unequal, and all values below a
-#   share of the beginning are equal, because no fault matters there. In 200 healthy runs, each judged from
-#   three beginnings, no worker was named (`tests/core/test_outliers.py`).
+# - **One push.** Let y be the logarithm of half the worker's value. Take the logarithms of the last `WINDOW`
+#   values of another worker, and y itself. The p-value of y with respect to the other worker is the share of
+#   these numbers that are at least y. If y is larger than all logarithms of the other worker, p decreases
+#   exponentially. The scale of this decrease is that of the tail of the logarithms, by Hill's estimator: the
+#   more the values of the other worker scatter, the less a large value says. The largest p over all other
+#   workers counts, so a worker that resembles another worker is no outlier.
+# - **Many pushes.** If the worker's values have the same distribution as the values of the other workers, then
+#   1 / (2 sqrt(p)) has a mean of at most 1, for any distribution (a p-to-e calibrator [1]). So each product of
+#   these numbers over consecutive pushes is a test martingale. The largest product that ends at the latest push
+#   is kept (Page's CUSUM, at least 1). The worker is named when this product reaches `RARE`.
+# - **False alarms.** If the pushes of a healthy worker are independent, the worker is named once in `RARE` =
+#   10**6 of its pushes on average, by Ville's inequality, which allows a test after every push. Pushes are not
+#   independent, since samples come back in each epoch. So two rules make false alarms rarer. Only half of a value
+#   is compared, because the data of the workers may be unequal. And all values below a share of the value at
+#   the beginning count as equal, because no fault matters there. In 200 healthy runs, each judged from three
+#   beginnings, no worker was named (`tests/core/test_outliers.py`).
 #
-# One push adds at most `MOST`, so three pushes are needed. A fault that multiplies usual losses by ten is
-# named after three to five pushes, so within 20 updates of four workers.
+# One push increases the logarithm of the product by at most `MOST`, so three pushes are needed. A fault that
+# multiplies usual losses by ten is named after three to five pushes, so within 20 updates of four workers.
 #
-# If only one other worker is known, it is unknown which of the two is wrong. The finding then names both.
+# If only one other worker is known, it is unknown which of the two is wrong. The finding then names both workers.
 #
 # [1] Vovk, Wang: E-values: calibration, combination and applications. The Annals of Statistics 49(3), 2021.
 
 LEAST = 5
-"""Number of values that must be known of a worker before others are compared with it."""
+"""Number of values that must be known of a worker before other workers are compared with it."""
 
 FIRST_COMPARED = 8
-"""Number of the first values, of all workers, whose median is the beginning."""
+"""Number of the first values, of all workers, whose median is the value at the beginning."""
 
 FACTOR = 2.0
-"""Factor by which the values of healthy workers may differ, because their data do."""
+"""Factor by which the values of healthy workers may differ, because their data differ."""
 
 LEAST_LOSS, LEAST_GRADIENT = 0.25, 0.1
-"""Shares of the beginning below which all losses, and all norms of gradients, are equal."""
+"""Shares of the value at the beginning below which all losses, and all norms of gradients, count as equal."""
 
 ROUNDING = 1e-6
-"""Losses below this value are mostly roundings of float32 numbers."""
+"""Losses below this value are mostly rounding errors of float32 numbers."""
 
 LEAST_TAIL = 0.25
-"""Least scale of the tail of the logarithms: regular values do not make one that is slightly larger suspicious."""
+"""Least scale of the tail of the logarithms, so that a slightly larger value is not suspicious after regular ones."""
 
 RARE = 1e6
 """Product at which a worker is named: the mean number of pushes of a healthy worker between two false alarms."""
@@ -610,7 +617,7 @@ class Outliers:
         self._gradients.forget(worker)
 
     def difference(self, worker: int) -> Deviation | None:
-        """Return how the pushes of a worker differ from those of all others; None if they do not."""
+        """Return how the pushes of a worker differ from those of all other workers; None if they do not differ."""
         for values, name in ((self._losses, "its losses"), (self._gradients, "the norms of its gradients")):
             if values.stands_out(worker):
                 own, largest, other = values.compared(worker)
@@ -621,11 +628,11 @@ class Outliers:
 
 @stateful()
 class Values:
-    """The latest values of one kind of each worker, and how much they say against it.
+    """The latest values of one kind, such as losses, of each worker, and the evidence that the worker is an outlier.
 
     Args:
-        share: share of the beginning below which all values are equal.
-        rounding: the same as an absolute number.
+        share: share of the value at the beginning below which all values count as equal.
+        rounding: absolute value below which all values count as equal.
     """
 
     def __init__(self, share: float, rounding: float) -> None:
@@ -636,7 +643,7 @@ class Values:
         self._evidence: dict[int, float] = {}  # worker -> logarithm of the product, if it is larger than 0
 
     def take(self, worker: int, value: float) -> None:
-        """Record a value of a worker, and compare it with the latest values of all others."""
+        """Record a value of a worker, and compare it with the latest values of all other workers."""
         if len(self._first) < FIRST_COMPARED:
             self._first.append(value)
         begun = median(self._first)
@@ -651,7 +658,7 @@ class Values:
     def forget(self, worker: int) -> None:
         self._latest.pop(worker, None)
         self._evidence.pop(worker, None)
-        # What speaks against a worker counts only as long as there is a worker with which it can be compared.
+        # Evidence against a worker counts only as long as there is another worker with which it can be compared.
         known = self._known()
         self._evidence = {w: each for w, each in self._evidence.items() if any(other != w for other in known)}
 
@@ -660,7 +667,10 @@ class Values:
         return self._evidence.get(worker, 0.0) >= math.log(RARE)
 
     def compared(self, worker: int) -> tuple[float, float, int | None]:
-        """Return the usual value of a worker, the largest usual one of the others, and the other if it is alone."""
+        """Return a worker's usual value, the largest usual value of others, and the other worker if there is only one.
+
+        The other worker is None if there are several.
+        """
         others = [other for other in self._known() if other != worker]
         largest = max(self._latest[other].usual for other in others)
         return self._latest[worker].lately, largest, others[0] if len(others) == 1 else None
@@ -669,7 +679,7 @@ class Values:
         return [worker for worker, latest in self._latest.items() if latest.is_known]
 
     def _compare(self, worker: int, y: float) -> float:
-        """Return the logarithm of 1 / (2 sqrt(p)) of a value. It is 0 if half of the others are not known yet."""
+        """Return the logarithm of 1 / (2 sqrt(p)) of a value; 0 if fewer than half of the other workers are known."""
         smallest, known, others = MOST, 0, 0
         for other, latest in self._latest.items():
             if other == worker:
@@ -678,7 +688,7 @@ class Values:
             if latest.is_known:
                 known += 1
                 smallest = min(smallest, -latest.log_p(y) / 2 - math.log(2))
-                if smallest < 0:  # it resembles this worker, as nearly all values of nearly all workers do
+                if smallest < 0:  # the value resembles those of this other worker, as nearly all values do
                     return smallest
         return smallest if known and 2 * known >= others else 0.0
 
@@ -710,7 +720,7 @@ class Latest:
 
     @property
     def lately(self) -> float:
-        """The median of the last three values, since which something may have changed."""
+        """The median of the last three values only, because something may have changed before them."""
         return median(list(self._values)[-3:])
 
     def log_p(self, y: float) -> float:
@@ -724,7 +734,7 @@ class Latest:
 # -- Keeps weights that are certainly good: nothing was wrong when they were taken, and for some time after that
 #
 # A divergence is noticed up to 20 updates after it begins. So the weights that are taken now are only a
-# candidate, until `CONFIRMED` further points have been sound; then they replace the good ones. At most two
+# candidate, until `CONFIRMED` further points have been sound; then the candidate replaces the good weights. At most two
 # copies are kept.
 
 Weights = TypeVar("Weights")
@@ -734,23 +744,24 @@ class GoodWeights(Generic[Weights]):
     """The last good weights, and the candidate that may replace them.
 
     Args:
-        judged: returns the number of points that the guard of the run has judged, and how many of them were sound.
+        judged: returns the number of points that the guard of the run has judged, and the number of the last sound
+            point.
     """
 
     def __init__(self, judged: Callable[[], tuple[int, int]]) -> None:
         self._judged = judged
         self._good: Weights | None = None
-        self._candidate: tuple[Weights, int] | None = None  # the weights, and the points that had been judged
+        self._candidate: tuple[Weights, int] | None = None  # the weights, and number of points judged before
 
     @property
     def wanted(self) -> bool:
-        """True if weights that are taken now could become the good ones."""
+        """True if weights that are taken now could become the good weights."""
         self._confirm()
         points, sound = self._judged()
         return self._candidate is None and 0 < points == sound
 
     def take(self, weights: Weights) -> None:
-        """Take weights as the candidate. Later ones replace those that have not been confirmed."""
+        """Take weights as the candidate. They replace an earlier candidate that has not been confirmed."""
         self._candidate = weights, self._judged()[0]
 
     @property
@@ -765,5 +776,5 @@ class GoodWeights(Generic[Weights]):
         (weights, before), (points, sound) = self._candidate, self._judged()
         if sound >= before + CONFIRMED:
             self._good, self._candidate = weights, None
-        elif sound < points:  # it may have been taken when something was wrong already
+        elif sound < points:  # the candidate may have been taken when something was wrong already
             self._candidate = None

@@ -1,11 +1,11 @@
-"""A cut of a job: everything that a run needs to continue the job from there, except for tensors.
+"""A cut of a job: everything, except for tensors, that a later run needs in order to continue the job.
 
-A cut treats every worker as if it had been lost: what a shard has applied is in its weights, and everything else
-that a worker has received of the data is returned, so that it is handed out again. A run that is resumed begins with
-the weights and the optimizer state of the cut, and with this value.
+A cut treats every worker as if it had been lost: pushes that a shard has applied are in its weights, and all other data
+that a worker has received is returned, so that it is handed out again. A run that is resumed begins with the weights
+and the optimizer state of the cut, and with this value.
 
-The value contains no state of a core. So another number of workers, servers or shards, and another sync model, follow
-by themselves.
+The value contains no state of a core. So the later run may have other numbers of workers, servers and shards, and
+another sync model.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class WorkerTimes(msgspec.Struct, frozen=True):
 
     Attributes:
         worker: index of the worker.
-        fixed_samples: the part of these times that does not depend on the size of a batch, as the number of samples
-            for which the other part is equal.
+        fixed_samples: the part of these times that does not depend on the size of a batch, as the number of samples for
+            which the other part is equally long.
         latest: (number of samples, time in seconds) of its latest batches, in order.
     """
 
@@ -93,12 +93,13 @@ class LoopCut(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         position: the last position that the job has reached; None before the first one.
-        begun: number of the last loop that has begun; -1 for none.
-        elapsed_s: time in seconds since it began, without the time between two runs.
-        limits: its limits; None if they are unknown.
-        start: number of updates, and of samples, at its beginning.
+        begun: number of the last loop that has begun; -1 if no loop has begun.
+        elapsed_s: time in seconds since this loop began, without the time between two runs.
+        limits: the limits of this loop; None if they are unknown.
+        start: number of updates, and of samples, at the beginning of this loop.
         stopped: the loops that a worker has stopped, in ascending order.
-        ended: number of the last loop that has ended, and the worker whose states were sent last; (-1, 0) for none.
+        ended: number of the last loop that has ended, and the worker whose states were sent last; (-1, 0) if no loop
+            has ended.
     """
 
     position: LoopPosition | None = None
@@ -145,10 +146,10 @@ class CourseCut(msgspec.Struct, frozen=True):
 
 
 class GuardCut(msgspec.Struct, frozen=True):
-    """What the guard of a run keeps. See `paceline.core.guard`.
+    """The state of a run's guard. See `paceline.core.guard`.
 
     Attributes:
-        courses: how training has begun, for each parameter set of which this is known.
+        courses: how training has begun, for each parameter set for which this is known.
     """
 
     courses: tuple[CourseCut, ...] = ()
@@ -165,13 +166,13 @@ class JobCut(msgspec.Struct, frozen=True, kw_only=True):
         model: the model that is trained, with all parameters that were added.
         extensions: the earlier models, in order, if parameters were added after training had begun.
         slices: the slice of each shard, in order.
-        shards: the state of each shard, in order. Under lockstep models, they are equal.
+        shards: the state of each shard, in order. Under lockstep models, these states are equal.
         pushes: what has become of all pushes that shard 0 has received, over all runs of the job.
         torn: number of pushes that are in the weights of some shards only.
         workers: the workers that took part, in ascending order.
         loaders: the ledger of each loader.
         loop: the place of the job in its training loops.
-        guard: what the guard keeps.
+        guard: the state of the guard.
     """
 
     number: int
@@ -197,14 +198,14 @@ class JobCut(msgspec.Struct, frozen=True, kw_only=True):
     def contains(self, model: ModelSpec) -> bool:
         """Return True if the job has trained this model before or at the cut.
 
-        A script that goes on after it has added parameters may have all of them from the beginning, or some.
+        In the run that resumes the cut, the script may have all or some of its added parameters from the beginning.
         """
         return any(map(partial(_same, model), self.models)) or any(
             _extends(before, model) and _extends(model, after) for before, after in pairwise(self.models)
         )
 
     def models_before(self, models: Sequence[ModelSpec]) -> tuple[ModelSpec, ...]:
-        """Return the models of the job that come before those of a run that has resumed this cut.
+        """Return the models of the job that come before the models of a run that has resumed this cut.
 
         Args:
             models: the models of the run, in order.
@@ -218,8 +219,9 @@ class JobCut(msgspec.Struct, frozen=True, kw_only=True):
     def is_extended_by(self, model: ModelSpec) -> bool:
         """Return True if a model has everything that the job has trained at the cut, and further parameters.
 
-        A script adds parameters at a moment of its own choice: some workers may wait in the extension at the cut, or
-        be about to add them. When it goes on, it may have these parameters from the beginning.
+        A script adds parameters at a moment of its own choice: at the cut, some workers may wait for the extension, or
+        may be about to add parameters. In the run that resumes the cut, the script may have these parameters from the
+        beginning.
         """
         return not _same(self.model, model) and _extends(self.model, model)
 
@@ -235,8 +237,8 @@ class JobCut(msgspec.Struct, frozen=True, kw_only=True):
     def states_of(self, shards: int) -> tuple[ShardState, ...]:
         """Return the state with which each shard begins if a run resumes this cut with a number of shards.
 
-        If the number differs, parts of several old shards make up a new one. The state of shard 0 then stands for all
-        shards, because the progress of a job is what shard 0 counts.
+        If the number differs, parts of several old shards make up a new shard. The state of shard 0 is then used for
+        all shards, because shard 0 counts the progress of a job.
         """
         if shards == len(self.shards):
             return self.shards
@@ -285,10 +287,10 @@ def _from_the_beginning(model: ModelSpec) -> ModelSpec:
 
 
 def require_plausible(cut: JobCut) -> None:
-    """Check that the numbers of a cut do not contradict one another, because any user can write one.
+    """Check that the numbers of a cut do not contradict one another, because any user can write a cut.
 
     Raises:
-        ProtocolError: they do. The message says which.
+        ProtocolError: some numbers contradict one another. The message says which.
     """
     sizes = {parameter: each.size for parameter, each in enumerate(cut.model.layout.parameters)}
     covered = dict.fromkeys(sizes, 0)

@@ -8,10 +8,10 @@ lost before then, it is unknown which shards have changed, and the change is pub
 No worker joins while a change is in progress: the coordinator lets the worker wait (`Coordinator.admit`), and
 postpones requests for changes while a worker joins.
 
-The requests that wait for a change are kept here, and not in `core.reconfiguration`, because they are
-recorded. A trace contains each request as an event when it is made, and the published changes as the actions of
-events. The replay of a trace knows nothing of joins and extensions, but must return the same actions to the same
-events. It may also begin with a state that was recorded in the middle of a run, which contains these requests.
+Requests for changes wait here, and not in `core.reconfiguration`, because these requests are recorded. A trace contains
+each request as an event when it is made, and the published changes as the actions of events. The replay of a trace
+knows nothing of joins and extensions, but must return the same actions to the same events. A replay may also begin with
+a state that was recorded in the middle of a run. This state contains the waiting requests.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class JobSync:
 
     @property
     def machine(self) -> JobMachine | None:
-        """The state machine of the model; None if the model has none, and while a change is in progress."""
+        """The state machine of the model; None if the model has no state machine, and while a change is in progress."""
         return self._machine
 
     @machine.setter
@@ -277,7 +277,7 @@ class JobSync:
         return self._complete()
 
     def _complete(self) -> list[AnyAction]:
-        """If a change is over, start the new model, or repeat the change if a worker or shard may have missed it."""
+        """If the change is over, start the new model, or repeat a change that a worker or a shard may have missed."""
         if self._remaining or (self._passed and not self._certain):
             return []
         passed, early = self._passed, self._early
@@ -302,10 +302,11 @@ LONGEST_PAUSE = 256
 
 
 class EarlyPause:
-    """Suspends the early moving of gradients for a while, each time that a script has changed what was moved.
+    """Suspends the early moving of gradients for a while, each time that a script has changed a moved gradient.
 
     A script that clips its gradients after the backward pass changes them in every iteration, so moving them early
-    saves no time. Each pause is twice as long as the one before, up to `LONGEST_PAUSE`, until nothing has changed.
+    saves no time. Each pause is twice as long as the one before, up to `LONGEST_PAUSE`. If a script has not changed a
+    moved gradient in an iteration after a pause, the next pause is short again.
 
     >>> pause = EarlyPause()
     >>> pause.ended(changed=True)
@@ -317,7 +318,7 @@ class EarlyPause:
     """
 
     def __init__(self) -> None:
-        self._left = 0  # the number of iterations for which the pause still lasts
+        self._left = 0  # number of remaining iterations of the pause
         self._next = 1
 
     @property
@@ -329,7 +330,7 @@ class EarlyPause:
         """Record the end of an iteration.
 
         Args:
-            changed: True if the script has changed a gradient after it was moved.
+            changed: True if the script has changed a gradient after this gradient was moved.
         """
         if changed:
             self._left = self._next

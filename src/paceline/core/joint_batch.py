@@ -1,4 +1,4 @@
-"""What all workers have in common: the joint batch, their calls, the norm of a joint gradient, and their shares.
+"""What all workers have in common: joint batches, calls of all workers, norms of joint gradients, shares of updates.
 
 The samples of a joint batch are those that one push of each live worker would contain.
 """
@@ -39,8 +39,8 @@ NEGLIGIBLE = 0.001
 class JointBatch:
     """Estimates the samples of a joint batch at one shard, in constant time for each push.
 
-    The *usual samples* of a worker are a running mean over its pushes. A worker that has not pushed yet is counted
-    with the mean of the others. If numbers of samples are unknown, pushes are counted.
+    The *usual samples* of a worker are a running mean over its pushes. A worker that has not pushed yet is counted with
+    the mean of the other workers. If numbers of samples are unknown, pushes are counted.
 
     Example:
         >>> batch = JointBatch()
@@ -68,7 +68,7 @@ class JointBatch:
         self._usual[worker] = 0.0, 0
 
     def leave(self, worker: int) -> None:
-        """Remove a worker. Its samples remain in the joint batch until they are forgotten."""
+        """Remove a worker. The worker's samples remain in the joint batch until they are forgotten."""
         usual, pushes = self._usual.pop(worker)
         if pushes:
             self._known -= 1
@@ -76,7 +76,7 @@ class JointBatch:
             self._left += usual
 
     def push(self, worker: int, samples: int | None) -> float:
-        """Record a push, and return its samples: those of a typical push if they are unknown."""
+        """Record a push, and return its number of samples: that of a typical push if its own number is unknown."""
         counted = float(samples) if samples else self._typical
         usual, pushes = self._usual[worker]
         self._known += not pushes
@@ -89,7 +89,7 @@ class JointBatch:
         """Return the part of a joint batch that some pushes contain; at most 1.
 
         Args:
-            workers: the workers of these pushes. If they are all live ones, the pushes are a whole joint batch.
+            workers: the workers of these pushes. If these are all live workers, the pushes are a whole joint batch.
             samples: the samples of each push.
         """
         joint = self._total + self._typical * (len(self._usual) - self._known)
@@ -113,18 +113,17 @@ class JointBatch:
 # -- Barriers, reductions and extensions: calls that every worker's script makes, and that end together in all workers
 #
 # A worker that makes such a call sends a `Contributed` and waits for a `Combined`. A call ends when every
-# live worker has made it. So at most one call is in progress, and each worker is in it or has yet to reach
-# it. A worker that finishes or is lost is no longer waited for. What a worker contributed before it was lost
-# is not used, so the result is over the workers that receive it. The numbers are added in the order of the
-# workers' indices, in float64, so the result does not depend on the order in which the contributions arrive.
-# A worker whose script has added parameters contributes the extended model; the call then continues in
-# `core.reconfiguration`.
+# live worker has made it. So at most one call is in progress, and each worker is in this call or has yet to reach it. A
+# worker that finishes or is lost is no longer waited for. The contribution of a lost worker is not used, so the result
+# combines the contributions of exactly those workers that receive the result. The numbers are added in the order of the
+# workers' indices, in float64, so the result does not depend on the order in which the contributions arrive. A worker
+# whose script has added parameters contributes the extended model; the call then continues in `core.reconfiguration`.
 #
-# A worker that joins a run in progress makes the calls before its first step alone, because the others have
-# made them already. It may also begin an epoch after whose end the others have made some of their calls but
-# not all: a reduction, but not the barrier after a long evaluation. So each call has its place in the series
-# of calls without a step in between (`Contributed.since_step`). The worker that joined makes the calls alone
-# that the others have behind them.
+# A worker that joins a run in progress makes the calls before its first step alone, because the other workers have made
+# these calls already. The worker may also begin an epoch that the other workers have ended. After this epoch, they may
+# have made some of their calls but not all: a reduction, but not the barrier after a long evaluation. So each call has
+# its place in the series of calls without a step in between (`Contributed.since_step`). The worker that joined makes
+# alone the calls that the other workers have already made.
 
 ITEM_BYTES = 8
 
@@ -140,7 +139,7 @@ class Collectives:
         extend: function that begins an extension, given the extended model of each worker.
 
     Attributes:
-        waiting: the contribution of each worker that has made the call and waits for the others.
+        waiting: the contribution of each worker that has made the call and waits for other workers.
         uneven: True once workers may push in lockstep without a gradient while they wait.
         grown: True once a worker has joined a run in progress. In lockstep, workers then end their epochs at
             different iterations.
@@ -172,7 +171,7 @@ class Collectives:
         return [Send(worker_peer(worker), StandInAllowed()) for worker in sorted(live)]
 
     def left(self, worker: int, live: Collection[int]) -> list[Request]:
-        """Handle a worker that has finished or was lost; `live` no longer contains it."""
+        """Handle a worker that has finished or was lost; `live` no longer contains this worker."""
         self.waiting.pop(worker, None)
         return self._end_if_complete(live)
 
@@ -233,16 +232,15 @@ def combine(contributions: Mapping[int, Contributed]) -> Combined:
 #
 #     factor = min(1, max_norm / (sqrt(sum of the squares) + 1e-6))
 #
-# as in `torch.nn.utils.clip_grad_norm_`. Servers have no connections to each other, so the sum is made here;
-# this takes one round trip.
+# as in `torch.nn.utils.clip_grad_norm_`. Servers have no connections to each other, so the coordinator computes the
+# sum; this takes one round trip.
 #
 # Reports belong together if their means have a push in common. If no worker is lost, the means of all shards
-# contain the same pushes, and every shard reports. If a worker is lost while it sends a push, some shards may
-# have received the push and others not. A mean that consists of such pushes may exist at only some of the
-# shards. Therefore, as soon as a push of a lost worker is in a reported mean, the shards that have not
-# reported are asked (`MeanAwaited`). A shard answers with `MeanMissing` if it will not report a mean with any
-# of these pushes; its part then counts as 0. So no shard waits forever, and all shards that apply the mean
-# use the same factor.
+# contain the same pushes, and every shard reports. If a worker is lost while it sends a push, some shards may have
+# received the push, and other shards may not. A mean that consists of such pushes may exist at only some of the shards.
+# Therefore, as soon as a push of a lost worker is in a reported mean, the shards that have not reported are asked
+# (`MeanAwaited`). A shard answers with `MeanMissing` if it will not report a mean with any of these pushes; its part
+# then counts as 0. So no shard waits forever, and all shards that apply the mean use the same factor.
 #
 # The squared norms are computed in double precision. In virtual time, these messages take no time.
 
@@ -267,7 +265,7 @@ class JointMean:
         self.pushes = set(report.pushes)  # all pushes in the reported parts
         self.reports = [report]
         self.missing: set[int] = set()  # shards that have no part of this mean
-        self.asked = False  # True if the shards that have not reported were asked whether they will
+        self.asked = False  # True if the shards that have not reported were asked whether they will report
 
 
 @stateful(fixed="_placement _shards")
@@ -343,19 +341,19 @@ class JointNorms:
 # **Share.** The joint batch consists of the usual samples of all live workers (`JointBatch`). So over an epoch,
 # the shares of all updates add up to the number of joint batches, even if the last batches are smaller. An
 # update with a push of every live worker is a whole joint step, as in one process, whatever the sizes of its
-# batches. Samples of a worker that has left are taken out of the joint batch in `RAMP` joint steps. So at the
-# end of a run, the last pushes, whose workers are alone by then, do not suddenly take whole steps.
+# batches. Samples of a worker that has left are taken out of the joint batch in `RAMP` joint steps. So if only one
+# worker is left at the end of a run, its pushes do not suddenly become whole steps.
 #
-# If the model drops pushes, the next update makes up for them: their shares are added to its own, up to a
-# whole step. Otherwise an epoch would move the weights less far than in one process.
+# If the model drops pushes, the next update makes up for them: the shares of the dropped pushes are added to the share
+# of this update, up to a whole step. Otherwise an epoch would move the weights less far than in one process.
 #
-# **Delay.** The shard sums the shares of its updates: its *joint steps*. The delay of a push is the
-# difference between this sum when it is applied, and the sum when its worker has received the weights. The
-# mean of the delays is not known at the beginning of the run, and after a worker has joined or left, or the
-# model has changed. It is then predicted: under a model that applies pushes on arrival, n - 1 pushes of
-# others lie between two pushes of a worker, on average over all pushes, however unequal the workers are. This
-# makes (n - 1) / n joint steps. The prediction counts as much as the measurements of the next `WINDOW` joint
-# steps. What is reported follows the estimate in `RAMP` joint steps, so it never jumps during the run.
+# **Delay.** The sum of the shares of a shard's updates is the number of its *joint steps*. The delay of a push is the
+# number of joint steps between the time at which its worker received the weights, and the time at which the push is
+# applied. The mean of the delays is not known at the beginning of the run, after a worker has joined or left, and after
+# the model has changed. In these cases, the mean is predicted: under a model that applies pushes on arrival, n - 1
+# pushes of other workers lie between two pushes of a worker, on average over all pushes, however unequal the workers
+# are. These pushes make (n - 1) / n joint steps. The prediction counts as much as the measurements of the next `WINDOW`
+# joint steps. The reported delay follows the estimate in `RAMP` joint steps, so it never jumps during the run.
 
 Key = tuple[int, int]
 """A push: (worker, iteration)."""

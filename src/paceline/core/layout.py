@@ -1,7 +1,7 @@
 """The layout of parameters in flat vectors, their slicing into shards, and the servers of these shards.
 
-It also contains what follows from the layout: the description of a model, as processes send it to each other, the
-format in which values travel (`--wire`), and what a shard's optimizer state consists of.
+The module also defines the description of a model, which processes send to each other, the format in which values
+travel (`--wire`), and the entries of a shard's optimizer state.
 
 This module contains only arithmetic and does not import torch. A *parameter set* consists of the parameters that one
 optimizer of the script trains. The parameters of a set are placed one after another in one flat vector per dtype, and
@@ -9,9 +9,9 @@ each parameter begins at a 64-byte boundary. The name of a vector is its dtype; 
 the index of the set follow. So each set is sliced by itself, and a push or a pull of one set is a selection of whole
 vectors.
 
-A script may add parameters after training has begun: with a later optimizer, or as a later group of an existing one.
-The parameters that are added together form a *part* of the layout. Each part has vectors of its own, whose names end
-with "." and the number of the part, so parameters and slices that exist already keep their places.
+A script may add parameters after training has begun: with a later optimizer, or as a later group of an existing
+optimizer. The parameters that are added together form a *part* of the layout. Each part has vectors of its own, whose
+names end with "." and the number of the part, so parameters and slices that exist already keep their places.
 
 Elastic Parameter Slicing (section III of the FluentPS paper) then cuts each vector into slices of almost equal size,
 regardless of the sizes of the layers, so a layer may be spread over several shards. A push or a pull transfers slices
@@ -47,11 +47,11 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 T = TypeVar("T")
 
 Range = tuple[str, int, int]
-"""A part of a flat vector: its name, the index of the first element, and that of the last element plus one."""
+"""A part of a flat vector: name of the vector, index of the first element, and index of the last element plus one."""
 
 
 def without_last(ranges: Sequence[Range], missing_bytes: int) -> list[Range]:
-    """Return what is left of some ranges if the last bytes of all of them together are missing.
+    """Return some ranges, taken together as one sequence of bytes, without the last `missing_bytes` bytes.
 
     >>> without_last([("float32", 0, 8), ("float64", 0, 4)], 33)
     [('float32', 0, 7)]
@@ -75,7 +75,7 @@ def item_bytes(vector: str) -> int:
 
 
 def encoded_bytes(vector: str, count: int, codec: str) -> int:
-    """Return the size in bytes of so many elements of a vector on their way."""
+    """Return the encoded size in bytes of `count` elements of a vector."""
     if dtype_of(vector) in CODECS[codec].dtypes:
         return CODECS[codec].encoded_bytes(count)
     return count * item_bytes(vector)
@@ -139,7 +139,8 @@ class Segment(msgspec.Struct, frozen=True, omit_defaults=True):
         start: index of the segment's first element within the shard's slice of the vector.
         stop: index of the segment's last element within the shard's slice of the vector, plus one.
         offset: index of the segment's first element within the flattened parameter.
-        shape: shape of the parameter if the optimizer needs whole tensors, so that the segment is all of it; else None.
+        shape: shape of the parameter if the optimizer needs whole tensors, so that the segment is the whole parameter;
+            else None.
     """
 
     parameter: int
@@ -272,15 +273,15 @@ class Layout(msgspec.Struct, frozen=True):
 
         Each vector is cut only between blocks of 64 bytes, so that every range is aligned, and between blocks of
         `block` elements, which are encoded together. The ranges of one vector differ by at most one block, which has 64
-        bytes if nothing is encoded. These are sizes with padding, which are what is stored, sent and updated. The
-        number of parameters' elements may differ more, because each parameter is padded to 64 bytes.
+        bytes if nothing is encoded. These sizes include padding, which is also stored, sent and updated. Without
+        padding, the numbers of elements may differ more, because each parameter is padded to 64 bytes.
 
         Args:
             shards: number of shards.
             block: number of elements that are encoded together.
-            costs: parameter sets whose parameters are kept whole -> for each parameter of the layout, what its update
-                costs. The largest cost of a shard is as small as it can be without changing the order of parameters.
-                Shards may be empty.
+            costs: parameter set whose parameters are kept whole -> for each parameter of the layout, the cost of its
+                update. The largest cost of a shard is as small as possible with the given order of parameters. Shards
+                may be empty.
 
         >>> scalars = [Parameter((f"scale{i}",), (1,), "float32") for i in range(32)]
         >>> layout = Layout.of([*scalars, Parameter(("weight",), (512,), "float32")])
@@ -425,12 +426,12 @@ HyperParameters = dict[str, HyperParameter]
 """The settings of one parameter group: `lr`, `momentum`, `betas`, ..."""
 
 Counters = tuple[tuple[HyperParameters, ...], ...]
-"""For each parameter set, what the optimizer itself has changed in each group, or has added to the group; () for a set
-that has no such optimizer, or no parameters in a shard. Only optimizers that are not torch's do that."""
+"""For each parameter set, what its optimizer has itself changed in each group, or added to the group. Only optimizers
+that are not torch's do that. The entry is () for a set with another optimizer, or without parameters in the shard."""
 
 
 def joint_counters(of_shards: Iterable[Counters]) -> Counters:
-    """Return, for each parameter set, the counters in the first shard that has some. They are equal in all of them."""
+    """Return, for each parameter set, the counters in the first shard that has some. All shards have equal counters."""
     by_set = itertools.zip_longest(*of_shards, fillvalue=())
     return tuple(next(filter(None, of_set), ()) for of_set in by_set)
 
@@ -442,9 +443,11 @@ class OptimizerSpec(msgspec.Struct, frozen=True):
         name: name of the class in `torch.optim` that the servers use, or "module:Class" for any other class.
         groups: hyper-parameters of each group.
         group_of: for each parameter of the optimizer's parameter set, in the order of the layout, the index of its
-            group. Parameters that the optimizer does not train, because it has replaced one that did, have group 0.
-        replaced: number of times that another optimizer has replaced the set's optimizer. Its state is then dropped.
-        whole: True if the update of an element depends on others of its tensor, so servers need whole tensors.
+            group. If the optimizer has replaced another one, parameters that only the replaced optimizer trained have
+            group 0.
+        replaced: number of times that another optimizer has replaced the set's optimizer. Each time, the state of the
+            replaced optimizer is dropped.
+        whole: True if the update of an element depends on other elements of its tensor, so servers need whole tensors.
     """
 
     name: str
@@ -454,9 +457,10 @@ class OptimizerSpec(msgspec.Struct, frozen=True):
     whole: bool = False
 
     def cost_of(self, parameter: Parameter) -> int:
-        """Return what an update of a parameter costs, in any unit.
+        """Return the cost of an update of a parameter, in an arbitrary unit.
 
-        Muon multiplies matrices, which costs about as much for each element as the shorter side has elements.
+        Muon multiplies matrices. The cost of this for each element is about proportional to the length of the shorter
+        side.
         """
         sides = parameter.shape if self.name == "Muon" else ()
         return aligned(parameter.size, parameter.dtype) * min(sides, default=1)
@@ -492,9 +496,9 @@ class FrozenSpec(BufferSpec, frozen=True):
 class ModelSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     """The description of the model that a worker trains. All workers of a job must train the same model.
 
-    A script may train with several optimizers. Each of them has a parameter set of its own. A script may also add
-    parameters after training has begun. The description is then replaced by an extended one, in which all earlier
-    parameters keep their places.
+    A script may train with several optimizers. Each optimizer has a parameter set of its own. A script may also add
+    parameters after training has begun. The description is then replaced by an extended description, in which all
+    earlier parameters keep their places.
 
     Attributes:
         layout: layout of the parameters of all sets.
@@ -521,12 +525,12 @@ class ModelSpec(msgspec.Struct, frozen=True, omit_defaults=True):
         return (self.optimizer, *self.further)
 
     def buffers_beyond(self, before: ModelSpec) -> list[BufferSpec]:
-        """Return the buffers that this model has and a model without its latest parameters does not have."""
+        """Return the buffers that this model has, and that the model before its latest extension lacks."""
         known = {buffer.name for buffer in before.buffers}
         return [buffer for buffer in self.buffers if buffer.name not in known]
 
     def frozen_beyond(self, before: ModelSpec) -> list[FrozenSpec]:
-        """Return the frozen parameters that this model has and a model without its latest parameters lacks."""
+        """Return the frozen parameters that this model has, and that the model before its latest extension lacks."""
         known = {spec.name for spec in before.frozen}
         return [spec for spec in self.frozen if spec.name not in known]
 
@@ -535,8 +539,8 @@ class ModelSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
         Args:
             shards: number of shards.
-            slicing: "auto" to slice each parameter set evenly, but to keep the tensors whole that its optimizer needs
-                whole; "even"; or "by-parameter".
+            slicing: "auto" to slice each parameter set evenly or, if its optimizer needs whole tensors, between
+                tensors; "even"; or "by-parameter".
             block: number of elements that are encoded together; see `Layout.slice_evenly`.
 
         Raises:
@@ -549,7 +553,7 @@ class ModelSpec(msgspec.Struct, frozen=True, omit_defaults=True):
             names = " and ".join(each.name for each in whole.values())
             raise ConfigurationError(
                 f"slicing is 'even', which cuts tensors in parts, but {names} needs whole tensors. Use slicing 'auto', "
-                "which cuts only those of other optimizers."
+                "which cuts only the tensors of other optimizers."
             )
         costs = {
             index: [optimizer.cost_of(parameter) for parameter in self.layout.parameters]
@@ -605,10 +609,10 @@ def _difference_of_counts(kind: str, expected: Sequence[object], found: Sequence
 
 
 def require_extension(model: ModelSpec, extended: ModelSpec) -> None:
-    """Check that an extended model contains all of a model at the same place, and further parameters in one new part.
+    """Check that an extended model keeps all parameters of a model in place, and adds parameters in one new part.
 
     Raises:
-        ProtocolError: it does not.
+        ProtocolError: the extended model does not do this.
     """
     before, after = model.layout.parameters, extended.layout.parameters
     part = max(parameter.part for parameter in before) + 1
@@ -621,7 +625,7 @@ def require_extension(model: ModelSpec, extended: ModelSpec) -> None:
         if new.replaced == old.replaced + 1:
             if new.whole != old.whole:  # the places of the parameters would change
                 raise ProtocolError(
-                    "the extended model keeps tensors whole that were not, or the other way round"
+                    "the extended model keeps tensors whole that were cut, or cuts tensors that were whole"
                 )
             continue
         if new.replaced != old.replaced or (
@@ -653,33 +657,34 @@ def _difference_of_optimizers(expected: OptimizerSpec, found: OptimizerSpec) -> 
 
 # -- The format in which gradients and weights travel between processes: the option `--wire` -----------------
 #
-# On a slow link, the transfers of a large model take longer than its gradients. A codec rounds values, so that
-# half of the bytes travel (bf16), a quarter (int8) or a seventh (int4). Each direction has a codec of its own:
-# gradients from the workers to the servers, and weights back. The shards hold the weights as they are and apply
-# updates to those, so an update that is too small to change a rounded weight is not lost.
+# On a slow link, the transfers of a large model take longer than the computation of its gradients. A codec rounds
+# values, so that half of the bytes travel (bf16), a quarter (int8) or a seventh (int4). Each direction has a codec of
+# its own: gradients from the workers to the servers, and weights back. The shards hold the weights without rounding,
+# and apply updates to these weights. So an update that is too small to change a rounded weight is not lost.
 # `core.messages.push` says what is encoded.
 #
-# The outbox of a worker encodes a piece when it is sent. Its checksums are those of the bits before. The inbox
-# of a server decodes a piece when its message is complete. In the other direction, a server encodes the
-# weights of a shard once for all answers between two updates.
+# The outbox of a worker encodes a piece when the piece is sent. The checksums in the outbox are computed before
+# encoding. The inbox of a server decodes a piece when its message is complete. In the other direction, a server encodes
+# the weights of a shard once for all answers between two updates.
 #
-# With int8 and int4, weights travel as differences to a *base*: what the workers have. Each new version is
-# encoded once, as its difference to the base, and what arrives is the next base. So what rounding has taken from
-# one difference is in the next one. This needs workers that all read the same versions of the weights (see
-# `SyncModel.lockstep`). Under other models, bf16 takes its place. `core.shard.Bases` says who has which base.
+# With int8 and int4, weights travel as differences to a *base*: the weights that the workers have decoded last. Each
+# new version of the weights is encoded once, as its difference to the base. The base plus the decoded difference is the
+# next base. So the next difference contains the rounding error of the last difference. This method requires that all
+# workers read the same versions of the weights (see `SyncModel.lockstep`). Under other models, bf16 takes the place of
+# int8 and int4. `core.shard.Bases` knows which worker has which base.
 
 DIRECTIONS = ("gradients", "weights")
 
 
 class Codec(NamedTuple):
-    """What all hosts need to know of a codec. `shard.codecs` has a class for each, which computes with values.
+    """What all hosts must know about a codec. `shard.codecs` has a class for each codec, which encodes values.
 
     Attributes:
         block: number of values that are encoded together.
         block_bytes: size of an encoded block.
-        dtypes: the dtypes that it encodes. Vectors with other dtypes travel as they are.
+        dtypes: the dtypes that the codec encodes. Vectors with other dtypes travel as they are.
         based: True if weights travel as differences to a base.
-        feedback: True if what rounding has taken from one gradient is added to the next one.
+        feedback: True if the rounding error of one gradient is added to the next gradient.
     """
 
     block: int
@@ -689,7 +694,7 @@ class Codec(NamedTuple):
     feedback: bool = False
 
     def encoded_bytes(self, count: int) -> int:
-        """Return the size in bytes of so many encoded values.
+        """Return the size in bytes of `count` encoded values.
 
         >>> CODECS["int8"].encoded_bytes(257)  # two blocks
         520
@@ -703,16 +708,16 @@ CODECS = {
     "int8": Codec(256, 256 + 4, ("float32", "float16", "bfloat16"), based=True),
     "int4": Codec(256, 128 + 16, ("float32", "float16", "bfloat16"), based=True, feedback=True),
 }
-"""Name -> codec. The names are those of `--wire`."""
+"""Name of a codec in the option `--wire` -> codec."""
 
 
 class WireFormat(msgspec.Struct, frozen=True):
-    """The codec of float32 values in each direction. With "float32", they travel as they are.
+    """The codec of float32 values in each direction. With "float32", the values travel as they are.
 
     Attributes:
         gradients: codec of the gradients that workers send to servers.
         weights: codec of the weights that servers send to workers.
-        fixed: True if the user has named the codec of each direction, so that no other one may take its place.
+        fixed: True if the user has named the codec of each direction, so that no other codec may take its place.
 
     Example:
         >>> str(WireFormat.read("gradients=bf16")), WireFormat.read("int4").codec_of_weights(common=False)
@@ -751,8 +756,8 @@ class WireFormat(msgspec.Struct, frozen=True):
         """Return the codec of weights that workers compute with.
 
         Args:
-            common: True if all workers read the same versions of the weights. Otherwise, differences would need a base
-                for each worker, and bf16 takes their place.
+            common: True if all workers read the same versions of the weights. Otherwise, differences would need a
+                separate base for each worker, so bf16 takes the place of the codec.
         """
         return "bf16" if CODECS[self.weights].based and not common else self.weights
 
@@ -766,7 +771,7 @@ class WireFormat(msgspec.Struct, frozen=True):
         if self.fixed and self.weights != (usable := self.codec_of_weights(common=common)):
             raise ConfigurationError(
                 f"wire is {str(self)!r}, but with {self.weights}, weights travel as differences to weights that all "
-                f"workers have, and under {sync} workers have different ones. Use weights={usable}."
+                f"workers have, and under {sync} workers have different weights. Use weights={usable}."
             )
 
     @property
@@ -793,7 +798,7 @@ class WireFormat(msgspec.Struct, frozen=True):
         return {codec: [bounds.encoded_bytes(codec) for bounds in slices] for codec in self.codecs}
 
     def bytes_of(self, vectors: Mapping[str, int], *, common: bool) -> tuple[int, int]:
-        """Return the sizes in bytes of a gradient and of all weights on their way.
+        """Return the encoded sizes in bytes of a gradient and of all weights.
 
         Args:
             vectors: name of each vector -> number of its elements.
@@ -808,9 +813,10 @@ class WireFormat(msgspec.Struct, frozen=True):
 
 # -- The wire format that is recommended if links are slow: the one with the fewest bytes that costs no accuracy
 #
-# What rounding costs depends on the optimizer. int4 cost nothing measurable with SGD and AdamW, on images and text.
-# Muon makes all directions of a matrix's gradient equally large, also those in which it is smaller than what rounding
-# adds: int4 gradients cost it 1.1 % of the loss, and int4 weights nothing. int8 cost nothing with any of the three.
+# The optimizer determines how much accuracy rounding costs. With SGD and AdamW, int4 cost no measurable accuracy, on
+# images and text. Muon makes all directions of a matrix's gradient equally large, also directions in which the gradient
+# is smaller than the rounding error. With Muon, int4 gradients cost 1.1 % of the loss, and int4 weights cost nothing.
+# int8 cost nothing with any of the three optimizers.
 
 SIMILAR = {
     **dict.fromkeys(("SGD", "ASGD"), "SGD"),
@@ -818,7 +824,8 @@ SIMILAR = {
 }
 """Name of an optimizer of torch -> the tested optimizer that makes similar updates.
 
-Rprop depends on signs alone, and the steps of Adadelta on its earlier steps, so they resemble none.
+Rprop depends on signs alone, and the steps of Adadelta on its earlier steps, so these two optimizers resemble none of
+the tested ones.
 """
 
 HARMLESS = "cost no measurable accuracy in"
@@ -830,9 +837,9 @@ class WireAdvice(NamedTuple):
 
     Attributes:
         wire: the format, in the notation of `--wire`.
-        reason: why not another one, as a clause.
-        gradients: bytes of a gradient with it, as a share of those now.
-        both: bytes of a gradient and of the weights with it, as a share of those now.
+        reason: why no other format is recommended, as a clause.
+        gradients: size of a gradient in this format, as a share of its size in the present format.
+        both: size of a gradient and of the weights in this format, as a share of their size in the present format.
     """
 
     wire: str
@@ -841,11 +848,11 @@ class WireAdvice(NamedTuple):
     both: float
 
     def sentence(self, sending_s: float, other_s: float, share: float, basis: str) -> str:
-        """Return the advice with an estimate of how much faster it makes a step; "" if that is not much.
+        """Return the advice, with an estimate of the speed-up of a step; "" if the speed-up is negligible.
 
         Args:
-            sending_s: time of a step in which messages are on their way, in seconds.
-            other_s: the other time of a step.
+            sending_s: the part of a step's time in which messages are on their way, in seconds.
+            other_s: the rest of a step's time, in seconds.
             share: the share of `sending_s` that remains: `gradients` or `both`.
             basis: what the estimate is based on.
         """
@@ -865,14 +872,14 @@ def advise_wire(
     common: bool = True,
     vectors: Mapping[str, int] | None = None,
 ) -> WireAdvice | None:
-    """Return the wire format that is recommended for a run; None if it sends no fewer bytes than the run does now.
+    """Return the wire format that is recommended for a run; None if it sends no fewer bytes than the present format.
 
     Args:
-        optimizers: name of the optimizer of each parameter set, as in `OptimizerSpec`; () if unknown. The one that
-            needs the most bytes decides.
+        optimizers: name of the optimizer of each parameter set, as in `OptimizerSpec`; () if unknown. The optimizer
+            whose format has the most bytes decides.
         now: the format of the run, in the notation of `--wire`.
         common: True if all workers have the same weights. See `WireFormat.codec_of_weights`.
-        vectors: name of each vector -> number of its elements. Default: all of them are float32.
+        vectors: name of each vector -> number of its elements. Default: all elements are float32.
 
     >>> advise_wire(["SGD"], "float32").wire, advise_wire(["Adam", "mine:Optimizer"], "float32").wire
     ('int4', 'int8')
@@ -888,17 +895,17 @@ def advise_wire(
 
 
 def _harmless(optimizer: str, *, common: bool) -> tuple[WireFormat, str]:
-    """Return the format with the fewest bytes that costs no accuracy with an optimizer, and why."""
+    """Return the format with the fewest bytes that costs no accuracy with an optimizer, and the reason for it."""
     name = optimizer.rpartition(":")[2]
     if known := SIMILAR.get(optimizer):
         like = known if name == known else f"{known}, which {name} resembles"
         return WireFormat.read("int4"), f"int4 {HARMLESS} tests with {like}"
     if name == "Muon":
-        # int4 weights become bf16 if workers have different ones, and so do those of int8.
+        # If the workers have different weights, bf16 takes the place of int4 and int8 for weights.
         wire = WireFormat.read("gradients=int8,weights=int4" if common else "int8")
         return (
             wire,
-            "Muon makes small errors of gradients larger, so int4 is left to weights",
+            "Muon makes small errors of gradients larger, so int4 is only used for weights",
         )
     unknown = f", and int4 was not tested with {name}" if name else ""
     return WireFormat.read("int8"), f"int8 {HARMLESS} any test{unknown}"
@@ -911,13 +918,13 @@ class StateEntries(msgspec.Struct, frozen=True, omit_defaults=True):
     """The entries of a shard's optimizer state. The values of vectors are left out, because they are large.
 
     Attributes:
-        vectors: "<segment>/<key>" -> name of the dtype in torch, for entries with one value per element, and for those
-            with a shape of their own.
+        vectors: "<segment>/<key>" -> name of the dtype in torch, for entries with one value per element, and for
+            entries with a shape of their own.
         numbers: "<segment>/<key>" -> (name of the dtype in torch, value), for entries with one value.
-        groups: for each parameter set, the hyper-parameters of each group as the last push had set them.
+        groups: for each parameter set, the hyper-parameters of each group in the last push.
         counters: see `Counters`.
         shapes: "<segment>/<key>" -> shape, for entries of optimizers that need whole tensors.
-        nested: "<segment>/<key>" -> bytes, for entries that say how others are nested. See `shard.vectors`.
+        nested: "<segment>/<key>" -> bytes, for entries that say how other entries are nested. See `shard.vectors`.
     """
 
     vectors: dict[str, str]

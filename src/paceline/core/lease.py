@@ -1,7 +1,8 @@
 """Leases: batches of an epoch's order that the coordinator hands out to a worker.
 
-The order of an epoch is a permutation of the items of a dataset. Every worker can compute it from the run's seed and
-the number of the epoch. So the coordinator and the workers exchange *positions* in the order, not indices of items.
+The order of an epoch is a permutation of the items of a dataset. Every worker can compute this order from the run's
+seed and the number of the epoch. So the coordinator and the workers exchange *positions* in the order, not indices of
+items.
 
 In the worker, `Drawn` decides which of the batches that a script has drawn belong to its next push.
 """
@@ -33,7 +34,8 @@ class DataOrder(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         size: number of positions in the epoch; None if it is not known in advance.
-        batch: number of positions in a full batch of one worker; in a joint batch of all workers if `joint` is True.
+        batch: number of positions in a full batch of one worker or, if `joint` is True, in a full joint batch of all
+            workers.
         drop_last: True to leave out a last batch that is not full.
         split: how the epoch is split: "dynamic" hands out each batch when a worker needs it, "static" gives all
             workers equal shares, and "auto" is "static" if the sync model keeps all workers in lockstep, else
@@ -42,8 +44,8 @@ class DataOrder(msgspec.Struct, frozen=True, array_like=True):
         balanced: True if the sizes of the workers' batches follow the workers' speeds. With equal shares, the size
             of a joint batch is fixed: `batch` positions for each worker.
         most: maximum size of a worker's batch if `balanced` or `joint` is True; None for no maximum.
-        joint: True if `batch` is the size of a joint batch, which is divided among the workers that are there. Only
-            for an order of known size.
+        joint: True if `batch` is the size of a joint batch, which is divided among the live workers. Only for an order
+            of known size.
     """
 
     size: Number | None
@@ -63,7 +65,7 @@ class DataOrder(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def end(self) -> int | None:
-        """The first position that is not handed out, whatever the workers are; None if the size is unknown."""
+        """The first position that is never handed out, whichever workers take part; None if the size is unknown."""
         if self.size is None or not (self.joint and self.drop_last):
             return self.size
         return self.size - self.size % self.batch
@@ -72,8 +74,8 @@ class DataOrder(msgspec.Struct, frozen=True, array_like=True):
 class Batch(NamedTuple):
     """One batch: `size` positions in the order of an epoch, from `start` on.
 
-    If the size of the order was not known in advance, the batch may extend beyond the end of the order; it then has
-    only the positions that exist. If the order has fewer than `least_size` positions, the batch does not exist.
+    If the size of the order was not known in advance, the batch may extend beyond the end of the order; the batch then
+    has only the positions that exist. If the order has fewer than `least_size` positions, the batch does not exist.
     """
 
     epoch: int
@@ -88,7 +90,7 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         epoch: the epoch to whose order the positions refer.
         start: first position of the first batch.
-        batch: number of positions in each batch. It is 0 if the worker has no part in a joint batch of the others.
+        batch: number of positions in each batch; 0 if the worker has no part in a joint batch of the other workers.
         stride: distance between the first positions of two consecutive batches.
         count: number of batches; None if the lease continues until the end of the order, because the size of the
             order is not known in advance. A batch of such a lease exists only if its whole joint batch exists. So all
@@ -103,11 +105,12 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Pushed(NamedTuple):
-    """What a worker's pushes have made of the batches that its script had drawn from a loader before the last push.
+    """The batches that a worker's script had drawn from a loader before the worker's last push.
 
     Attributes:
         batches: number of these batches.
-        skipped: number of their positions that the script has skipped, so that they belong to no push.
+        skipped: number of positions in these batches that the script has skipped, so that the positions belong to no
+            push.
     """
 
     batches: int
@@ -115,7 +118,7 @@ class Pushed(NamedTuple):
 
     @property
     def packed(self) -> PackedPushed:
-        """The same as it is sent: scripts rarely skip a batch, so a single number is usually enough."""
+        """This value in the form in which it is sent: usually a single number, because scripts rarely skip a batch."""
         return (self.batches, self.skipped) if self.skipped else self.batches
 
     @classmethod
@@ -160,13 +163,13 @@ def positions(leases: Iterable[Lease]) -> int:
 
 
 def trim(leases: deque[Lease], epoch: int, size: int, *, drop_last: bool) -> tuple[int, int]:
-    """Remove the positions of an epoch from `size` on from some leases, because its order has no such positions.
+    """Remove the positions from `size` on from the leases of an epoch, because the order of the epoch has ended there.
 
     If `drop_last` is True, also remove a batch that is incomplete without these positions. Shares of a static split
-    stay as they are, because the worker itself ends them.
+    stay as they are, because each worker ends its share itself.
 
     Returns:
-        The number of removed positions that do not exist, and the number of removed positions that do.
+        The number of removed positions that do not exist, and the number of removed positions that exist.
     """
     nonexistent = left_out = 0
     for _ in range(len(leases)):
@@ -187,20 +190,20 @@ def trim(leases: deque[Lease], epoch: int, size: int, *, drop_last: bool) -> tup
 
 
 def with_end(leases: Iterable[Lease], size: int) -> list[Lease]:
-    """Give a count to leases whose `count` is None, because the order has `size` positions. Leave out empty ones."""
+    """Set the `count` of leases without a count, now that the size of the order is known. Leave out empty leases."""
     rounds = [(lease, size // lease.stride - lease.start // lease.stride) for lease in leases]
     return [msgspec.structs.replace(lease, count=count) for lease, count in rounds if count > 0]
 
 
 def split_rest(leases: Collection[Lease], end: int) -> tuple[int, list[Lease]]:
-    """Find the longest part before the position `end` that some leases of one epoch contain completely.
+    """Find the longest range of positions up to `end` (exclusive) that some leases of one epoch contain completely.
 
     Args:
-        leases: leases of positions before `end`. No two of them contain the same position.
+        leases: leases of positions before `end`. No two leases contain the same position.
         end: a position.
 
     Returns:
-        The first position of this part, and what the leases contain before it.
+        The first position of this range, and leases of the positions before the range.
 
     >>> split_rest([Lease(0, 4, 2, 4, 3), Lease(0, 10, 2, 4, 2), Lease(0, 16, 3, 3, 1)], 19)
     (8, [Lease(epoch=0, start=4, batch=2, stride=4, count=1)])
@@ -269,13 +272,12 @@ def _size(order: DataOrder) -> str:
 
 # -- What becomes of the batches that a script has drawn from one loader: which of them belong to the next push
 #
-# A batch that was drawn is *undecided* until a gradient is accumulated. Then it is *used*, so it belongs to
-# the next push, or *skipped*, so it belongs to no push. The batch that was drawn last is used. An earlier
-# one, for which no gradient was accumulated before the next batch was drawn, is used if its forward pass is a
-# part of this gradient, because the script may have added up the losses of several batches. If no forward
-# pass was seen before the next batch was drawn, it is used if the script still holds it, because the script
-# may have collected several batches. Otherwise, it is skipped: for example, the script has caught an
-# exception, or the loss was not finite.
+# A batch that was drawn is *undecided* until a gradient is accumulated. Then the batch is either *used*, so it belongs
+# to the next push, or *skipped*, so it belongs to no push. The batch that was drawn last is used. An earlier undecided
+# batch is used if its forward pass is a part of the gradient, because the script may have added up the losses of
+# several batches. If no forward pass with the earlier batch was seen, the batch is used if the script still holds it,
+# because the script may have collected several batches. Otherwise, the earlier batch is skipped: for example, the
+# script has caught an exception, or the loss was not finite.
 #
 # If accumulated gradients are dropped, their batches are undecided again. If a script accumulates no gradient
 # before a push, for example because it sets gradients by itself, the push contains all undecided batches.
@@ -289,8 +291,9 @@ class DrawnBatch:
     Attributes:
         positions: number of positions in the batch.
         samples: number of samples in the batch; None if it is unknown.
-        is_held: function that returns True if the script may still use the batch. Once False, it remains False.
-        passed: True if a push has followed, so that the batch is among those that `Drawn.pushed` counts.
+        is_held: function that returns True if the script may still use the batch. After it has returned False once, it
+            always returns False.
+        passed: True if a push has followed, so that `Drawn.pushed` counts the batch.
         watched: True if a forward pass with the batch was seen, so that `contributes` is known.
         contributes: True if this forward pass is a part of an accumulated gradient.
     """
@@ -304,7 +307,8 @@ class DrawnBatch:
 
 
 MOST_BATCHES = 1024
-"""Maximum number of undecided batches, for a script that draws batches and never pushes. More are not held."""
+"""Maximum number of undecided batches. A script may draw batches and never push; if it draws more, all undecided
+batches are joined into one, which counts as no longer held."""
 
 
 @stateful()
@@ -373,7 +377,7 @@ class Drawn:
         return skipped
 
     def end(self) -> Pushed:
-        """Return `pushed` when the script ends: batches that were undecided at the last push are skipped."""
+        """Return `pushed` at the end of the script. Batches that the last push left undecided now count as skipped."""
         batches = [*self._undecided, *self._used, *self._skipped]
         passed = sum(batch.positions for batch in batches if batch.passed)
         return self.pushed._replace(skipped=self.pushed.skipped + passed)

@@ -1,16 +1,16 @@
-"""Who is alive, and since when a run waits for whom: heartbeats, clocks of other machines, traffic, and patience.
+"""Who is alive, and how long a run has waited for whom: heartbeats, clocks of other machines, traffic and patience.
 
 The first part decides which machines and workers no longer take part in a run, although no connection has ended.
 
-Each machine's *agent*, a process that trains nothing, sends a heartbeat every `HEARTBEAT_S`, and another one as soon
-as the state of one of its processes changes. There are two kinds of verdicts:
+Each machine's *agent*, a process that does not train, sends a heartbeat every `HEARTBEAT_S`, and another heartbeat as
+soon as the state of one of its processes changes. There are two kinds of verdicts:
 
-    machine   no heartbeat has arrived for `SILENCE_S`, so the machine is down, or its link swallows everything
-    worker    its agent reports that the process is stopped (SIGSTOP), while other workers could continue
+    machine   no heartbeat has arrived for `SILENCE_S`, so the machine is down, or its link loses all messages
+    worker    the agent reports that the worker's process is stopped (SIGSTOP), while other workers could continue
 
-A worker is never taken out because it is slow: whatever its training thread does, its agent reports it as running. A
-process that a debugger holds is never taken out. If a process has ended, its agent says so in another message
-(`ProcessEnded`). Time in which the coordinator itself did not run is not counted as silence.
+A worker is never taken out because it is slow: whatever the training thread does, the agent reports the process as
+running. A process that a debugger holds is never taken out. If a process has ended, its agent says so in another
+message (`ProcessEnded`). Time in which the coordinator itself did not run is not counted as silence.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ HEARTBEAT_S = Fraction(1, 2)
 LOOK_S = Fraction(1, 10)
 """Interval at which the host asks for verdicts, and at which an agent looks at the states of its processes."""
 
-# Ten heartbeats, together with the time until the next look. A loaded machine or a link that loses packets
-# delays a heartbeat by one or two seconds, so such a machine stays.
+# Ten heartbeats, together with the time until the next look. A loaded machine or a link that loses packets delays a
+# heartbeat by one or two seconds, so such a machine is not taken out.
 SILENCE_S = 10 * HEARTBEAT_S - LOOK_S
 """Time without a sign of life after which a machine is taken out."""
 
 # A worker is taken out when it has been stopped for STOPPED_S, and for STOPPED_ITERATIONS usual iterations of
-# the fastest other worker. The rest of max(1 s, 3 iterations) is left for noticing it and for taking it out.
+# the fastest other worker. All of this may take max(1 s, 3 iterations); the rest of this time is left for noticing that
+# the worker is stopped, and for taking it out.
 STOPPED_S = Fraction(7, 10)
 STOPPED_ITERATIONS = Fraction(5, 2)
 STOPPED_FIRST_S = Fraction(15)  # while no other worker's iteration time is known
@@ -67,9 +68,9 @@ class _Machine:
 
     Attributes:
         name: name of the machine, for users.
-        heard_ticks: time of its last sign of life: that it joined, a heartbeat, or a part of a large message.
+        heard_ticks: time of the last sign of life of the machine: its join, a heartbeat, or a part of a large message.
         states: worker -> the state of its process in the last heartbeat.
-        stopped_ticks: worker that is stopped -> time at which this was first reported.
+        stopped_ticks: stopped worker -> time at which it was first reported as stopped.
     """
 
     def __init__(self, name: str, now_ticks: int) -> None:
@@ -82,9 +83,9 @@ class _Machine:
 class Liveness:
     """The machines and workers of a run that are alive, as far as the coordinator knows.
 
-    The host must call `look` no later than at `next_ticks`, and pass it heartbeats that have arrived before. Each
-    verdict is returned once, and the coordinator then no longer counts on this machine or worker; a heartbeat that it
-    sends nevertheless changes nothing, until it joins again.
+    The host must call `look` no later than at `next_ticks`, and must first pass on all heartbeats that have arrived.
+    Each verdict is returned once. From then on, heartbeats of this machine, or about this worker, change nothing until
+    the machine or the worker joins again.
 
     Example:
         >>> liveness = Liveness()
@@ -130,12 +131,12 @@ class Liveness:
         self._machines.pop(machine, None)
 
     def worker_joined(self, worker: int, incarnation: int = 0) -> None:
-        """Consider a worker from now on. What is reported about its earlier incarnations has no effect."""
+        """Observe a worker from now on. Reports about its earlier incarnations have no effect."""
         self.worker_left(worker)
         self._incarnations[worker] = incarnation
 
     def worker_left(self, worker: int) -> None:
-        """No longer consider a worker, because it has finished or was lost."""
+        """Stop observing a worker, because it has finished or was lost."""
         self._incarnations.pop(worker, None)
         self._iterations.pop(worker, None)
         for machine in self._machines.values():
@@ -147,7 +148,8 @@ class Liveness:
 
         Args:
             machine: index of the machine.
-            states: the states of the processes on the machine. Servers are ignored: a run cannot do without them.
+            states: the states of the processes on the machine. Servers are ignored, because a run cannot go on without
+                them.
             now_ticks: the current time.
         """
         if (sender := self._machines.get(machine)) is None:
@@ -166,7 +168,7 @@ class Liveness:
         }
 
     def moved(self, machine: int, now_ticks: int) -> None:
-        """Handle a part of a large message from a machine, behind which its heartbeats may have to wait."""
+        """Handle a part of a large message from a machine. Heartbeats may have to wait until such a message is sent."""
         if (sender := self._machines.get(machine)) is not None:
             sender.heard_ticks = now_ticks
 
@@ -179,7 +181,7 @@ class Liveness:
         durations.append(duration_ticks)
 
     def usual_ticks(self, worker: int) -> int | None:
-        """Return the usual duration of a worker's iterations: the median of the last ones; None if it is unknown."""
+        """Return the usual duration of a worker's iterations: the median of the last few; None if it is unknown."""
         durations = self._iterations.get(worker)
         return median_low(durations) if durations else None
 
@@ -215,7 +217,7 @@ class Liveness:
     def _stopped_too_long(self, now_ticks: int) -> list[tuple[int, int, int]]:
         """Return (machine, worker, time at which it was stopped) of each worker that must be taken out.
 
-        If no worker could continue, none is returned, because taking a worker out would not help any other.
+        If no worker could continue, no worker is returned, because it would help no worker to take another one out.
         """
         stopped = [
             (index, worker, since_ticks)
@@ -230,7 +232,7 @@ class Liveness:
         return [each for each in stopped if now_ticks >= each[2] + patience_ticks]
 
     def _excuse(self, now_ticks: int) -> None:
-        """Do not count the time in which the host did not call `look`, although it should have."""
+        """Do not count time in which the host should have called `look`, but did not call it."""
         if self._looked_ticks is None:
             return
         late_ticks = now_ticks - (self._looked_ticks + LOOK_TICKS)
@@ -262,8 +264,8 @@ def patience(usual_ticks: int | None) -> int:
 
 # -- The agent's side of the heartbeats: when one is due, and what the answers say about the clock -----------
 #
-# The agent calls `due` about every `LOOK_S` with the states of its processes, and sends the heartbeat that it
-# returns, if any. It passes each answer to `answered`. The coordinator answers with `answer`, and passes the
+# The agent calls `due` about every `LOOK_S` with the states of its processes, and sends the heartbeat that `due`
+# returns, if any. The agent passes each answer to `answered`. The coordinator answers with `answer`, and passes the
 # states to `Liveness`.
 
 MOST_UNANSWERED = 20
@@ -274,7 +276,7 @@ class Heartbeats:
 
     All times are on the machine's own clock.
 
-    While the coordinator's host is suspended, it reads nothing, so at most `MOST_UNANSWERED` heartbeats are sent
+    The coordinator's host reads nothing while it is suspended. So an agent sends at most `MOST_UNANSWERED` heartbeats
     without an answer.
 
     Args:
@@ -301,9 +303,9 @@ class Heartbeats:
         self._unanswered = 0
 
     def due(self, states: Iterable[ProcessState], now_ticks: int) -> Heartbeat | None:
-        """Return a heartbeat that must be sent at once; None if none is due.
+        """Return a heartbeat that must be sent at once; None if no heartbeat is due.
 
-        Heartbeats are due at regular times, and when a state has changed. One that is late does not delay the next.
+        Heartbeats are due at regular times, and when a state has changed. A late heartbeat does not delay the next one.
 
         Args:
             states: the current states of the processes on the machine.
@@ -324,7 +326,7 @@ class Heartbeats:
         return Heartbeat(now_ticks, states, self.clock.stated)
 
     def answered(self, message: HeartbeatAnswered, now_ticks: int) -> None:
-        """Handle the answer to a heartbeat. `now_ticks` is the time at which it has arrived."""
+        """Handle the answer to a heartbeat. `now_ticks` is the time at which the answer has arrived."""
         self._unanswered = max(0, self._unanswered - 1)
         self.clock.exchanged(message.sent_ticks, message.received_ticks, message.answered_ticks, now_ticks)
 
@@ -334,7 +336,7 @@ def answer(heartbeat: Heartbeat, received_ticks: int, answered_ticks: int) -> He
 
     Args:
         heartbeat: the heartbeat.
-        received_ticks: time on the coordinator's clock at which it arrived.
+        received_ticks: time on the coordinator's clock at which the heartbeat arrived.
         answered_ticks: time on the coordinator's clock at which the answer is sent.
     """
     return HeartbeatAnswered(heartbeat.sent_ticks, received_ticks, answered_ticks)
@@ -354,10 +356,10 @@ def answer(heartbeat: Heartbeat, received_ticks: int, answered_ticks: int) -> He
 #     was at least t2 - t3  when the machine's clock showed t3.
 #
 # The middle of the two bounds is the well-known estimate of NTP [1], whose error is at most half the round
-# trip, however asymmetric the delays are. As the offset changes by at most `MOST_DRIFT_PPM`, the bounds of
-# earlier exchanges also bound the offset now, after they have been widened. The offset lies in the
-# intersection of all these intervals. So the exchanges with the least round trips determine the estimate, and
-# old ones fade as their intervals are widened.
+# trip, however asymmetric the delays are. The offset changes by at most `MOST_DRIFT_PPM`. So the bounds of an earlier
+# exchange, widened by the largest possible change since then, are also bounds of the present offset. The offset lies in
+# the intersection of all these intervals. So the exchanges with the shortest round trips determine the estimate, and
+# old exchanges lose their influence as their intervals are widened.
 #
 # If the intersection is empty, one of the clocks has been set, or has not run while its machine was
 # suspended. The earlier exchanges are then forgotten. All times and bounds are whole ticks, and all rounding
@@ -393,7 +395,7 @@ class OffsetBounds(msgspec.Struct, frozen=True):
 
     @classmethod
     def stated(cls, offset: ClockOffset) -> OffsetBounds:
-        """Return the bounds that a statement of an offset contains."""
+        """Return the bounds that a `ClockOffset` states."""
         return cls(
             offset.at_ticks,
             offset.offset_ticks - offset.bound_ticks,
@@ -447,11 +449,11 @@ class ClockEstimate:
         self._anchors: deque[OffsetBounds] = deque(maxlen=ANCHORS)
 
     def exchanged(self, t0: int, t1: int, t2: int, t3: int) -> None:
-        """Handle an exchange with the coordinator. One whose times contradict each other has no effect.
+        """Handle an exchange with the coordinator. An exchange whose times contradict each other has no effect.
 
         Args:
             t0: time on the machine's clock at which the message was sent.
-            t1: time on the coordinator's clock at which it was received.
+            t1: time on the coordinator's clock at which the message was received.
             t2: time on the coordinator's clock at which the answer was sent.
             t3: time on the machine's clock at which the answer was received.
         """
@@ -583,23 +585,23 @@ class TrafficMeter:
         return dict(sorted(found.items()))
 
 
-# -- The clocks of patience: for how long each subject of a run has kept it waiting --------------------------
+# -- The clocks of patience: for how long each subject has kept a run waiting --------------------------------
 #
 # A run is patient with many subjects: a process that starts, a worker that has sent nothing, a server that
-# has been asked, a shortage of workers. Three mistakes are easy to make with the time of each, and all of
-# them have led to healthy workers being accused or killed:
+# has been asked, a shortage of workers. Three mistakes are easy to make with the time of each subject, and all three
+# have led to healthy workers being accused or killed:
 #
 #     the clock begins with the run, although its subject arrives later, or has left and arrives again
-#     the clock goes on while its subject cannot act, because it waits for others or the run is paused
+#     the clock goes on while its subject cannot act, because the subject waits for others or the run is paused
 #     the clock goes on while `look` is not called, because this process itself is suspended
 #
-# `Clocks` makes none of them. A subject has no clock before `begin` says that it has arrived, and
-# a subject without a clock has not been waited for. Time passes only from one `look` to the next, and not
-# while the run has paused.
+# `Clocks` makes none of these mistakes. A subject has no clock before `begin` says that it has arrived, and a subject
+# without a clock has not been waited for. Time passes only from one `look` to the next, and not while the run has
+# paused.
 
 K = TypeVar("K", bound=Hashable)
 
-RESOLUTION_S = 1e-4  # times that differ by less are equal; they may have been converted in different ways
+RESOLUTION_S = 1e-4  # times that differ by less count as equal, since conversions may round differently
 
 
 class Clocks(Generic[K]):
@@ -609,7 +611,8 @@ class Clocks(Generic[K]):
 
     Args:
         now_s: the current time.
-        gap_s: the most that the time between two calls of `look` counts. A process that looks less often was suspended.
+        gap_s: the longest time between two calls of `look` that counts in full. If more time passes, the process was
+            suspended, and only this time counts.
 
     Example:
         >>> clocks: Clocks[str] = Clocks(0.0, gap_s=1.0)
@@ -637,7 +640,7 @@ class Clocks(Generic[K]):
         self._passed_s = now_s, self.counted_s(now_s) if counts else self._passed_s[1]
 
     def counted_s(self, at_s: float) -> float:
-        """Return the time that has counted until a time which may lie before the last look or after it."""
+        """Return the time that has counted until `at_s`, which may lie before or after the last look."""
         looked_s, counted_s = self._passed_s
         return counted_s + min(at_s - looked_s, self._gap_s)
 
@@ -646,13 +649,13 @@ class Clocks(Generic[K]):
         self._begun_s[subject] = self.counted_s(now_s)
 
     def renew(self, subject: K, now_s: float) -> None:
-        """Begin the clock of a subject anew, unless it has none, or has begun at this time or later."""
+        """Begin the clock of a subject anew, unless there is no such clock, or it has begun at `now_s` or later."""
         begun_s, new_s = self._begun_s.get(subject), self.counted_s(now_s)
         if begun_s is not None and new_s > begun_s + RESOLUTION_S:
             self._begun_s[subject] = new_s
 
     def hold(self, subject: K, now_s: float, *, holds: bool) -> float | None:
-        """Return for how long a condition has held: its clock begins and ends with it. None if it does not hold."""
+        """Return for how long a condition has held; None if it does not hold. Its clock runs while it holds."""
         if not holds:
             self.end(subject)
         elif subject not in self._begun_s:
@@ -660,7 +663,7 @@ class Clocks(Generic[K]):
         return self.waited_s(subject, now_s)
 
     def end(self, subject: K) -> None:
-        """Wait for a subject no longer: it has done what it was to do, or it has left."""
+        """End the clock of a subject that is no longer waited for: the subject has done its part, or has left."""
         self._begun_s.pop(subject, None)
 
     def waited_s(self, subject: K, now_s: float) -> float | None:
@@ -669,5 +672,5 @@ class Clocks(Generic[K]):
         return None if begun_s is None else max(0.0, self.counted_s(now_s) - begun_s)
 
     def began_s(self, subject: K) -> float | None:
-        """Return what identifies the present run of the clock of a subject: the time that had counted before."""
+        """Return the counted time at which the clock of a subject began, which identifies this run of the clock."""
         return self._begun_s.get(subject)

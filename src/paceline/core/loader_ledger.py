@@ -12,9 +12,9 @@ position. A position is in exactly one of these states:
     left out    it belongs to an incomplete batch at the end of the epoch, which is not handed out, or to a batch
                 that a script has skipped between its pushes, because it computed no gradient of it
 
-Returned positions are handed out again before any others: in the same epoch if its split is dynamic and a worker
-still draws from the epoch, else in a later one. With a dynamic split, positions that a worker gives back because its
-script has ended the epoch early are handed out again in the same epoch only.
+Returned positions are handed out again before any other positions: in the same epoch if its split is dynamic and a
+worker still draws from the epoch, else in a later epoch. With a dynamic split, positions that a worker gives back
+because its script has ended the epoch early are handed out again in the same epoch only.
 
 A script may draw from a loader and never push, for example to evaluate a model. Then no lease is ever settled.
 Therefore, the ledger forgets the positions of the oldest leases and keeps only the number and the sizes of their
@@ -54,7 +54,7 @@ class PositionCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 @stateful()
 class _Account:
-    """What one worker has of a loader.
+    """The account of one worker with one loader.
 
     Attributes:
         epoch: the last epoch that the worker has begun; -1 before the first one.
@@ -79,7 +79,7 @@ class _Account:
         return sum(lease.count or 0 for leases in (self.forgotten, self.leases) for lease in leases)
 
     def forget(self, drawn: int) -> None:
-        """Forget the positions of the oldest leases, but only of those among the worker's first `drawn` batches."""
+        """Forget the positions of the oldest leases, but only of leases among the worker's first `drawn` batches."""
         while len(self.leases) > MOST_LEASES:
             count = self.leases[0].count
             if count is None or self.first + count > drawn:
@@ -92,7 +92,7 @@ class _Account:
 
 
 NEW = LoaderCut(name="")
-"""What a loader begins with in a run that resumes nothing."""
+"""The state with which a loader begins in a run that resumes no cut."""
 
 
 @stateful()
@@ -100,10 +100,10 @@ class LoaderLedger:
     """The ledger of one loader.
 
     Args:
-        cut: where to begin, if the run resumes another one.
+        cut: the state with which the loader begins.
 
     Attributes:
-        moved: number of positions of earlier epochs that a static split has handed out in a later one.
+        moved: number of positions of earlier epochs that a static split has handed out in a later epoch.
     """
 
     def __init__(self, cut: LoaderCut = NEW) -> None:
@@ -113,7 +113,8 @@ class LoaderLedger:
         self._closed: dict[int, EpochSplit] = {}
         self._opened = cut.opened  # number of the last epoch that was opened, plus 1
         self._order = cut.order  # the order of this epoch
-        # the first epoch of which the earlier run has not used all data, or the last one that it has opened
+        # the first epoch of which the earlier run has not used all data, or the last epoch that the earlier run has
+        # opened
         self._resumed = min((rest.number for rest in cut.epochs), default=cut.opened - 1)
         self._accounts: defaultdict[int, _Account] = defaultdict(_Account)  # worker -> its account
         self._returned = deque(cut.returned)  # each lease has a count
@@ -159,9 +160,9 @@ class LoaderLedger:
             raise ProtocolError(f"worker {worker} reports the end of an order whose size is known")
 
     def settle(self, worker: int, least: Pushed, most: Pushed) -> None:
-        """Record that a worker's batches in `least` are used, and the further ones in `most` are torn.
+        """Record that a worker's batches in `least` are used, and that the further batches in `most` are torn.
 
-        Skipped positions are left out. The worker may skip a batch later than it was settled as used.
+        Skipped positions are left out. The worker may skip a batch after the batch was settled as used.
         """
         account = self._accounts[worker]
         self._used += self._remove(account, least.batches)
@@ -178,7 +179,7 @@ class LoaderLedger:
     def begin(
         self, worker: int, epoch: int, order: DataOrder, drawn: int, live: Set[int], lockstep: bool
     ) -> None:
-        """Let a worker begin an epoch, if it has not begun it already."""
+        """Let a worker begin an epoch, unless it has begun this epoch already."""
         account = self._accounts[worker]
         if epoch > account.epoch:
             self._end_current(worker, account, drawn, live)
@@ -224,8 +225,8 @@ class LoaderLedger:
     def trim(self, worker: int, epoch: int, size: int, *, drop_last: bool) -> None:
         """Remove the positions that do not exist, because the order of an epoch has only `size` positions.
 
-        If `drop_last` is True, also remove a batch that is incomplete without these positions. The epoch may be one
-        that all workers have ended, because a worker may use positions of it that another worker has returned.
+        If `drop_last` is True, also remove a batch that is incomplete without these positions. All workers may have
+        ended the epoch already, because a worker may use positions of the epoch that another worker has returned.
         """
         split = self._split(epoch)
         if split is not None and split.order.size is None:
@@ -245,7 +246,7 @@ class LoaderLedger:
             self._left_out += left_out
 
     def leave(self, worker: int, live: Set[int], *, early: bool) -> None:
-        """Take back everything that a worker has and has not used, and forget the worker."""
+        """Take back all positions that a worker has and has not used, and forget the worker."""
         account = self._accounts.pop(worker, _Account())
         self._left += positions(account.forgotten)
         unused = [*account.leases]
@@ -275,7 +276,7 @@ class LoaderLedger:
         )
 
     def cut(self, name: str) -> LoaderCut:
-        """Return what is left of the data if all workers are lost. Whatever they have used must be settled before."""
+        """Return the data that is left if all workers are lost. All positions that were used must have been settled."""
         accounts, shares = self._accounts.values(), [split.shares.values() for split in self._splits.values()]
         unused: defaultdict[int, list[Lease]] = defaultdict(list)  # by epoch
         for lease in chain(
@@ -336,14 +337,14 @@ class LoaderLedger:
         return removed
 
     def _leave_out(self, account: _Account, skipped: int) -> int:
-        """Leave out a worker's settled positions of which `skipped` were skipped so far. Return how many are new."""
+        """Leave out the settled positions that a worker has skipped, `skipped` in total. Return how many are new."""
         new = max(min(skipped, account.counted) - account.skipped, 0)
         account.skipped += new
         self._left_out += new
         return new
 
     def _take_back(self, account: _Account, drawn: int) -> list[Lease]:
-        """Take back a worker's leases from batch number `drawn` on. Return what was taken back."""
+        """Take back a worker's leases from batch number `drawn` on, and return these leases."""
         kept: deque[Lease] = deque()
         taken_back: list[Lease] = []
         keep = max(drawn - account.first, 0)
@@ -378,12 +379,12 @@ class LoaderLedger:
         return self._splits.get(epoch) or self._closed.get(epoch)
 
     def _leased(self) -> dict[int, EpochSplit]:
-        """Return those of the closed epochs of which some workers have leases that are not settled."""
+        """Return the closed epochs of which some workers have leases that are not settled."""
         leased = {lease.epoch for account in self._accounts.values() for lease in account.leases}
         return {number: split for number, split in self._closed.items() if number in leased}
 
     def _open(self, epoch: int, order: DataOrder, opener: int, live: Set[int], lockstep: bool) -> None:
-        """Begin to split an epoch that no worker has begun before, or what an earlier run has left of it."""
+        """Begin to split an epoch that no worker has begun before, or the part of it that an earlier run has left."""
         rest = self._rests.pop(epoch, None)
         begin = 0 if rest is None else rest.begin
         if rest is not None and (order.size, order.digest) != (rest.order.size, rest.order.digest):
@@ -422,7 +423,7 @@ class LoaderLedger:
             self._returned.append(single(rest.number, order.size - last, last))
 
     def _end_current(self, worker: int, account: _Account, drawn: int, live: Set[int]) -> None:
-        """End the current epoch of a worker that begins a later one. It keeps what its script has drawn."""
+        """End the current epoch of a worker that begins a later epoch. The worker keeps the drawn batches."""
         self._put_back(self._take_back(account, drawn))
         self._sizes.pause(worker)
         if (split := self._splits.get(account.epoch)) is not None:
@@ -437,7 +438,7 @@ class LoaderLedger:
     def _close_if_ended(self, epoch: int, split: EpochSplit, live: Set[int]) -> None:
         """Close an epoch if no live worker receives more batches of it.
 
-        If no worker is live, others may join later and continue the epoch.
+        If no worker is live, other workers may join later and continue the epoch.
         """
         if live and len(split.ended) >= len(live) and live <= split.ended:
             del self._splits[epoch]

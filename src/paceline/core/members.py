@@ -1,8 +1,8 @@
 """The members of a run: its workers and servers, how many it needs, the main worker, and how a worker is lost.
 
-A worker has an index. When it is gone and has not finished its work, another worker may join with this index. It is
-the next *incarnation* of the worker, and what an earlier one still sends is refused. Every index is in one of three
-sets:
+A worker has an index. When a worker is gone and has not finished its work, another worker may join with the same index.
+The new worker is the next *incarnation* of the worker, and messages that an earlier incarnation still sends are
+refused. Every index is in one of three sets:
 
     live      the worker is expected at the start of the run, or has registered; it is *present* from the moment at
               which it takes part in the run
@@ -31,7 +31,7 @@ class Departure(NamedTuple):
     Attributes:
         worker: index of the worker.
         incarnation: how often this index had been used before.
-        fate: "finished" if it has finished its work, "left" if it was asked to leave before, or "lost".
+        fate: "finished" if the worker has finished its work, "left" if it was asked to leave before this, or "lost".
     """
 
     worker: int
@@ -45,7 +45,7 @@ class Members:
 
     Args:
         workers: maximum number of workers.
-        absent: workers that are not expected at the start of the run. They can be invited later.
+        absent: workers that are not expected at the start of the run, and can be invited later.
 
     Attributes:
         present: the live workers that take part in the run.
@@ -99,7 +99,7 @@ class Members:
 
     @property
     def lost(self) -> list[int]:
-        """The lost workers, in the order in which they were lost. A worker that was lost twice is in it twice."""
+        """The lost workers, in the order in which they were lost. A worker that was lost twice appears twice."""
         return self._departed("lost")
 
     @property
@@ -111,12 +111,12 @@ class Members:
         return [departure.worker for departure in self.departures if departure.fate in fates]
 
     def fate(self, worker: int) -> Fate | Literal[""]:
-        """Return how a worker that is gone has left; "" for any other worker, and if there has been none."""
+        """Return how a worker that is gone has left; "" if it is not gone, or has never taken part in the run."""
         latest = self._latest.get(worker)
         return latest.fate if latest is not None and worker in self.gone else ""
 
     def has_returned(self, departure: Departure) -> bool:
-        """Return True if a later incarnation of the worker takes part in the run, or has done so."""
+        """Return True if a later incarnation of the worker takes part in the run, or has taken part."""
         worker = departure.worker
         return worker in self._live or self._latest[worker].incarnation > departure.incarnation
 
@@ -134,7 +134,7 @@ class Members:
     ) -> dict[int, int]:
         """Invite `count` workers to a run in progress. Return their indices and incarnations.
 
-        The `wanted` indices come first if they are free, and then those that have not been used yet.
+        The `wanted` indices come first if they are free, and then the indices that have not been used yet.
 
         Args:
             count: number of workers.
@@ -161,14 +161,14 @@ class Members:
         return {worker: self.incarnation(worker) for worker in invited}
 
     def admit(self, worker: int) -> None:
-        """Count a worker among the live ones. If it is gone, it is the next incarnation."""
+        """Count a worker as live. If the worker is gone, its next incarnation begins."""
         if worker in self.gone:
             self._use(worker)
         self.invited.discard(worker)
         self._live.add(worker)
 
     def leave(self, worker: int, fate: Fate) -> None:
-        """Count a live worker among those that are gone."""
+        """Count a live worker as gone."""
         self._live.remove(worker)
         self.present.discard(worker)
         self.gone.add(worker)
@@ -181,7 +181,7 @@ class Members:
         self.gone.add(worker)
 
     def outlook(self, most_workers: int) -> dict[str, object]:
-        """Return what decides: only how workers have left, not which of them or in which order."""
+        """Return the values that decide: how workers have left, but neither which workers nor in which order."""
         return {"departures": {departure.fate for departure in self.departures}, "_latest": None}
 
     def validate(self) -> None:
@@ -213,8 +213,8 @@ class Quorum:
     Args:
         members: the workers of the run.
         least: minimum number of workers with which the run begins.
-        pause_below: number of workers below which the run pauses until others join. Once a worker has finished, the
-            run no longer pauses.
+        pause_below: number of workers below which the run pauses until other workers join. Once a worker has finished,
+            the run no longer pauses.
 
     Attributes:
         paused: True while the workers begin no further iterations, because the run has too few workers.
@@ -240,8 +240,8 @@ class Quorum:
     def everybody_left(self) -> bool:
         """True if every worker has finished, was lost, or has yet to join, and at least one worker has left.
 
-        A run that pauses when it has too few workers also waits for others when all of its workers have been lost or
-        have left early.
+        A run that pauses when it has too few workers also waits for new workers when all of its workers have been lost
+        or have left early.
         """
         members = self._members
         if members.live_count:
@@ -259,18 +259,19 @@ class Quorum:
 
 # -- The main worker, whose script writes files and messages for the whole job -------------------------------
 #
-#     beginning   worker 0 or, if it does not take part, the worker with the lowest index of those with which training
-#                 begins
-#     afterwards  the main worker stays the same until it is lost, or leaves before its script has ended. Then the
-#                 worker with the lowest index of those that take part takes its place; if there is none, the next one
-#                 to join or, before training begins, worker 0
+#     beginning   worker 0 or, if it does not take part, the worker with the lowest index among those with which
+#                 training begins
+#     afterwards  the main worker stays the same until it is lost, or leaves before its script has ended. Then its
+#                 place is taken by the worker with the lowest index among those that take part. If no worker takes
+#                 part, its place is taken by the next worker that joins or, before training begins, by worker 0
 #
-# A worker that was lost and joins again is another process. It knows nothing of what its predecessor has
-# written, for example which result was the best. So it does not get the role back as long as another worker
-# has it. If the main worker has finished its script, it has written everything, and no worker takes its place.
+# A worker that was lost and joins again is another process. This process knows nothing of what its predecessor has
+# written, for example which result was the best. So it does not become the main worker as long as another worker is the
+# main worker. If the main worker has finished its script, it has written everything, and no worker takes its place.
 #
-# The workers may have different working directories. A relative path of a file that is written once for the
-# job is meant in that of the first main worker, also after its loss, so that the path of the file stays the same.
+# The workers may have different working directories. If a file is written once for the job, its relative path refers to
+# the working directory of the first main worker, even after the loss of this worker. So the path of the file stays the
+# same.
 
 NOBODY = -1
 
@@ -280,7 +281,7 @@ class MainWorker:
     """The main worker of a job.
 
     Attributes:
-        worker: index of the main worker; `NOBODY` if it has left and no other worker takes part.
+        worker: index of the main worker; `NOBODY` if the main worker has left and no other worker takes part.
         directory: the working directory of the main worker with which training has begun; None if it is unknown.
 
     Example:
@@ -296,7 +297,7 @@ class MainWorker:
     def __init__(self) -> None:
         self.worker = 0
         self.directory: WorkingDirectory | None = None
-        self._vacant = 0  # whose the role is if no other worker can take it
+        self._vacant = 0  # the main worker if no other worker can take its place
 
     def begin(self, workers: Mapping[int, WorkingDirectory | None]) -> None:
         """Begin training with these workers, which have these working directories."""
@@ -317,8 +318,8 @@ class MainWorker:
 
         Args:
             worker: the worker.
-            finished: True if its script has ended.
-            others: the workers that can take its place.
+            finished: True if the script of the worker has ended.
+            others: the workers that can take the place of the worker.
         """
         if worker != self.worker or finished:
             return False
@@ -340,7 +341,7 @@ class ServerRoster:
     Attributes:
         vacant: the servers that no machine has brought yet.
         addresses: connected server -> its address.
-        lost: server without which the run has ended -> a clause that says why it is lost.
+        lost: server without which the run has ended -> a clause that says why the server is lost.
     """
 
     def __init__(self, placement: Placement, late: Collection[int] = ()) -> None:
@@ -367,7 +368,7 @@ class ServerRoster:
         return 0 <= server < self._count and not excluded
 
     def ready(self, server: int) -> bool:
-        """Handle a server that has received its shards. Return True if all servers have."""
+        """Handle a server that has received its shards. Return True if all servers have received their shards."""
         self._ready.add(server)
         return len(self._ready) >= self._count
 
@@ -376,7 +377,7 @@ class ServerRoster:
 
         Args:
             server: index of the server.
-            how: a clause that says why it is lost.
+            how: a clause that says why the server is lost.
             begun: True if the run has begun. Otherwise, a server that machines bring becomes vacant.
 
         Returns:
@@ -400,17 +401,17 @@ class ServerRoster:
             more = f"{missing or 'no'} more server{'s' * (missing != 1)}"
             late = len(self._late)
             raise ConfigurationError(
-                f"this machine offers --servers {count}, but the run needs {more}: of its {self._count}, the "
-                f"machine that serves it has {self._count - late}, and machines that have joined have "
-                f"{late - missing}. Join with --servers {missing}, or start the run with more of them (--servers N "
-                "--remote-servers M)."
+                f"this machine offers --servers {count}, but the run needs {more}: of its {self._count} "
+                f"servers, the machine that serves the run has {self._count - late}, and machines that have joined "
+                f"have {late - missing}. Join with --servers {missing}, or start the run with more servers "
+                "(--servers N --remote-servers M)."
             )
         invited = tuple(sorted(self.vacant)[:count])
         self.vacant.difference_update(invited)
         return invited
 
     def release(self, server: int) -> None:
-        """Let another machine bring a server, because its machine has left before the run has begun."""
+        """Let another machine bring a server, because the server's machine has left before the run has begun."""
         self.vacant.add(server)
 
 
@@ -419,8 +420,8 @@ class ServerRoster:
 # A worker that dies while it sends a push leaves a *torn* push, which some shards have received and others
 # have not. A shard alone cannot know whether a push that it holds is torn. So a loss has two phases:
 #
-#     WorkerLost       to each server. From then on, it receives nothing more from this incarnation of the worker, and
-#                      its shards apply nothing that contains a held push of the worker
+#     WorkerLost       to each server. From then on, the server receives nothing more from this incarnation of the
+#                      worker, and its shards apply no update that contains a held push of the worker
 #     PushesReported   from each server: the labels of the last pushes that its shards have received
 #     LossSettled      to each server that holds a push: a held push that every shard has received is kept, and any
 #                      other held push is dropped
@@ -430,8 +431,8 @@ class ServerRoster:
 # server that notices a loss before the coordinator does fences the worker by itself.
 #
 # An incarnation that is lost before it takes part has pushed nothing. A server that has welcomed the
-# incarnation may still hold pushes of an earlier one, and reports them. They have been settled, so all of
-# them are kept.
+# incarnation may still hold pushes of an earlier incarnation, and reports these pushes. The loss of the earlier
+# incarnation has been settled, so all of these pushes are kept.
 
 
 @stateful()
@@ -458,7 +459,7 @@ class WorkerLoss:
         return not self._missing
 
     def reported(self, server: int, report: PushesReported) -> list[Request]:
-        """Handle a server's report. After the last one, return the requests that settle the loss."""
+        """Handle a server's report. After the last report, return the requests that settle the loss."""
         if report.incarnation != self._incarnation or server not in self._missing:
             return []
         self._missing.remove(server)
@@ -479,9 +480,9 @@ class WorkerLoss:
 
     @property
     def drawn(self) -> list[tuple[PackedPushed, PackedPushed]]:
-        """For each loader, the batches in the worker's pushes at all shards, and at some shards.
+        """For each loader, the batches in the pushes that all shards have received, and that some shards have received.
 
-        Both are equal unless a push is torn: a torn push that is only held is dropped.
+        The two values are equal unless a push is torn: a torn push that is only held is dropped.
         """
         reports = [
             list(map(Pushed.unpack, drawn)) for report in self._received.values() for drawn in report.drawn
@@ -528,7 +529,8 @@ class Losses:
         """
         loss = self.open.get(report.worker)
         if loss is None:
-            # This incarnation never took part. Whatever is held is from an earlier one, and has been settled.
+            # This incarnation never took part. Held pushes are those of an earlier incarnation, whose loss has been
+            # settled.
             kept = max(report.last, default=-1)
             settled = LossSettled(report.worker, report.incarnation, kept)
             return [Send(server_peer(server), settled)] if any(report.held) else [], None

@@ -22,17 +22,17 @@ from .requests import COORDINATOR, Request, Send
 #             workers are not merged
 #
 # A metric is of the kind "point" as long as each of its values was logged inside `paceline.evaluating()` or
-# by the main worker of a job with several workers. With the first other value, it becomes a "mean", also of
-# its earlier values. So the kind depends on the values, but not on the order in which they arrive.
+# by the main worker of a job with several workers. With the first value that was logged otherwise, the metric becomes a
+# "mean", which includes its earlier values. So the kind depends on the values, but not on the order in which they
+# arrive.
 #
-# A bucket is a span of the job's progress, which is the number of samples used by all workers together; of
-# updates, if the numbers of samples are unknown. It is not a span of time, because workers are not equally
-# fast. A bucket is one sample wide at first, so values merge only if they belong to the same progress. If a
-# metric has more than `MOST_BUCKETS` points, neighboring buckets merge in pairs: all buckets become twice as
-# wide.
+# A bucket is a span of the job's progress. The progress is the number of samples used by all workers together or, if
+# the numbers of samples are unknown, the number of updates. A bucket is not a span of time, because workers are not
+# equally fast. A bucket is one sample wide at first, so values merge only if they were logged at the same progress. If
+# a metric has more than `MOST_BUCKETS` points, neighboring buckets merge in pairs: all buckets become twice as wide.
 #
 # The loss may have several sources: the script logs it, a closure returns it, or it is guessed. Each source
-# has a series of its own. Only the best one is shown, so a loss never counts twice.
+# has a series of its own. Only the series of the best source is shown, so a loss never counts twice.
 
 MOST_BUCKETS = 2000
 """Maximum number of points of a metric."""
@@ -54,10 +54,10 @@ class MetricPoint(msgspec.Struct, frozen=True):
 
     Attributes:
         time_s: time of the last value in the bucket, in seconds since the run began.
-        samples: number of samples that all workers together had used by then; 0 if unknown.
-        updates: number of updates by then.
+        samples: number of samples that all workers together had used at this time; 0 if unknown.
+        updates: number of updates at this time.
         value: the mean of the values, weighted by their samples. May be NaN or inf.
-        weight: sum of these weights.
+        weight: sum of the weights of the values.
         count: number of values.
         worker: the worker, for a metric of the kind "point"; -1 for a mean over the workers.
     """
@@ -75,7 +75,7 @@ class Metric(msgspec.Struct, frozen=True):
     """A metric with all its points, in order of the job's progress.
 
     Attributes:
-        name: the name that the script has given to it, or "loss" for what closures return.
+        name: the name that the script has given to the metric, or "loss" for the values that closures return.
         kind: "mean" or "point". See the comment above `MOST_BUCKETS`.
         points: the points.
         guessed: True if the script has logged nothing, and the values are those of the tensor on which it called
@@ -197,8 +197,8 @@ class History:
 class _Series:
     """The values of one metric from one source.
 
-    A point is immutable, and whatever changes more than one point replaces the whole state. So another thread that
-    copies the state finds whole points, and none twice.
+    A point is immutable, and a change of more than one point replaces the whole state. So another thread that copies
+    the state finds only complete points, and finds each point once.
     """
 
     def __init__(self) -> None:
@@ -267,7 +267,7 @@ def _joined(one: MetricPoint | None, other: MetricPoint, worker: int) -> MetricP
 
 @stateful(fixed="_history")
 class MetricIntake:
-    """Adds logged values to a history, and says once that there are too many names.
+    """Adds logged values to a history, and warns once if there are too many names.
 
     Args:
         history: the history of the run.
@@ -305,43 +305,43 @@ class MetricIntake:
             if not kept and not self._crowded:
                 self._crowded = True
                 warning = (
-                    f"The scripts have logged more than {MOST_METRICS} metrics. Those whose names came later, the "
-                    f"first of them {logged.name!r} of worker {worker}, are not kept."
+                    f"The scripts have logged more than {MOST_METRICS} metrics. Metrics whose names came later are "
+                    f"not kept. The first of these names is {logged.name!r}, from worker {worker}."
                 )
         return warning
 
 
-# -- What a worker's script has logged and the coordinator has not been told yet -----------------------------
+# -- What a worker's script has logged and the worker has not reported to the coordinator yet ----------------
 #
-# Scripts may log many times per second. So a worker first merges what belongs to the same progress of the
-# job, and reports a few times per second at most. A value that was logged between two pushes belongs to one
-# of them: to the later one if its gradient was being computed, else to the earlier one, whose loss a script
-# may log after `step()`. It has the weight of this push in a mean over the workers, however often the script
-# has logged.
+# Scripts may log many times per second. So a worker first merges the values that were logged at the same progress of
+# the job, and reports a few times per second at most. A value that was logged between two pushes belongs to the later
+# push if the gradient of this push was being computed. Otherwise, the value belongs to the earlier push, whose loss a
+# script may log after `step()`. In a mean over the workers, the value has the weight of its push, however often the
+# script has logged.
 #
 # A report contains ages instead of times, so no two clocks are compared. In virtual time, values reach the
 # coordinator without a message, so a simulation has the same events and bytes whether its script logs or not.
 # Metrics decide nothing, so they are neither recorded in traces nor part of the states of the exhaustive search.
 
 LEAST_WEIGHT = 1
-"""The smallest weight of a value: that of an unknown number of samples."""
+"""The smallest weight of a value, which is its weight if the number of samples is unknown."""
 
 MOST_AGE_S = 1e9
 
 
 class Noted(msgspec.Struct, frozen=True, gc=False):
-    """A value that a script has logged, or the mean of several.
+    """A value that a script has logged, or the mean of several such values.
 
     Attributes:
         name: name of the metric.
         value: the value.
-        time_s: when it was logged, in seconds on the worker's clock.
-        samples: number of samples that all workers together had used by then; 0 if unknown.
-        updates: number of updates by then.
-        source: where it comes from.
-        evaluating: True if it was logged inside `paceline.evaluating()`.
-        late: True if it belongs to the push before it, not to the push after it.
-        times: number of values of which it is the mean.
+        time_s: time at which the value was logged, in seconds on the worker's clock.
+        samples: number of samples that all workers together had used at this time; 0 if unknown.
+        updates: number of updates at this time.
+        source: where the value comes from.
+        evaluating: True if the value was logged inside `paceline.evaluating()`.
+        late: True if the value belongs to the push before it, not to the push after it.
+        times: number of logged values of which `value` is the mean.
     """
 
     name: str
@@ -359,11 +359,12 @@ class Settled(msgspec.Struct, frozen=True):
     """What a script has logged before a push.
 
     Attributes:
-        noted: all of it.
+        noted: everything that the script has logged.
         loss: the loss of the iteration that is pushed; None if it is unknown.
         follows: True if the loss is unknown because the script logs it after `step()`.
-        earlier_loss: the loss of the iteration before it, if the script has logged it since then; else None.
-        shown: the last loss that is known, for display; None if there is no new one.
+        earlier_loss: the loss of the previous iteration, if the script has logged this loss since the previous push;
+            else None.
+        shown: the last known loss, for display; None if there is no new loss.
         guessed: True if `shown` is a guess.
     """
 
@@ -397,7 +398,7 @@ def merge(noted: Iterable[Noted]) -> list[Noted]:
 
 @stateful()
 class UnsentMetrics:
-    """What a worker has yet to report of its metrics.
+    """The metrics that a worker has yet to report.
 
     Example:
         >>> unsent = UnsentMetrics()
@@ -415,7 +416,7 @@ class UnsentMetrics:
 
     @property
     def fills_a_message(self) -> bool:
-        """True if there is more than what should wait for the next report."""
+        """True if there are too many values to wait for the next report."""
         return len(self._values) >= MOST_LOGGED
 
     def pushed(self, weight: float | None) -> None:
@@ -428,7 +429,8 @@ class UnsentMetrics:
 
         Args:
             noted: the values.
-            ended: True if no push follows them, because the script has ended. Else the last push has followed them.
+            ended: True if no push follows these values, because the script has ended. Otherwise, the last push has
+                followed them.
         """
         for each in merge(noted) if len(noted) > 1 else noted:
             late = each.late and not ended
@@ -467,28 +469,27 @@ class UnsentMetrics:
 #     TimeLedger    at the coordinator: keeps the last report of each worker, and adds up the reports
 #
 # These definitions hold everywhere: in the report, in `time_use`, for balanced batches, for `auto` and
-# `advise`, and for what models predict from intervals:
+# `advise`, and for the predictions of models from intervals:
 #
 #     loading      inside `next()` and `iter()` of a loader that the script distributes
-#     computing    from there until `step()` pushes
+#     computing    from the end of loading until `step()` pushes
 #     outside      from the end of `step()` until the script asks for the next batch, wherever this is: evaluating,
-#                  saving, logging, at the end of an epoch or in the middle. So is the time inside `evaluating`,
-#                  `barrier` and `reduce`, at any place
+#                  saving, logging, at the end of an epoch or in the middle. The time inside `evaluating`, `barrier`
+#                  and `reduce` is also outside, at any place
 #
-# Three cases need more than the calls in their order. A step that is not preceded by a batch of its own, as
-# the second step of two optimizers, or as any step of a script that distributes no loader, ends a computation
-# that has begun with the end of the step before. A pass over a distributed loader in which no gradient is
-# accumulated, such as the loader of an evaluation, is outside as a whole. And requests for data are
-# exchanges, even inside `next()`.
+# In three cases, the order of the calls is not enough. First, a step may have no batch of its own before it, such as
+# the second step of two optimizers, or any step of a script that distributes no loader. The computation of such a step
+# has begun at the end of the previous step. Second, if no gradient is accumulated in a pass over a distributed loader,
+# such as the loader of an evaluation, the whole pass is outside. Third, requests for data are exchanges, even inside
+# `next()`.
 #
-# A worker cannot tell how much of an exchange of pushes and pulls it waited for other workers: only the
-# shards know that. So an exchange is not reported at all; `trace.activity_cells` determines from the traces
-# which part of it was waiting.
+# A worker cannot tell during which part of an exchange of pushes and pulls it waited for other workers: only the shards
+# know this. So an exchange is not reported at all; `trace.activity_cells` determines from the traces which part of it
+# was waiting.
 #
-# A worker that is lost makes no last report. Its *tail* is the time from its last report until its loss. In
-# this time, it was still in the activity of the last report, unless that was an exchange. A live worker
-# reports at least ten times per second while it iterates, so a tail is either short or spent on a single
-# activity.
+# A lost worker makes no report when it leaves. Its *tail* is the time from its last report until its loss. The tail
+# counts as time in the activity of the last report, unless this activity was an exchange. A live worker reports at
+# least ten times per second while it iterates, so a tail is either short or spent on a single activity.
 #
 # All times are in ticks.
 
@@ -503,7 +504,7 @@ STATE_OF: Mapping[Activity, str] = {
     "outside": "outside",
     "between": "outside",
 }
-"""The state to which the time of an activity belongs. Exchanges are missing."""
+"""The state to which the time of an activity belongs. Exchanges belong to no state."""
 
 
 class Lap(NamedTuple):
@@ -534,7 +535,7 @@ class PassMark(NamedTuple):
 
 
 class Stopwatch:
-    """Measures the time that one worker spends on each activity. It begins with an exchange.
+    """Measures the time that one worker spends on each activity. The first activity is an exchange.
 
     Args:
         now_ticks: the current time.
@@ -580,7 +581,7 @@ class Stopwatch:
 
     @property
     def after_step(self) -> Activity:
-        """What the script does after a step, as far as this is known then."""
+        """The activity of the script after a step, as far as this activity is known at the end of the step."""
         return "between" if self.loads else "computing"
 
     def enter(self, activity: Activity, now_ticks: int) -> Activity:
@@ -607,7 +608,7 @@ class Stopwatch:
         self.enter("computing", now_ticks)
 
     def begin_pass(self, trained: int, now_ticks: int) -> PassMark:
-        """Begin a pass over a loader, and to load its first batch.
+        """Begin a pass over a loader, and begin to load its first batch.
 
         Args:
             trained: number of batches for which the script has accumulated a gradient so far.
@@ -617,7 +618,7 @@ class Stopwatch:
         return PassMark(trained + self._pushes, self._spent["loading"], self._unfinished)
 
     def end_pass(self, mark: PassMark, trained: int, now_ticks: int) -> None:
-        """End a pass over a loader. If nothing was trained in it, all of its time was outside of training."""
+        """End a pass over a loader. If no gradient was accumulated in the pass, all of its time was outside."""
         self.enter("between", now_ticks)
         if trained + self._pushes == mark.trained:
             loaded = max(0, self._spent["loading"] - mark.loading)
@@ -669,9 +670,9 @@ class WorkerTime(NamedTuple):
 
     Attributes:
         reported: state -> time that the worker has reported.
-        tails: state -> time from the last report until the worker was lost, or until now. This includes the time in
-            which the worker waited, if it did not compute until the end.
-        queued: part of the reported times in which the worker's main thread could run, but had no core.
+        tails: state -> time from the last report until the worker was lost, or until now. If the worker stopped
+            computing before the end of this time, the time in which it waited is included.
+        queued: part of the reported times in which the worker's main thread was ready to run, but had no core.
     """
 
     reported: dict[str, int]
@@ -681,10 +682,10 @@ class WorkerTime(NamedTuple):
 
 @stateful(history="_last _left")
 class TimeLedger:
-    """Adds up what all workers report.
+    """Adds up the reports of all workers.
 
-    What a computation counts as that was neither pushed nor aborted depends on how the worker has left: as wasted if
-    the worker was lost, as outside of training if the worker has finished, since nothing came of it, and else as
+    A computation that was neither pushed nor aborted counts as wasted if the worker was lost. It counts as outside of
+    training if the worker has finished, since its result was not used. If the worker has not left, it counts as
     computing.
 
     Example:

@@ -100,12 +100,12 @@ class Order:
     def first_label(self, worker: int) -> int:
         """Return the smallest label with which a worker that is not live may join.
 
-        If the worker has been live before, one label is left out, so that its first pull has a new label, too.
+        If the worker has been live before, one label is left out, so that its first pull also has a new label.
         """
         return self._former.get(worker, -1) + 1
 
     def last_label(self, worker: int) -> int:
-        """Return the label of a worker's last push, also if the worker has left; -1 if there is none.
+        """Return the label of a worker's last push, also if the worker has left; -1 if the worker has made no push.
 
         If the worker has joined again and has not pushed since, return the label before its first push.
         """
@@ -157,7 +157,7 @@ class Reporter:
         computing: False if the worker must report the start of its next iteration before it reports the end.
         finishes: True if the worker reports every finished iteration.
         starts: True if the worker reports the start of every iteration. A worker that is present from the beginning
-            of the run does not report the start of its first one.
+            of the run does not report the start of its first iteration.
     """
 
     def __init__(self, models: Sequence[SyncModel]) -> None:
@@ -180,8 +180,8 @@ class Reporter:
 class ReportOrder:
     """Checks the order of the reports that the live workers send to the coordinator.
 
-    The model in force determines whether a worker reports started iterations and whether it reports finished ones.
-    After a change of the model, a worker always reports the start of its next iteration.
+    The model in force determines whether a worker reports started iterations, and whether it reports finished
+    iterations. After a change of the model, a worker always reports the start of its next iteration.
     """
 
     def __init__(self) -> None:

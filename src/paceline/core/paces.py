@@ -1,9 +1,9 @@
 """How fast the workers are, as shard 0 observes it, without I/O.
 
-A *cycle* of a worker begins when the shard answers its pull, and ends when its next push arrives. It includes the
-transfer of the weights, the computation, and the transfer of the gradient, but neither the time for which the worker
-waits for others, nor what its script does outside of training. So cycles tell how long each worker would take under
-any sync model. They are measured on one clock, wherever the worker is.
+A *cycle* of a worker begins when the shard answers the worker's pull, and ends when the worker's next push arrives. A
+cycle includes the transfer of the weights, the computation, and the transfer of the gradient, but neither the time for
+which the worker waits for other workers, nor the time that its script spends outside of training. So cycles tell how
+long each worker would take under any sync model. All cycles are measured on one clock, wherever the workers are.
 
 A cycle in which the worker pulled again, to evaluate the model or after an abort, is not counted, and neither is the
 warm-up of an accelerator.
@@ -54,7 +54,7 @@ class PaceMeter:
             self._recorder.record(entry)
 
     def report(self) -> PacesObserved | None:
-        """Return what has been observed since the last report; None while this is only little."""
+        """Return what has been observed since the last report; None if this is not enough for a report."""
         if self._unreported < REPORTED_CYCLES * max(1, len(self._live)):
             return None
         cycles = tuple((worker, tuple(found)) for worker, found in sorted(self._cycles.items()))
@@ -99,7 +99,7 @@ class PaceMeter:
         if push.counted:
             self._samples += push.counted
             self._samples_of[push.worker, push.iteration] = push.counted
-            self._samples_of.pop((push.worker, push.iteration - 2), None)  # it has been decided about
+            self._samples_of.pop((push.worker, push.iteration - 2), None)  # applied or dropped by now
         if begun_ticks is not None and not push.warm_up:
             cycle_s = max(0, push.now_ticks - begun_ticks - push.outside_ticks) / self._ticks_per_s
             self._cycles.setdefault(push.worker, []).append((samples, cycle_s))
@@ -108,9 +108,9 @@ class PaceMeter:
 
 # -- With overlap off: no worker pulls until every shard has received the pushes of all workers for this round
 #
-# Workers count their iterations from their first one. So rounds are told apart by the number of updates that
-# the weights include from which a gradient was computed. A worker that joins is awaited from its first push
-# on, because only this push tells in which round the worker takes part for the first time.
+# Each worker counts its iterations from its own first iteration. So rounds are told apart by the number of updates in
+# the weights from which a gradient was computed. A worker that joins is awaited from its first push on, because only
+# this push tells in which round the worker takes part for the first time.
 
 
 @stateful()
@@ -129,7 +129,7 @@ class PullBarrier:
         self.newcomers: set[int] = set()
 
     def joined(self, worker: int) -> None:
-        """Add a worker that has joined while the others train."""
+        """Add a worker that has joined while other workers train."""
         self.newcomers.add(worker)
 
     def left(self, worker: int) -> None:
@@ -146,7 +146,7 @@ class PullBarrier:
         return self.allow(present)
 
     def allow(self, present: Set[int]) -> list[Request]:
-        """Let each worker pull for whose round all `present` workers have pushed to all shards."""
+        """Let each waiting worker pull if all `present` workers have pushed to all shards for its round."""
         awaited = present - self.newcomers
         if not awaited or not self.committed:
             return []
@@ -155,6 +155,6 @@ class PullBarrier:
         return [Send(worker_peer(worker), PullAllowed(self.committed.pop(worker))) for worker in allowed]
 
     def validate(self, present: Set[int]) -> None:
-        """Raise `InternalError` if a worker waits that is not present."""
+        """Raise `InternalError` if a worker that is not present waits."""
         if not self.committed.keys() <= present:
             raise InternalError(f"{self.committed} wait to pull, but only {present} are present")

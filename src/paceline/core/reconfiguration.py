@@ -1,10 +1,10 @@
-"""What changes a run while it goes on: which reconfigurations are in progress, and which wait for them to end.
+"""The reconfigurations that change a run while it goes on: which are in progress, and which wait for these to end.
 
 There are three kinds of reconfigurations that change something, and each goes through the same phases:
 
     proposed   the reconfiguration was asked for; its content is not fixed yet
-    agreed     its content is fixed, and those whom it concerns are told
-    in force   all of them follow it; nothing is left to do
+    agreed     its content is fixed, and the processes that it concerns are told
+    in force   all these processes follow the reconfiguration; nothing is left to do
 
                join                       change of the sync model (`job_sync`)   extension
     proposed   admitted; JoinProposed     SyncRequested                           Contributed, from each live worker
@@ -12,18 +12,18 @@ There are three kinds of reconfigurations that change something, and each goes t
     in force   WorkerWelcomed from all    a worker starts its first iteration     ExtensionReady from all servers,
                servers; Started           after the change                        ModelExtended
 
-`WAITS_FOR` says which of them exclude each other. A worker joins one at a time, with a label that the sync model in
-force determines, and its answer names this model and the extensions in force; so a join waits for everything else.
-The members of a change are the live workers, so a change waits for the join that is in progress. The requests for
-changes that have arrived during a join come before the next join.
+`WAITS_FOR` says which reconfigurations exclude each other. Workers join one at a time. The sync model in force
+determines the label with which a worker joins, and the worker's `Started` names this model and the extensions in force.
+So a join waits for all other reconfigurations. The members of a change are the live workers, so a change waits for the
+join that is in progress. The requests for changes that have arrived during a join come before the next join.
 
-Two rules need no entry. All live workers take part in an extension, and a worker that has been admitted is live, so
-no extension begins before the worker has joined. And the next change waits for the current one in the queue of
-`JobSync`, because the events of a trace determine this queue. A change and an extension do not exclude each other: an
-extension is not an event of the sync model.
+Two rules need no entry in this table. All live workers take part in an extension, and a worker that has been admitted
+is live, so no extension begins before the worker has joined. And the next change waits for the current one in the queue
+of `JobSync`, because the events of a trace determine this queue. A change and an extension do not exclude each other:
+an extension is not an event of the sync model.
 
-A cut of the job changes nothing, so nothing waits for it. It waits for everything else, and also for open
-losses; if any of them begins, the cut begins again afterwards.
+A cut of the job changes nothing, so no reconfiguration waits for a cut. A cut waits for all reconfigurations, and also
+for open losses. If a reconfiguration or a loss begins during a cut, the cut begins again afterwards.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ WAITS_FOR: Mapping[Kind, frozenset[Kind]] = {
     "extension": frozenset({"extension"}),
     "cut": frozenset({"join", "change", "extension"}),
 }
-"""Kind of reconfiguration -> the kinds of which none may be in progress when it is agreed."""
+"""Kind of reconfiguration -> the kinds that must not be in progress when a reconfiguration of this kind begins."""
 
 
 @stateful(fixed="_placement _sync")
@@ -83,8 +83,9 @@ class Reconfigurations:
         cut: the cut that is in progress; None if there is none.
         cuts: number of the last cut that has begun.
         wants_cut: True if a cut is to be made, or is in progress.
-        giving: what the workers give for the last cut that has begun; None if it is complete or was given up.
-        joining: the workers that have been admitted and have not joined yet. They join in this order.
+        giving: the states that the workers give for the last cut that has begun; None if this cut is complete or was
+            given up.
+        joining: the workers that have been admitted and have not joined yet, in the order in which they will join.
     """
 
     def __init__(self, placement: Placement, sync: JobSync) -> None:
@@ -96,7 +97,7 @@ class Reconfigurations:
         self.wants_cut = False
         self.giving: StateCollection | None = None
         self.joining: list[int] = []
-        # (worker, message) of each request for a change that waits
+        # (worker, message) of each waiting request for a change
         self._postponed: list[tuple[int, SyncRequested]] = []
         self._placement = placement
         self._sync = sync
@@ -113,7 +114,7 @@ class Reconfigurations:
 
     @property
     def waiting(self) -> bool:
-        """True if a worker is to join, or a cut to be made."""
+        """True if a worker is to join, or if a cut is to be made."""
         return self.wants_cut or bool(self.joining)
 
     def may_begin(self, kind: Kind) -> bool:
@@ -123,7 +124,7 @@ class Reconfigurations:
     # -- cuts ---------------------------------------------------------------------------------------------
 
     def begin_cut(self, members: Members, *, lockstep: bool) -> list[Request]:
-        """Begin a cut if one is wanted. While cuts have to wait, give up the cut that is in progress."""
+        """Begin a cut if one is wanted. If cuts have to wait at present, give up any cut in progress instead."""
         if not self.may_begin("cut"):
             self.give_up_cut()
         elif self.wants_cut and self.cut is None:
@@ -144,7 +145,7 @@ class Reconfigurations:
         return requests
 
     def give_up_cut(self) -> None:
-        """Give up the cut that is in progress, unless all shards have been cut. It begins again."""
+        """Give up the cut that is in progress, unless all shards have been cut. The cut begins again later."""
         self.cut = None
         if self.giving is not None and self.giving.labels is None:
             self.giving = None
@@ -164,7 +165,7 @@ class Reconfigurations:
         return [] if self.join is None else self.join.offered(server, offer, self._sync.next_superstep)
 
     def welcomed(self, server: int, message: WorkerWelcomed) -> WorkerJoined | None:
-        """Handle a server's acknowledgment. After the last one, the join is in force: return what was agreed."""
+        """Handle a server's acknowledgment. After the last one, the join is in force: return the agreed message."""
         if self.join is None:
             return None
         self.join.welcomed(server, message)
@@ -219,7 +220,7 @@ class Reconfigurations:
         return self.extension.begin()
 
     def leave_extension(self, worker: int) -> list[Request]:
-        """Continue an extension without a worker that has left. Without any worker, it is given up."""
+        """Continue an extension without a worker that has left. If no worker remains, give up the extension."""
         if self.extension is None:
             return []
         requests = self.extension.left(worker)
@@ -251,13 +252,13 @@ class Reconfigurations:
 #     WorkerWelcomed   from each server. After the last one, the worker receives Started, and connects to the servers
 #
 # The run goes on meanwhile. So a shard may have gone beyond the c_p when `WorkerJoined` arrives. Its server
-# then sends another `JoinOffered`, and the coordinator sends another `WorkerJoined`; at the servers that have
-# accepted the earlier one, the worker leaves and joins again. Each time, the coordinator doubles the number
-# of rounds that it adds to the offer, so the worker joins at last, however fast the run is. A c_p that is too
-# large does no harm: only the worker itself waits, until the other workers have reached it.
+# then sends another `JoinOffered`, and the coordinator sends another `WorkerJoined`. At servers that have accepted the
+# earlier `WorkerJoined`, the worker leaves and joins again. Each time, the coordinator doubles the number of rounds
+# that it adds to the offer, so the worker joins at some time, however fast the run is. A c_p that is too large does no
+# harm: only the worker itself waits, until the other workers have reached it.
 #
-# A server makes its offer when it has noticed the departure of all workers that have left according to the
-# coordinator. So the next incarnation of a worker joins only when the earlier one has left every shard.
+# A server makes its offer when it has noticed the departure of all workers that have left according to the coordinator.
+# So an incarnation of a worker joins only when the earlier incarnation has left every shard.
 
 
 @stateful()
@@ -271,7 +272,7 @@ class Join:
 
     Attributes:
         worker: the worker that joins.
-        joined: the last message that was sent to all servers; None before the first one.
+        joined: the last `WorkerJoined` that was sent to all servers; None before the first one.
         phase: the phase of the join. See `paceline.core.reconfiguration`.
     """
 
@@ -307,14 +308,14 @@ class Join:
         return self._to_servers(self.joined)
 
     def welcomed(self, server: int, message: WorkerWelcomed) -> None:
-        """Handle a server's acknowledgment. After the last one, the join is in force."""
+        """Handle a server's acknowledgment. After the last acknowledgment, the join is in force."""
         if self.joined is not None and self._concerns(message) and message.count == self.joined.count:
             self._welcomed.add(server)
             if len(self._welcomed) == self._servers:
                 self.phase = "in force"
 
     def _concerns(self, message: JoinOffered | WorkerWelcomed) -> bool:
-        """Return True unless a server has sent the message about an earlier join, which has failed."""
+        """Return False if a server has sent the message about an earlier join, which has failed."""
         return (message.worker, message.incarnation) == (self.worker, self._incarnation)
 
     def _to_servers(self, message: JoinProposed | WorkerJoined) -> list[Request]:
@@ -331,43 +332,43 @@ class Join:
 #     InitialWeightsRequested, InitialWeights
 #                     each server fetches the initial weights of the new parameters from the initializer
 #     ExtensionReady  from each server to the coordinator
-#     ModelExtended   to all; each worker connects to the servers again, with memory for the extended model, and
-#                     receives all weights, as it did at the start
+#     ModelExtended   to all servers and workers; each worker connects to the servers again, with memory for the
+#                     extended model, and receives all weights, as at the start
 #
 # Each extension has a number, which these messages and the workers' greetings contain. A worker whose
-# greeting contains the number of an extension has been told that all servers are ready for it. So a server
-# may extend its shards when it receives the first such greeting, even if it has not been told itself. A
-# worker that is lost just after it has connected may have left a greeting that is read much later, perhaps
-# during the next extension. The server then serves it with the extension in force, or refuses it.
+# greeting contains the number of an extension has been told that all servers are ready for this extension. So a server
+# may extend its shards when it receives the first such greeting, even if it has not received `ModelExtended` yet. If a
+# worker is lost just after it has connected, a server may read the worker's greeting much later, perhaps during the
+# next extension. The server then serves the worker with the extension in force, or refuses the worker.
 #
 # The initializer is the worker with the lowest index. If it is lost before all servers are ready, the next
 # worker takes its place, and sends its weights to all servers. So the initial weights of all shards come from
 # one worker. Until all servers are ready, the shards keep their earlier parameters only. The digests of
-# frozen parameters are the initializer's, too. If all of these workers are lost, the extension is given up.
-# The coordinator proposes the next join only then, so a server that receives `JoinProposed` no longer waits
-# for the initial weights of an extension. The number is used again.
+# frozen parameters are also those of the initializer. If all workers that wait for the extension are lost, the
+# coordinator gives up the extension, and its number is used again. Only then does the coordinator propose the next
+# join, so a server that receives `JoinProposed` no longer waits for the initial weights of an extension.
 #
-# An extension is not an event of the sync model: no worker computes while it lasts, it is not an iteration,
-# and it is not an update.
+# An extension is not an event of the sync model: no worker computes during an extension, and an extension is neither an
+# iteration nor an update.
 #
 # The new parameters form a new *part* of the layout, with vectors of their own, which is sliced by itself. So
-# earlier parameters keep their indices, and slices keep their bounds. A server carries out the extension when
-# it hears of it from the coordinator, or when the first worker connects again, whichever is first. A larger
-# store takes over the weights, the optimizer state, and the pushes that are held back, which have no
-# gradients for the new parameters. A worker closes its former connections only after it has connected again,
-# because a server considers a worker without a connection as lost.
+# earlier parameters keep their indices, and slices keep their bounds. A server carries out the extension when it
+# receives `ModelExtended`, or when the first worker connects again, whichever happens first. A larger store takes over
+# the weights, the optimizer state, and the pushes that are held back, which have no gradients for the new parameters. A
+# worker closes its former connections only after it has connected again, because a server considers a worker without a
+# connection as lost.
 #
-# Of its earlier parameters, a worker keeps the weights that it has pulled: in `encoder(x)` and then
-# `new_head(...)`, the graph already holds those of the encoder. It takes the new ones only if it has made
-# empty pushes while it waited, and has called no module with trained parameters before.
+# A worker keeps the weights of the earlier parameters that it has pulled before the extension: if a script calls
+# `encoder(x)` and then `new_head(...)`, the graph already holds the weights of the encoder. The worker takes newer
+# weights only if it has made empty pushes while it waited, and has called no module with trained parameters before.
 #
-# In a run that resumes a cut, the scripts add parameters again that the earlier run had added. The servers
-# then take their values from the cut. A cut may also have been made before an extension, while some workers
-# waited in it already or were about to propose it. Nothing prevents this, because a worker may wait there for
-# long. When the scripts go on, they may have the new parameters from the beginning: of what the run begins
-# with, the cut then *lacks* a part. The initializer sends all initial weights as in a new run, and the
-# servers replace those that the cut has. The other way round, a run is not cut before its scripts have added
-# again what the earlier run had trained.
+# In a run that resumes a cut, the scripts again add the parameters that the earlier run had added. The servers then
+# take the values of these parameters from the cut. A cut may also have been made before an extension, while some
+# workers already waited for the extension or were about to propose it. Such cuts are allowed, because a worker may wait
+# for an extension for long. When such a cut is resumed, the scripts may have the new parameters from the beginning. The
+# cut then *lacks* parameters with which the run begins. The initializer sends all initial weights as in a new run, and
+# the servers replace those for which the cut has values. Conversely, a resumed run is not cut before its scripts have
+# added all parameters that the earlier run had trained.
 
 
 @stateful()
@@ -379,8 +380,8 @@ class Extension:
         models: the extended model of each worker that waits for the extension.
         placement: the servers of the shards.
         number: number of the extension.
-        resumed: number of the cut that contains the new parameters; 0 if they are new.
-        lacking: True if this cut contains only some of them.
+        resumed: number of the cut that contains the new parameters; 0 if no cut contains them.
+        lacking: True if this cut contains only some of the new parameters.
 
     Attributes:
         slices: the slices of the extended model.
@@ -452,7 +453,7 @@ class Extension:
         ]
 
     def left(self, worker: int) -> list[Request]:
-        """Handle a lost worker. If it is the initializer, the next worker takes its place."""
+        """Handle a lost worker. If this worker is the initializer, the next worker takes its place."""
         if worker not in self._workers:
             return []
         first = self._workers[0]
@@ -462,11 +463,11 @@ class Extension:
 
 # -- A shard's part of an edit: values that a script sets between two iterations (see `DistributedOptimizer.editing`)
 #
-# Every worker runs the block of an edit, and the edit of one worker takes effect in all of them. An edit
-# travels as a push that contains new values instead of a gradient. Like any push, it has a label, and the
-# sync model decides when it takes effect: on arrival, or when its round closes. But an edit is never part of
-# a mean, and never dropped: it is carried out after the gradients of its round. An edit is not an update: it
-# changes neither the version nor any staleness.
+# Every worker runs the block of an edit, and the edit of one worker takes effect in all workers. An edit travels as a
+# push that contains new values instead of a gradient. Like any push, an edit has a label, and the sync model decides
+# when it takes effect: on arrival, or when its round closes. But an edit is never part of a mean, and never dropped: it
+# is carried out after the gradients of its round. An edit is not an update: it changes neither the version nor any
+# staleness.
 #
 # All shards must take the same worker's edit. There are two cases:
 #
@@ -477,16 +478,16 @@ class Extension:
 #   edit; the other workers' pushes are empty. If the editor is lost before its push, the next worker that
 #   enters the block is named, unless a later edit has already been made.
 #
-# Two edits by different editors may reach two shards in different orders. Therefore an edit leaves those
-# parameters alone that an edit with a higher number has set (`Store.overwrite`).
+# Two edits by different editors may reach two shards in different orders. Therefore an edit does not change parameters
+# that an edit with a higher number has set (`Store.overwrite`).
 #
-# As every worker sends its commits to shard 0 last, an edit that shard 0 has carried out was sent to all
-# shards. If the editor is lost before, some shards may have carried out its edit; the next editor's edit then
-# replaces it.
+# As every worker sends its commits to shard 0 last, an edit that shard 0 has carried out was sent to all shards. If the
+# editor is lost before shard 0 has its edit, some shards may have carried out this edit. The edit of the next editor
+# then replaces it.
 #
-# With rounded values, the weights from which an edit begins must be those of the servers, to the bit. So in
-# lockstep, a worker pulls before it edits. Under other models it pulls anyway, and shard 0 names the editor
-# in its answer.
+# Even if values travel rounded, the weights from which an edit begins must be equal to the weights of the servers, to
+# the bit. So in lockstep, a worker pulls before it edits. Under other models, a worker pulls before an edit anyway, and
+# shard 0 names the editor in its answer.
 
 Key = tuple[int, int]
 """A push: (worker, iteration)."""
@@ -510,7 +511,7 @@ class Edits:
         self._editors: dict[int, int] = {}  # live worker -> number of the edit for which it was last named
 
     def name(self, worker: int, number: int) -> bool:
-        """Return True if this worker, which enters the block of an edit, is the one whose edit counts."""
+        """Handle a worker that enters the block of an edit. Return True if the edit of this worker counts."""
         if number < self._next or any(edit.number == number for edit in self.pending.values()):
             return False
         if number not in self._editors.values():
@@ -526,7 +527,7 @@ class Edits:
         self.pending[push] = edit
 
     def discard(self, push: Key) -> list[Request]:
-        """Return the request that discards an edit, which some shards have not received from a lost worker."""
+        """Return the request that discards an edit of a lost worker, which some shards have not received."""
         del self.pending[push]
         return [Discard(self._shard, *push)]
 
@@ -555,37 +556,38 @@ class Edits:
 # -- How a job is cut while it goes on: with which updates, pushes and data a later run begins ---------------
 #
 # A cut treats every worker as if it were lost (see `core.members`), but on a copy of the ledger, while
-# training goes on. The coordinator asks the shards to cut themselves, and each of them reports which pushes
-# of each worker its weights contain:
+# training goes on. The coordinator asks the shards to cut themselves, and each shard reports which pushes of each
+# worker its weights contain:
 #
 #     CutProposed   to each server, under a lockstep model
 #     CutOffered    from each server: the number of rounds that its shards have completed
 #     CutAgreed     to each server: cut each shard after this round or, under other models, at once
 #     CutTaken      for each shard: it has been cut
 #
-# In lockstep, the updates of a round are the same at all shards, so no push is torn. A shard is cut when the
-# scripts ask for their next batches: just before the first push after the round that has newly drawn data. A
-# shard that has already completed the round makes another offer; the coordinator then agrees on another cut,
-# with twice as many rounds in between. Under other models, each shard is cut at a version of its own, so the
-# last pushes of some workers may be torn. They count as torn, and their data is not used again. Held pushes
-# are returned with their data.
+# In lockstep, the updates of a round are the same at all shards, so no push is torn. A shard is cut when the scripts
+# ask for their next batches: after the round, just before the first push that has newly drawn data. If a shard has
+# already completed the round, its server makes another offer; the coordinator then agrees on another cut, with twice as
+# many rounds in between. Under other models, each shard is cut at a version of its own, so the last pushes of some
+# workers may be torn, that is, only in the weights of some shards. The data of torn pushes is not used again. Held
+# pushes are not part of the cut, and their data is returned.
 #
-# Nothing waits for a cut, and a cut waits for everything else: it begins when no reconfiguration is in
-# progress and no loss is open, and begins again with the next number if any of these begins before all shards
-# have been cut. From the beginning of a cut to its end, the ledger settles nothing, so it still knows what
+# Nothing waits for a cut, and a cut waits for everything else: a cut begins when no reconfiguration is in progress and
+# no loss is open. If a reconfiguration or a loss begins before all shards have been cut, the cut begins again with the
+# next number. From the beginning of a cut to its end, the ledger settles no positions, so the ledger still knows what
 # every worker has received.
 #
-# What has been cut is copied by the hosts of the shards (`TakeCut`), and written by the host of the
-# coordinator (`SaveCut`). It is whole when every worker that is still present has given what its script holds
+# The hosts of the shards copy what has been cut (`TakeCut`), and the host of the coordinator writes the copies
+# (`SaveCut`). The cut is whole when every worker that is still present has given the state of its script
 # (`CompleteCut`):
 #
 #     KeepWorkerState   from a worker, which has learned of the cut from an answer
-#     StateWanted       to each worker that has not done so when all shards have been cut
+#     StateWanted       to each worker that has not given its state when all shards have been cut
 #     KeepWorkerState   from this worker, when its script asks for its next batch or waits in a call
 #
-# Nothing else ends this wait, because without the state of a worker, its script cannot go on where it was. A
-# worker that leaves is no longer awaited. But only the main worker has the objects that the scripts track. If
-# the main worker leaves before it has given its state, the cut is abandoned (`AbandonCut`), and the job is cut again.
+# The coordinator waits for the states without a time-out, because the script of a worker cannot go on where it was
+# without its state. A worker that leaves is no longer awaited. But only the main worker has the objects that the
+# scripts track. If the main worker leaves before it has given its state, the cut is abandoned (`AbandonCut`), and the
+# job is cut again.
 
 MOST_LABELS = 4
 """Number of states of a worker that are remembered until all shards have been cut."""
@@ -601,8 +603,8 @@ class Cut:
         left: the workers that have left the run.
 
     Attributes:
-        number: number of the cut. It increases while the cut is in progress.
-        taken: shard -> what it has reported, for each shard that has been cut.
+        number: number of the cut, which increases while the cut is in progress.
+        taken: shard -> the report of the shard, for each shard that has been cut.
     """
 
     def __init__(self, number: int, placement: Placement, left: Collection[int]) -> None:
@@ -621,7 +623,7 @@ class Cut:
         return self._to_servers(CutAgreed(self.number, None, self._left))
 
     def offered(self, server: int, offer: CutOffered) -> list[Request]:
-        """Handle an offer. When all servers have made one, agree on a round that no shard has completed."""
+        """Handle an offer. When all servers have made offers, agree on a round that no shard has completed."""
         if offer.number != self.number:
             return []
         self._offers[server] = offer.round
@@ -635,7 +637,7 @@ class Cut:
         return self._to_servers(CutAgreed(self.number, self._round, self._left))
 
     def take(self, message: CutTaken) -> bool:
-        """Handle a shard that has been cut. Return True if all shards have been."""
+        """Handle a shard that has been cut. Return True if all shards have been cut."""
         if message.number == self.number:
             self.taken[message.shard] = message
         return len(self.taken) == len(self._placement.server_of)
@@ -650,9 +652,10 @@ class Cut:
 
 @stateful()
 class StateCollection:
-    """What the workers give for a cut: the states of their scripts.
+    """The states of scripts that the workers give for a cut.
 
-    A state belongs to the cut if it was taken after the worker's last push of the cut. The earliest of these counts.
+    A state may belong to the cut if it was taken after the worker's last push of the cut. The earliest such state is
+    used.
 
     Args:
         number: number of the cut.
@@ -708,8 +711,9 @@ class StateCollection:
         states = tuple(
             (worker, label) for worker in sorted(self.labels) if (label := self._label_of(worker)) is not None
         )
-        # The workers reach an epoch at different times. All of them go on where the first one was, which also has
-        # what the scripts track. Those that were elsewhere get back its schedule (see `train.worker_state`).
+        # The workers reach an epoch at different times. All of them go on where the first worker was, which also has
+        # the objects that the scripts track. Workers that were elsewhere get the schedule of the first worker (see
+        # `train.worker_state`).
         loop = self._given[states[0][0]][states[0][1]] if states else self._loop
         return CompleteCut(self.number, states, loop)
 
@@ -729,8 +733,8 @@ def cut_pushes(
         last: for each shard, the last push of each worker that is part of the cut. All shards have the same workers.
 
     Returns:
-        For each worker, the label of its last push that is in the weights of all shards, and what it had drawn before
-        (see `WorkerLoss.drawn`); and the number of torn pushes.
+        For each worker, the label of its last push that is in the weights of all shards; for each worker, what it had
+        drawn before this push (see `WorkerLoss.drawn`); and the number of torn pushes.
     """
     labels, drawn, torn = {}, {}, 0
     shards = dict(enumerate(last))

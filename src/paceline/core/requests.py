@@ -53,11 +53,11 @@ def server_peer(index: int) -> Peer:
 
 @dataclass_transform(frozen_default=True, field_specifiers=(msgspec.field,))
 class HostRequest(msgspec.Struct, frozen=True, gc=False):
-    """Base class of the requests. Its subclasses are frozen, too, and nothing looks for cycles of them."""
+    """Base class of the requests. Its subclasses are also frozen, and the garbage collector does not track them."""
 
 
 class Send(HostRequest):
-    """Send a message. If it is an `Answer`, the host adds the current weights of the shard."""
+    """Send a message. If the message is an `Answer`, the host adds the current weights of the shard."""
 
     to: Peer
     message: Message
@@ -86,8 +86,8 @@ class Apply(HostRequest):
         shard: index of the shard.
         pushes: (worker, iteration) of each push.
         scales: for each push, the factor by which its gradient is multiplied.
-        standing: what the shard knows about the update, by which its hyper-parameters are translated; None to use
-            them as they are.
+        standing: what the shard knows about the update, by which its hyper-parameters are translated; None to use the
+            hyper-parameters as they are.
     """
 
     shard: int
@@ -169,8 +169,8 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         syncs: the candidates.
         cycles: for each live worker, its latest cycles: the number of samples (-1 if it is unknown) and seconds.
-        computed: for each live worker, its latest computations in the same form; empty if they are unknown. A cycle
-            also contains the transfers.
+        computed: for each live worker, its latest computations in the same form; empty if they are unknown. Unlike a
+            computation, a cycle also contains the transfers.
         samples: number of samples in an epoch; None if the script distributes no loader of known size.
         batch_size: usual number of samples of a gradient; of a joint gradient if `joint` is True.
         balanced: True if the batches are balanced.
@@ -211,7 +211,7 @@ class SaveCut(HostRequest):
 
 
 class CompleteCut(HostRequest):
-    """Complete a cut: all workers that are still present have given what their scripts hold.
+    """Complete a cut: all workers that are still present have given the states of their scripts.
 
     Attributes:
         number: number of the cut.
@@ -225,11 +225,11 @@ class CompleteCut(HostRequest):
 
 
 class AbandonCut(HostRequest):
-    """Write no more of a cut, which cannot be completed. The job is cut again.
+    """Stop writing a cut, which cannot be completed. The job is cut again.
 
     Attributes:
         number: number of the cut.
-        reason: why, as a clause.
+        reason: why the cut cannot be completed, as a clause.
     """
 
     number: int
@@ -252,11 +252,11 @@ class Warn(HostRequest):
 
 
 class TakeOut(HostRequest):
-    """Continue without a worker whose process goes on, and end its connection.
+    """Continue the run without a worker whose process may still run, and end the worker's connection.
 
     Attributes:
         worker: index of the worker.
-        reason: why, as a clause.
+        reason: why the worker is taken out, as a clause.
     """
 
     worker: int
@@ -316,9 +316,9 @@ Request = (
 # -- Carries out the requests of the cores. No other file tells the kinds of requests apart ------------------
 #
 # A host runs cores: it passes them messages and times, and carries out the requests that they return. `Host`
-# is the base class of all hosts, live, simulated or searched. It finds the method for each request in a
-# table, by the type of the request. A host overrides the methods for the requests that its core returns.
-# Every other request is a bug.
+# is the base class of all hosts, live, simulated or searched. This class finds the method for each request in a table,
+# by the type of the request. A host overrides the methods for the requests that its core returns. Every other request
+# is a bug.
 #
 # A host that treats some kinds of messages specially lists them in its own table, `senders`: for example, a
 # live server adds the weights to each `Answer`. All other messages are sent by `send`.
@@ -455,11 +455,11 @@ class Host:
         self._refuse(request)
 
     def complete_cut(self, request: CompleteCut) -> None:
-        """Complete a cut for which the workers have given what their scripts hold."""
+        """Complete a cut for which the workers have given the states of their scripts."""
         self._refuse(request)
 
     def abandon_cut(self, request: AbandonCut) -> None:
-        """Write no more of a cut."""
+        """Stop writing a cut."""
         self._refuse(request)
 
     def warn(self, warning: Warn) -> None:
@@ -467,7 +467,7 @@ class Host:
         self._refuse(warning)
 
     def take_out(self, request: TakeOut) -> None:
-        """Continue without a worker whose process goes on."""
+        """Continue the run without a worker whose process may still run."""
         self._refuse(request)
 
     def end_run(self, failure: Fail) -> None:

@@ -128,11 +128,11 @@ class Server:
         self._connected: dict[int, int] = {}
         self._observes = False  # True if the coordinator needs to know how fast the workers are
         self._readers: set[int] = set()  # connected workers that can read the weights directly from memory
-        self._states: dict[int, ShardState] = {}  # how far each shard had come when the run begins
-        self.shards: dict[int, Shard] = {}  # made from what is set above
+        self._states: dict[int, ShardState] = {}  # the progress of each shard when the run begins
+        self.shards: dict[int, Shard] = {}  # made from the attributes above
         self._paces: PaceMeter | None = None  # at the server of shard 0, if `_observes`
         self._fetches: list[FetchSnapshot] = []  # the coordinator's requests that are not answered yet
-        self._proposed: JoinProposed | None = None  # the worker that is about to join, until it is answered
+        self._proposed: JoinProposed | None = None  # the proposal that a worker joins, until it is answered
         # lost workers of which a shard holds a push, until the loss is settled
         self._fenced: set[int] = set()
         # worker -> its incarnation; 0 for workers that are not in this mapping
@@ -199,8 +199,8 @@ class Server:
     ) -> list[Request]:
         """Handle a worker that has connected: send it the weights of all shards that have begun.
 
-        If the worker joins a run in progress, the sync models may delay the weights. If it has memory for the next
-        extension, the extension takes effect.
+        If the worker joins a run in progress, the sync models may delay the weights. If the worker has memory for the
+        next extension, the extension takes effect.
         """
         self.require_expected(worker, extension, incarnation)
         self.extension = extension
@@ -314,7 +314,7 @@ class Server:
         # This number is used only for SGD: the steps of other optimizers hardly depend on the scale of the gradients.
         if all(optimizer.name == "SGD" for optimizer in message.model.optimizers):
             self._usual_samples = message.usual_samples
-        # All servers receive this number, so it is the same at all shards, even if one begins after a loss.
+        # All servers receive this number, so it is the same at all shards, even if a shard begins after a loss.
         together = len(message.workers)
         indices = [bounds.index for bounds in message.shards]
         self._to_begin = set(indices)
@@ -362,7 +362,7 @@ class Server:
         )
 
     def _welcome(self, shard: Shard, worker: int, now_ticks: int) -> list[Request]:
-        """Send a worker its first weights. If it joins a run in progress, it pulls them, so they may be delayed."""
+        """Send a worker its first weights. A worker that joins a run in progress pulls them, so they may be delayed."""
         if shard.bases is not None:
             shard.bases.leave(worker)
         if shard.sync.order.phase[worker] != "pushed":
@@ -371,7 +371,7 @@ class Server:
         return shard.handle(PullRequested(now_ticks=now_ticks, worker=worker, iteration=iteration))
 
     def _extend(self, message: ExtendShards) -> list[Request]:
-        """Request the initial weights of the new parameters. If they are requested again, earlier ones are unused."""
+        """Request the initial weights of the new parameters. After a second request, earlier weights are not used."""
         self.initializer, self._next = message.initializer, message.number
         complete = message.resumed and not message.lacking
         self._to_begin = set() if complete else {bounds.index for bounds in message.shards}
@@ -413,7 +413,7 @@ class Server:
         return [*requests, Send(worker_peer(worker), Committed(commit.shard, commit.iteration))]
 
     def _join(self, message: messages.WorkerJoined, now_ticks: int) -> list[Request]:
-        """Let a worker join a run in progress at all shards or, if one of them has gone beyond its c_p, at none."""
+        """Let a worker join a run in progress at all shards, unless a shard has gone beyond the worker's c_p."""
         worker, count = message.worker, message.count
         requests: list[Request] = []
         if worker in self.expected:  # another server has refused the earlier c_p
@@ -428,14 +428,14 @@ class Server:
         return [*requests, Send(COORDINATOR, WorkerWelcomed(worker, message.incarnation, count))]
 
     def _offer(self, worker: int, incarnation: int) -> Send:
-        """Return the request that tells the coordinator how a worker could join now."""
+        """Return the request that tells the coordinator with which label and c_p a worker could join now."""
         entries = [shard.sync.entry(worker) for shard in self.shards.values()]
         iteration = max((iteration for iteration, _ in entries), default=0)
         count = max((count for _, count in entries), default=0)
         return Send(COORDINATOR, JoinOffered(worker, incarnation, iteration, count))
 
     def _lose(self, message: messages.WorkerLost, now_ticks: int) -> list[Request]:
-        """Handle a worker that is lost. If it is connected, its last messages may still arrive, so await the end."""
+        """Handle a lost worker. If it is connected, its last messages may still arrive, so await its disconnection."""
         worker, join = message.worker, self._proposed
         # A later incarnation may be proposed before the connection of this one has ended.
         if join is not None and join.worker == worker and join.incarnation <= message.incarnation:
@@ -460,7 +460,7 @@ class Server:
             shard.drawn.forget(worker)
 
     def _fence(self, worker: int, now_ticks: int) -> list[Request]:
-        """Handle a lost worker, which sends nothing more. If no shard holds one of its pushes, it leaves at once."""
+        """Handle a lost worker, which sends nothing more. If no shard holds a push of the worker, it leaves at once."""
         if worker not in self.expected or worker in self._fenced:
             return []
         if not any(shard.sync.holds(worker) for shard in self.shards.values()):

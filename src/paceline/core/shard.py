@@ -78,7 +78,7 @@ from .requests import (
 INFINITE = float("inf")
 
 MOST_ROUNDS = 64
-"""Number of rounds after that of a cut for which a shard waits until the scripts ask for their next batches."""
+"""Maximum number of rounds after the round of a cut for which a shard waits until scripts ask for new batches."""
 
 
 class Details(NamedTuple):
@@ -110,7 +110,7 @@ class _Outcome(msgspec.Struct):
     """What follows from one event.
 
     Attributes:
-        model: the sync model that has decided. The event may have replaced it already.
+        model: the sync model that has decided about the event. The shard may have replaced this model during the event.
         requests: the requests to the host.
         staleness: (worker, iteration, staleness) of each push that is applied.
         standings: the standing of each update, if hyper-parameters are translated.
@@ -147,9 +147,9 @@ class Shard:
         ticks_per_s: number of ticks per second (see `paceline.sync.ticks`).
         translated: True to translate the hyper-parameters of each update (see `paceline.sync.translation`). The
             gradients are then not scaled by their numbers of samples, because the share of the update contains them.
-        state: how far the weights have come with which the shard begins.
-        replays: True if the events are those of a trace. They then say how many workers were present at once, because
-            the beginning of the trace does not.
+        state: the version and the counts of the weights with which the shard begins.
+        replays: True if the events are those of a trace. The pushes in the trace then say how many workers were present
+            at once, because the beginning of the trace does not say this.
         wire: the codec of each direction.
 
     Attributes:
@@ -160,7 +160,7 @@ class Shard:
         clipped: holds back requests until means can be clipped.
         standing: estimates the standing of each update; None if hyper-parameters are not translated.
         drawn: what the workers had drawn before their pushes.
-        bases: decides how weights travel; None if they travel as they are.
+        bases: decides how weights travel; None if weights travel as they are.
     """
 
     def __init__(
@@ -190,17 +190,17 @@ class Shard:
         self._versions = Versions(state.version)
         self._held: set[Key] = set()  # held pushes whose gradients have not been copied
         self._usual_samples = usual_samples
-        # details of the pushes that are neither applied nor dropped yet, except for those without any
+        # details of the pushes that are neither applied nor dropped yet, except for pushes without details
         self._details: dict[Key, Details] = {}
         self.clipped = ClippedMeans()
         self.standing = StandingEstimator() if translated else None
         self._edits = Edits(index)
-        # the coordinator's questions: pushes in a mean of other shards, and perhaps in a mean of this shard
+        # the coordinator's questions, each with the pushes in a mean that another shard has measured
         self._asked: list[tuple[Key, ...]] = []
         self._cut: CutAgreed | None = None  # the cut that is yet to be made here
-        # pushes that were held when their workers left, for which a cut waits
+        # pushes that were held when their workers left; a cut waits until these pushes are applied or dropped
         self._orphans = set[Key]()
-        self._to_mark: dict[int, int] = {}  # worker -> number of a cut of which its next answer tells it
+        self._to_mark: dict[int, int] = {}  # worker -> number of the cut that the worker's next answer names
         self.bases = None if wire.exact else Bases(wire)
 
     @property
@@ -219,7 +219,7 @@ class Shard:
         return self.sync.counts.slowest
 
     def staleness(self) -> tuple[tuple[int, int], ...]:
-        """Return (worker, number of updates since it has received the weights) of each live worker."""
+        """Return (worker, number of updates since the worker received its weights) of each live worker."""
         return tuple((worker, self._versions.missed(worker)) for worker in sorted(self._versions.workers))
 
     def handle(self, event: RecordedEvent, drawn: tuple[PackedPushed, ...] = ()) -> list[Request]:
@@ -306,14 +306,14 @@ class Shard:
         return requests + self._replies() if self._asked else requests
 
     def cut(self, cut: CutAgreed) -> list[Request]:
-        """Cut the shard as soon as it has completed the round of the cut, or soon if the cut has no round."""
+        """Cut the shard as soon as the shard has completed the round of the cut, or at once if the cut has no round."""
         requests: list[Request] = []
         self._cut = cut
         self._cut_if_due(requests)
         return self.clipped.pass_on(requests) if self.clipped.measured else requests
 
     def give_up_cut(self) -> None:
-        """Make no cut, unless it has been made already."""
+        """Give up the cut that is yet to be made, if there is one."""
         self._cut = None
 
     def ask(self, pushes: tuple[Key, ...]) -> list[Request]:
@@ -332,7 +332,7 @@ class Shard:
 
     @property
     def _awaits_ask(self) -> bool:
-        """True if the shard is cut as soon as the scripts have asked for their next batches."""
+        """True if the shard waits with its cut only until the scripts ask for their next batches."""
         return (
             self._cut is not None
             and self._cut.round is not None
@@ -341,17 +341,18 @@ class Shard:
         )
 
     def _cut_if_due(self, requests: list[Request], *, asked: bool = False) -> None:
-        """Add the requests that cut the shard, if the time has come.
+        """Add the requests that cut the shard, if the cut is due.
 
         In lockstep, all shards have made the same updates after the same round. A script may push several times for
-        one batch, and its state can be taken only when it asks for its next batch. So the shard is cut just before
-        the first push with newly drawn data; until then, answers tell the workers of the cut. A shard without live
-        workers is cut at once. Held pushes of workers that have left delay the cut until they are applied or dropped.
+        one batch, and the state of the script can be taken only when the script asks for its next batch. So the shard
+        is cut just before the first push with newly drawn data; until then, answers tell the workers of the cut. A
+        shard without live workers is cut at once. Held pushes of workers that have left delay the cut until they are
+        applied or dropped.
 
         Args:
-            requests: the requests to which those are added.
-            asked: True if the next push has newly drawn data. A script that asks for no further batches, for example
-                because it keeps them in a list, is not waited for after some rounds.
+            requests: the list to which the requests are added.
+            asked: True if the next push has newly drawn data. If a script asks for no further batches, for example
+                because it keeps its batches in a list, the shard stops waiting after `MOST_ROUNDS` rounds.
         """
         cut, versions = self._cut, self._versions
         assert cut is not None
@@ -447,7 +448,7 @@ class Shard:
             outcome.requests.extend(self._edits.carry_out(edited))
 
     def _drop_push(self, action: DropPush, requests: list[Request], *, torn: bool) -> None:
-        """Discard a push. An edit is carried out instead, unless it is `torn`: some shards have not received it."""
+        """Discard a push. If the push is an edit, carry it out instead, unless it is `torn` (not at all shards)."""
         key = action.worker, action.iteration
         self._versions.lost += torn
         self._forget(key, counts=not torn and key not in self._edits.pending)
@@ -462,7 +463,7 @@ class Shard:
         requests.append(Discard(self.index, *key))
 
     def _forget(self, push: Key, *, counts: bool = False) -> None:
-        """Record that a push is not applied. If it `counts`, the next update makes up for it."""
+        """Record that a push is not applied. If the push `counts`, the next update makes up for it."""
         self._versions.drop(*push)
         if self.standing is not None:
             self.standing.drop(push, counts=counts)
@@ -490,16 +491,16 @@ class Shard:
         return answer if self._cut is None and not self._to_mark else self._marked(answer, worker)
 
     def _marked(self, answer: Answer, worker: int) -> Answer:
-        """Return an answer that tells its worker of the cut that is in progress, or was made last."""
+        """Return an answer. If its worker must be told of a cut, add the number of the cut."""
         number = self._to_mark.pop(worker, 0)
         if self._cut is not None and not self.index and self._awaits_ask:
             number = self._cut.number
         return msgspec.structs.replace(answer, cut=number) if number else answer
 
     def _require_answered(self, event: AnyEvent) -> None:
-        """Raise `InvalidEventError` if a worker pushes or pulls although its last answer is kept.
+        """Raise `InvalidEventError` if a worker pushes or pulls although the answer to its last pull is kept.
 
-        The sync model has answered that pull, so `Order` does not notice.
+        The sync model has answered the last pull, so `Order` does not notice that the worker is still waiting.
         """
         sends = isinstance(event, PushReceived | PullRequested | PullRepeated)
         if sends and event.worker in self.clipped.kept_answers:
@@ -570,8 +571,8 @@ def _mean_scales(details: Sequence[Details]) -> tuple[float, ...]:
 def _max_norm(pushes: Sequence[Key], details: Sequence[Details]) -> float | None:
     """Return the largest norm of a mean; None if the mean is not clipped.
 
-    The mean is clipped if any of its workers clips. If they pass different norms, the norm from the most advanced
-    worker is used, as for hyper-parameters.
+    The mean is clipped if the script of any worker with a push in the mean clips. If workers pass different norms, the
+    norm from the most advanced worker is used, as for hyper-parameters.
     """
     clips = [(push, each.clip) for push, each in zip(pushes, details, strict=True) if each.clip is not None]
     if not clips:
@@ -583,12 +584,12 @@ def _max_norm(pushes: Sequence[Key], details: Sequence[Details]) -> float | None
 # -- Runs the sync model of one shard, and replaces the model during the run ---------------------------------
 #
 # All shards must change the model at the same boundary. If two shards counted the progress of the workers
-# from different iterations, the workers could block each other: worker 0 could wait for worker 1 at one
-# shard, and worker 1 for worker 0 at another. Therefore the workers determine the boundary. The coordinator
-# publishes a change to all workers that are live at this time, the change's *members*. Each member flags its
-# next push with the change, in the same way for all shards. This push is the worker's last one under the old
-# model. No worker joins while a change is in progress: the coordinator lets one wait for the other. Every
-# live worker is in one of two states:
+# from different iterations, the workers could block each other: worker 0 could wait for worker 1 at one shard, and
+# worker 1 could wait for worker 0 at another shard. Therefore the workers determine the boundary. The coordinator
+# publishes a change to all workers that are live at this time, the change's *members*. Each member flags its next push
+# with the change, in the same way for all shards. This push is the worker's last push under the old model. No worker
+# joins while a change is in progress: the coordinator lets a join wait for a change in progress, and a change wait for
+# a join in progress. Every live worker is in one of two states:
 #
 #     in the model     the usual state
 #     passed           the worker has sent its flagged push. The old model has processed that push and was then told
@@ -600,9 +601,9 @@ def _max_norm(pushes: Sequence[Key], details: Sequence[Details]) -> float | None
 # coordinator's message arrives late. No push or pull goes through the coordinator. `JobSync` implements the
 # coordinator's side.
 #
-# A worker that had left when the change was published is not a member, but a shard may learn of its departure
-# later than of the change. The shard waits for this, too. Otherwise, a last push of that worker could belong
-# to the old model at one shard, and to the new one at another.
+# A worker that had left when the change was published is not a member. A shard may learn of the change before it learns
+# that this worker has left. The shard then also waits until it learns this. Otherwise, the last push of the worker
+# could belong to the old model at one shard, and to the new model at another shard.
 #
 # If a user-defined condition fails, only this shard falls back to the last model that worked, which continues
 # with the current counts. Pushes of lost workers that are held at this time, and that other shards may not
@@ -629,7 +630,7 @@ class ShardSync:
         changed_to: the models of all shards after the last change that this shard completed; () before the first one.
         order: phases and labels of all live workers.
         at_once: the largest number of workers that have been present at once, under all models and in all runs of the
-            job. The live workers include those that wait for a change.
+            job. Workers that wait for a change are present.
     """
 
     def __init__(
@@ -655,7 +656,7 @@ class ShardSync:
         self._change: Change | None = None  # the change in progress
         self._changed = 0  # number of the last change that this shard completed
         self._passed: set[int] = set()  # workers that have passed the change in progress
-        # Held pushes of frozen workers that a failed model has left, and the next model has not taken over.
+        # Pushes of frozen workers that a failed model held, and that the next model has not taken over.
         self._orphans: list[Key] = []
         # workers that have passed a completed change but have not pulled yet; their pulls are answered on arrival
         self._to_pull: set[int] = set()
@@ -687,7 +688,8 @@ class ShardSync:
     def may_join(self, count: int) -> bool:
         """Return True if a worker may still join with this c_p.
 
-        No worker joins during a change, so a join that is announced then was given up before the change began.
+        No worker joins during a change. If a join is announced during a change, it was given up before the change
+        began.
         """
         with self._blaming("may_join"):
             return self._change is None and self._machine.may_join(count)
@@ -744,9 +746,11 @@ class ShardSync:
             )
 
     def bind_again(self) -> None:
-        """Replace a copied machine of a user by an equal one: one of its functions may refer to the original.
+        """Replace a copied machine of a user's model by an equal new machine: functions of a copy may refer to the
+        original.
 
-        The functions of a machine that declares its fields are its own methods, or do not refer to it.
+        A machine that declares its fields is not replaced: its functions are its own methods, or do not refer to a
+        machine.
         """
         if type(self._machine) in DECLARED:
             return
@@ -838,7 +842,7 @@ class ShardSync:
     def _pass(self, push: PushReceived, change: Change) -> list[AnyAction]:
         """Handle a worker's last push under the old model."""
         if change.number <= self._changed:
-            return []  # the change was completed without this worker, so no other worker waits for it
+            return []  # the change was completed without this worker, so no other worker waits for this one
         worker = push.worker
         if self._change is None or self._change.number < change.number:
             # A higher number means that the coordinator has published the change again, because all members that had
@@ -892,7 +896,7 @@ class ShardSync:
         return AnswerPull(worker, self.last_iteration(worker))
 
 
-# -- Holds back the requests of a shard, from a mean that is clipped on, until the mean's factor is known ----
+# -- Holds back a mean that is clipped, and all later requests of a shard, until the mean's factor is known ----
 #
 # The norm of a joint gradient is known only when every shard has computed its part of the mean. Therefore a
 # shard first asks its host to measure the mean, and reports the squared norm to the coordinator
@@ -901,8 +905,8 @@ class ShardSync:
 # actions are the same as without clipping. A worker whose answer is kept cannot push again, so a shard keeps
 # at most a few requests for each worker.
 #
-# A push that is applied on arrival needs none of this: it is multiplied by the factor that its worker has
-# computed from its own gradient. Its commit carries this factor, and the largest norm for the mean.
+# A push that is applied on arrival need not wait: it is multiplied by the factor that its worker has computed from its
+# own gradient. Its commit carries this factor, and the largest norm for the mean.
 
 
 @stateful()
@@ -937,7 +941,7 @@ class ClippedMeans:
         return [Measure(update.shard, update.pushes, update.scales, max_norm), update]
 
     def pass_on(self, requests: Iterable[Request]) -> list[Request]:
-        """Return those of a shard's new requests that the host may carry out now, and keep the others."""
+        """Return the new requests of a shard that the host may carry out now, and keep the rest."""
         ready: list[Request] = []
         for request in requests:
             if type(request) is Measure or not (self._kept or self._waits(request)):
@@ -983,16 +987,16 @@ def _scaled(update: Apply, factor: float) -> Apply:
     return msgspec.structs.replace(update, scales=tuple(scale * factor for scale in update.scales))
 
 
-# -- What each worker's script had drawn of the data before its pushes, as one shard knows it ----------------
+# -- The data that each worker's script had drawn before its pushes, as far as one shard knows ----------------
 #
-# A `Commit` says what the script had drawn. If the worker is lost, the data of its last push counts; if the
-# job is cut, that of its last push whose effect is in the weights. So the entries of held pushes are kept,
-# and the entry before them.
+# A `Commit` says what the script had drawn. If the worker is lost, the shard reports what was drawn before the worker's
+# last push. If the job is cut, the shard reports what was drawn before the worker's last push whose effect is in the
+# weights. So the entries of held pushes are kept, and the entry before the first held push.
 
 Drawn = tuple[PackedPushed, ...]
 
 MOST_ENTRIES = 16
-"""Number of entries of a worker above which those are forgotten that are no longer needed."""
+"""If a worker has more entries than this, the entries that are no longer needed are forgotten."""
 
 
 @stateful()
@@ -1010,7 +1014,7 @@ class DrawnAtShard:
         self._entries: dict[int, list[tuple[int, Drawn]]] = {}  # worker -> (iteration, drawn), in order
 
     def received(self, worker: int, iteration: int, drawn: Drawn, unapplied: Collection[Key]) -> None:
-        """Record a push. At times, forget those before the last one that is not in `unapplied`."""
+        """Record a push. If the worker has many entries, forget those that no push in `unapplied` needs any more."""
         entries = self._entries.get(worker)
         if entries is None:
             entries = self._entries[worker] = []
@@ -1025,12 +1029,12 @@ class DrawnAtShard:
         return bool(self._entries)
 
     def last(self, worker: int) -> Drawn:
-        """Return what a worker had drawn before its last push; () if there is none."""
+        """Return what a worker had drawn before its last push; () if no push is recorded."""
         entries = self._entries.get(worker)
         return entries[-1][1] if entries else ()
 
     def until(self, worker: int, iteration: int) -> Drawn:
-        """Return what a worker had drawn before its last push with at most this label; () if there is none."""
+        """Return what a worker had drawn before its last push with at most this label; () if none is recorded."""
         return next(
             (drawn for label, drawn in reversed(self._entries.get(worker, ())) if label <= iteration), ()
         )
@@ -1053,7 +1057,7 @@ class Versions:
     Attributes:
         version: number of updates that have been applied.
         lost: number of pushes that were dropped because their workers were lost.
-        dropped_samples: number of samples in the other dropped pushes.
+        dropped_samples: number of samples in the pushes that were dropped for other reasons.
     """
 
     def __init__(self, version: int = 0) -> None:
@@ -1071,7 +1075,7 @@ class Versions:
         return self._pulled
 
     def outlook(self, most_workers: int) -> dict[str, object]:
-        """Return what decides: no number of all updates or pushes, but what each worker's weights do not contain."""
+        """Return the values that decide: no totals, but for each worker the number of updates that its weights lack."""
         missed = {worker: self.missed(worker) for worker in self._pulled}
         counts = dict.fromkeys(("version", "lost", "dropped_samples", "_means", "_averaged", "_dropped"))
         return {**counts, "_pulled": missed, "_computed_on": self._computed_on.keys()}
@@ -1090,7 +1094,7 @@ class Versions:
         self._pulled[worker] = self.version
 
     def missed(self, worker: int) -> int:
-        """Return the number of updates since a worker has received the weights; 0 if it is not live."""
+        """Return the number of updates since a worker received its weights; 0 if the worker is not live."""
         return self.version - self._pulled.get(worker, self.version)
 
     @property
@@ -1099,7 +1103,7 @@ class Versions:
         return self._computed_on.keys()
 
     def pushes(self) -> PushCounts:
-        """Return what has become of all pushes. Those that are neither applied nor dropped count as lost."""
+        """Return what has become of all pushes. Pushes that are neither applied nor dropped count as lost."""
         return PushCounts(
             applied=self.version - self._first - self._means,
             averaged=self._averaged,
@@ -1140,8 +1144,9 @@ class Versions:
 class Bases:
     """Decides with which codec each answer of a shard travels, and knows which base each worker has (see `layout`).
 
-    Bases are numbered. One that follows the last one is encoded, as a difference. If a number is left out, the base is
-    the weights themselves: no worker has the base before, so each of them receives all of it.
+    Bases are numbered. A base that follows the last base is encoded as the difference to the last base. If a number is
+    left out, the next base is the weights themselves: no worker has a base with the number that was left out, so every
+    worker receives the whole next base.
 
     Args:
         wire: the codec of each direction.
@@ -1158,8 +1163,8 @@ class Bases:
         self._wire = wire
         self._pulls: dict[
             int, tuple[int | None, bool]
-        ] = {}  # worker -> what it pulls: set, and True for exact weights
-        # set -> number of its last base, and the version of the weights in it; None for one that is left out
+        ] = {}  # worker -> (parameter set that the worker pulls, True if it pulls exact weights)
+        # set -> (number of its last base, version of the weights in this base, or None if this number is left out)
         self._latest: dict[int | None, tuple[int, int | None]] = {}
         self._held: dict[
             tuple[int, int | None], int
@@ -1187,7 +1192,7 @@ class Bases:
         self._latest = {part: (number + 1, None) for part, (number, _) in self._latest.items()}
 
     def choose(self, worker: int, version: int, *, common: bool) -> tuple[str, int]:
-        """Return the codec of an answer, and the number of its base; 0 if the answer has nothing to do with a base.
+        """Return the codec of an answer, and the number of its base; 0 if the answer uses no base.
 
         Args:
             worker: the worker that receives the answer.

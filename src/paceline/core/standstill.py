@@ -1,4 +1,4 @@
-"""The reports on runs in which no condition will release a worker: all workers wait, or one of them does for ever."""
+"""Reports on runs in which no condition will release a waiting worker: all workers wait, or one worker for ever."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .requests import Timer
 from .shard import Shard
 
 MOST_TIMERS = 1000
-"""Number of timers after which a model that sets another one each time is taken to answer nothing."""
+"""Number of timers after which a model that always sets another timer is considered never to answer."""
 
 SAME_PLACES = (
     "Workers wait for others in a call that all workers must make: paceline.barrier(), paceline.reduce(), or the "
@@ -37,9 +37,9 @@ def standstill(shards: Iterable[ShardWaits], gathered: Mapping[int, Contributed]
 def never_answered(shard: Shard, timers: Iterable[Timer], now_ticks: int) -> set[int]:
     """Return the workers whose pulls the sync model of a shard would never answer.
 
-    A worker that has left blocks no other. So all workers that do not wait leave, and then those whose pulls were
-    answered, until no other worker can leave and all timers have fired. The workers that are left wait for ever. The
-    shard and its model must not be used afterwards.
+    A worker that has left blocks no other worker. So this function lets all workers leave that do not wait, and then
+    the workers whose pulls were answered because of this, until all remaining workers wait and all timers have fired.
+    The remaining workers wait for ever. The shard and its model must not be used afterwards.
 
     Args:
         shard: the shard.
@@ -75,7 +75,7 @@ def never_answered(shard: Shard, timers: Iterable[Timer], now_ticks: int) -> set
 
 
 def held_for_ever(shards: Iterable[ShardWaits], held: Mapping[int, set[int]]) -> str:
-    """Return a report that lists what the workers wait for whose pulls are never answered; "" if there are none.
+    """Return a report that lists, for each pull that is never answered, what it waits for; "" if there is no such pull.
 
     Args:
         shards: the workers that wait at each shard.
@@ -109,7 +109,7 @@ def unable_to_begin(workers: Iterable[int], gathered: Mapping[int, Contributed])
 
 
 def _pulls(shards: Iterable[ShardWaits], held: Mapping[int, set[int]] | None = None) -> list[str]:
-    """Return what the delayed pulls wait for; only those of the workers in `held`, if it is given."""
+    """Return a line for each delayed pull or, if `held` is given, for each delayed pull of the workers in `held`."""
     return [
         f"  worker {worker}, after its iteration {iteration}, waits at shard {shard.shard} ({shard.sync}) "
         f"for {reason}"

@@ -17,15 +17,15 @@ from .requests import worker_peer
 
 # -- How far a job has come, how fast it goes on, and for whom it waits, without I/O -------------------------
 #
-# The *progress* is the part of the training loop in progress that is done. It is known if the loop has a
-# limit (`paceline.epochs`): the part of the limit that has been used, of the limit that is nearest to its end
-# if there are several. The workers do not reach an epoch at the same time, so an epoch counts as the mean of
-# what they report. A loop over `range` does not tell how long it is; then only the part of the epoch in
-# progress is known.
+# The *progress* is the part of the present training loop that is done. The progress is known if the loop has a limit
+# (`paceline.epochs`), and is the used part of this limit. If there are several limits, the progress is the used part of
+# the limit that will be reached first. The workers do not reach an epoch at the same time, so the number of finished
+# epochs is the mean over the workers' reports. A loop over `range` does not tell its length; then only the progress
+# within the present epoch is known.
 #
-# The time left is extrapolated from the second half of the time since the loop began: an early part of it
-# says little, because the first iterations are slow, and a short one also, because a script evaluates its
-# model now and then.
+# The remaining time is extrapolated from the second half of the time since the loop began. The first iterations are not
+# used, because they are slow. A short span of time would not suffice, because a script evaluates its model now and
+# then.
 
 POINTS = 32  # number of earlier values, within the span, from which a rate is computed
 SPEED_SPAN_S = 10.0  # time over which the speed of the job is averaged
@@ -40,7 +40,7 @@ class JobProgress(msgspec.Struct, frozen=True):
         progress: the part of the training loop in progress that is done, from 0 to 1.
         left_s: the time in seconds that the loop will take from now on.
         samples_per_s: number of samples per second that all workers together use.
-        loss: the mean of the losses that the workers have reported last, a moving mean over some seconds.
+        loss: a moving mean, over some seconds, of the mean of the workers' last reported losses.
         epoch: number of the epoch in progress, counted from 1.
         epochs: number of epochs of the loop.
         epoch_progress: the part of the epoch in progress that is done, from 0 to 1.
@@ -122,7 +122,7 @@ class ProgressMeter:
         self._looks.look(core, now_ticks)
 
     def awaited(self, now_ticks: int) -> Awaited:
-        """Return the workers for which others have waited most often in the last seconds."""
+        """Return the workers for which other workers have waited most often in the last seconds."""
         return self._looks.awaited(now_ticks)
 
     def read(self, core: Coordinator, now_ticks: int) -> JobProgress:
@@ -162,7 +162,7 @@ class ProgressMeter:
 
 
 def _progress(core: Coordinator, now_ticks: int, ticks_per_s: int) -> JobProgress:
-    """Return what is known of the progress at one moment: neither times nor speeds nor the loss."""
+    """Return the progress at one moment, without the remaining time, the speed and the loss."""
     loops, limits = core.loops, core.loops.limits or LoopLimits()
     updates = max((status.updates for status in core.board.values()), default=0)
     since_s = (now_ticks - loops.begun_ticks) / ticks_per_s
@@ -183,9 +183,9 @@ def _progress(core: Coordinator, now_ticks: int, ticks_per_s: int) -> JobProgres
 
 
 def _epochs(core: Coordinator, limit: int | None) -> tuple[float | None, bool]:
-    """Return how many epochs are done, None if unknown, and True if the data of the present one is counted.
+    """Return the number of finished epochs (None if unknown), and True if the data of the present epoch is counted.
 
-    That is the mean over the workers that take part or have finished. A worker that has finished has done them all.
+    The number is the mean over the workers that take part or have finished. A finished worker has finished all epochs.
     """
     done, by_data = [], False
     for worker, status in core.board.items():
@@ -205,13 +205,13 @@ def _samples(core: Coordinator) -> int:
 # -- The state of a job as a table of plain values, for the progress display and for `paceline status` -------
 #
 # The table contains what the coordinator knows: the workers' reports, the servers' answers to `FetchWaits`,
-# and what its host has observed. Computing it changes nothing, and no process is asked.
+# and what its host has observed. Computing the table changes nothing, and sends no message.
 
 LOCAL = "this machine"
 """The name of the coordinator's machine, on which the servers run unless other machines bring them."""
 
 LONG_S = 1.0
-"""Time after which a wait is stated by its length. Shorter ones are stated by how often they occur."""
+"""Least duration of a wait whose duration is stated. For shorter waits, it is stated how often they occur."""
 
 HELD = {"stopped": "stopped by a signal", "traced": "held by a debugger"}
 """The states of processes that are shown in place of the state that the worker has reported last."""
@@ -222,21 +222,21 @@ class WorkerStatus(msgspec.Struct, frozen=True):
 
     Attributes:
         worker: index of the worker.
-        machine: name of its machine.
+        machine: name of the worker's machine.
         state: what the worker is doing.
-        state_s: seconds since it began to do this, in its latest iteration; None if unknown.
-        iteration: the iteration that it has reported last; None before its first report.
-        loss: the loss that it has reported last; None if it has reported none.
-        samples_per_s: its speed in samples per second; None if unknown.
-        staleness: number of updates, at the shard with the most, since the worker has received the weights; None if
-            unknown.
-        waits_for: what it waits for according to the sync model, or the call in which it waits; "" if it does not
-            wait.
-        last: the workers that keep it waiting: in a call, those that have not made it; otherwise, of the workers that
-            do not wait themselves, those in the earliest iteration. () if it does not wait.
-        losses: why each of its incarnations that were lost was lost, in order; () if none was.
+        state_s: seconds since the worker entered this state, in its latest iteration; None if unknown.
+        iteration: the iteration that the worker has reported last; None before its first report.
+        loss: the loss that the worker has reported last; None if it has reported no loss.
+        samples_per_s: the worker's speed in samples per second; None if unknown.
+        staleness: largest number of updates at any shard since the worker received its weights; None if unknown.
+        waits_for: what the worker waits for according to the sync model, or the call in which it waits; "" if it does
+            not wait.
+        last: the workers that keep this worker waiting. If it waits in a call, these are the workers that have not made
+            the call; otherwise, they are those in the earliest iteration, of all workers that do not wait themselves.
+            () if this worker does not wait.
+        losses: for each lost incarnation of the worker, in order, the reason for its loss.
         guessed: True if `loss` is a guess: the tensor on which the script has called `backward()`.
-        device: its device and the model of this device; unset if no worker is known to be on an accelerator.
+        device: the worker's device and the model of this device; unset if no worker is known to be on an accelerator.
     """
 
     worker: int
@@ -259,9 +259,9 @@ class MachineStatus(msgspec.Struct, frozen=True):
 
     Attributes:
         machine: name of the machine.
-        silent_s: seconds since its last sign of life (see `core.liveness`).
-        suspicion: `silent_s` divided by the time after which it is taken out.
-        servers: the servers that it has brought.
+        silent_s: seconds since the machine's last sign of life (see `core.liveness`).
+        suspicion: `silent_s` divided by the time after which the machine is taken out.
+        servers: the servers that the machine has brought.
     """
 
     machine: str
@@ -297,7 +297,7 @@ class JobStatus(msgspec.Struct, frozen=True):
         machines: one entry per machine that sends heartbeats, in the order of their names.
         links: one entry per pair of machines with traffic, in the order of the names.
         shortage: how many workers and servers the run has and needs, if it waits for machines to join; else "".
-        main_worker: the main worker (see `core.members`); -1 for none.
+        main_worker: the main worker (see `core.members`); -1 if there is none.
         progress: the part of the training loop in progress that is done, from 0 to 1; None if its length is unknown.
         left_s: the time in seconds that the loop will take from now on; None if unknown.
         samples_per_s: number of samples per second that all workers together use; None if unknown.
@@ -305,9 +305,11 @@ class JobStatus(msgspec.Struct, frozen=True):
         epoch: number of the epoch in progress, counted from 1; None if unknown.
         epochs: number of epochs of the loop; None if unknown.
         epoch_progress: the part of the epoch in progress that is done, from 0 to 1; None if unknown.
-        awaited: the workers for which others wait; () for none.
-        awaited_s: for how many seconds others have been waiting for them; None if no worker waits at this moment.
-        awaited_share: the part of the last seconds in which others have waited for them; None if unknown.
+        awaited: the workers for which other workers wait; () if there are none.
+        awaited_s: for how many seconds other workers have been waiting for those in `awaited`; None if no worker waits
+            at this moment.
+        awaited_share: the part of the last seconds in which other workers have waited for those in `awaited`; None if
+            unknown.
     """
 
     sync: str
@@ -332,17 +334,17 @@ class JobStatus(msgspec.Struct, frozen=True):
 
 # -- Who keeps the workers of a job waiting, according to the servers' answers to `FetchWaits`, without I/O
 #
-# A single answer shows one moment. If the workers wait for 40 ms in each iteration, as for a worker that is
-# three times slower, every other answer may find no worker waiting. So `WaitSamples` keeps several answers: in the
-# part of them in which others waited for a worker, others wait for it for the same part of the time.
+# A single answer shows one moment. If the workers wait for 40 ms in each iteration, for example for a worker that is
+# three times slower, every second answer may find no worker waiting. So `WaitSamples` keeps several answers. If other
+# workers wait for a worker in a part of the answers, they wait for this worker in about the same part of the time.
 
 
 class Awaited(NamedTuple):
-    """The workers that keep others waiting.
+    """The workers that keep other workers waiting.
 
     Attributes:
-        workers: their indices, in order; () if no worker is awaited.
-        share: the part of the last seconds in which others have waited for them.
+        workers: the indices of these workers, in order; () if no worker is awaited.
+        share: the part of the last seconds in which other workers have waited for these workers.
     """
 
     workers: tuple[int, ...] = ()
@@ -358,13 +360,13 @@ class Observed(msgspec.Struct, frozen=True):
         connected: the workers that have connected to the coordinator at any time.
         machine_of: worker -> name of its machine. Workers that are missing run on the coordinator's machine.
         devices: worker -> its device and the model of this device; {} if no worker is on an accelerator.
-        state_s: worker -> seconds since its state or its iteration has changed.
+        state_s: worker -> seconds since its state or its iteration last changed.
         usual_s: worker -> usual duration of its iterations in seconds.
         processes: worker -> state of its process according to its agent.
         machines: the heartbeats of the machines.
         traffic: the traffic between the machines.
         progress: how far the job has come.
-        awaited: for whom others have waited most often in the last seconds.
+        awaited: the workers for which other workers have waited most often in the last seconds.
     """
 
     servers: int
@@ -384,8 +386,8 @@ class Observed(msgspec.Struct, frozen=True):
 class StateTimes:
     """Measures for how long each worker has been in its state.
 
-    A worker that is never seen to wait computes all the time, but one iteration after another. So what is noted for a
-    worker includes its iteration.
+    A worker that is never observed while it waits seems to compute all the time, but it computes one iteration after
+    another. So the state that is noted for a worker includes its iteration.
 
     Example:
         >>> times = StateTimes()
@@ -419,7 +421,7 @@ def job_status(core: Coordinator, observed: Observed, local: str = LOCAL) -> Job
     """Return the state of a job.
 
     Args:
-        core: the coordinator. It is not changed.
+        core: the coordinator, which is not changed.
         observed: what its host has observed.
         local: name of the coordinator's machine.
     """
@@ -489,10 +491,10 @@ def job_status(core: Coordinator, observed: Observed, local: str = LOCAL) -> Job
 
 
 def _awaited_now(rows: Sequence[WorkerStatus]) -> tuple[tuple[int, ...], float | None]:
-    """Return the workers that keep most others waiting, and for how long one of those has waited, at least `LONG_S`.
+    """Return the workers that keep the most other workers waiting, and the longest of these waits, at least `LONG_S`.
 
-    They are named only if they are not more than those that wait: the first worker at the end of a round waits for
-    all others, and none of these is slow.
+    The awaited workers are named only if they are not more than the waiting workers: the first worker at the end of a
+    round waits for all others, and none of these is slow.
     """
     waiting = [row for row in rows if row.last and row.state_s is not None and row.state_s >= LONG_S]
     if not waiting:
@@ -523,7 +525,7 @@ def worker_state(core: Coordinator, worker: int, connected: bool) -> str:
 
 
 def held_state(core: Coordinator, worker: int, processes: Mapping[int, str]) -> str:
-    """Return what keeps the process of a worker from running; "" if nothing does, or the worker is gone.
+    """Return why the process of a worker does not run; "" if the process runs, or if the worker is gone.
 
     Args:
         core: the coordinator.
@@ -535,17 +537,17 @@ def held_state(core: Coordinator, worker: int, processes: Mapping[int, str]) -> 
 
 
 MOST_LOOKS = 20
-OLDEST_S = 30.0  # age of a look from which it is no longer used
+OLDEST_S = 30.0  # maximum age of a look that is used
 LEAST_LOOKS = 2
 LEAST_SHARE = 0.25
-"""Part of the looks in which others must wait for a worker. Of equally fast workers, none is awaited as often."""
+"""Part of the looks in which other workers must wait for a worker. Equally fast workers are awaited less often."""
 
 CLOSE = 0.8
-"""Workers that are awaited this much less often than the one that is awaited most are named together with it."""
+"""A worker is also named if it is awaited at least this share as often as the worker that is awaited most often."""
 
 
 class WaitSamples:
-    """What the last answers of the servers have shown.
+    """The workers that were awaited according to the last answers of the servers.
 
     Args:
         ticks_per_s: number of ticks per second.
@@ -556,10 +558,10 @@ class WaitSamples:
         self._looks: deque[tuple[int, frozenset[int]]] = deque(maxlen=MOST_LOOKS)
 
     def look(self, core: Coordinator, now_ticks: int) -> None:
-        """Record who waits now. Call this when all servers have answered. Before training begins, it has no effect.
+        """Record who waits now, when all servers have answered. Before training begins, the call has no effect.
 
-        The workers that are awaited are not noted if they are more than those that wait: the first workers at the end
-        of a round wait for all others, and none of these is slow.
+        The awaited workers are not noted if they are more than the waiting workers: the first workers at the end of a
+        round wait for all others, and none of these is slow.
         """
         if not core.started:
             return
@@ -568,7 +570,7 @@ class WaitSamples:
         self._looks.append((now_ticks, frozenset(last if len(last) <= len(waiting) else ())))
 
     def awaited(self, now_ticks: int) -> Awaited:
-        """Return the workers for which others have waited most often in the last seconds."""
+        """Return the workers for which other workers have waited most often in the last seconds."""
         looks = [last for ticks, last in self._looks if now_ticks - ticks <= self._oldest_ticks]
         counts = Counter(worker for last in looks for worker in last)
         most = max(counts.values(), default=0)
@@ -581,7 +583,7 @@ class WaitSamples:
 def still_waiting(core: Coordinator) -> set[int]:
     """Return the workers whose pulls are not answered, according to the servers' last answers.
 
-    A worker that has reported since then that it computes a later iteration waits no longer.
+    If a worker has reported since these answers that it computes a later iteration, it waits no longer.
     """
     pulled: dict[int, int] = {}
     for answer in core.waits.values():
@@ -598,9 +600,9 @@ def _computes_after(core: Coordinator, worker: int, iteration: int) -> bool:
 
 
 def waiting_for(answers: Collection[Waits]) -> dict[int, str]:
-    """Return, for each worker that waits at a shard, whom it waits for and why.
+    """Return, for each worker that waits at a shard, a description of what it waits for.
 
-    The shards are named only if the worker waits for something else at some of them.
+    The shards are named only if the worker does not wait for the same thing at all shards.
     """
     shards = [shard for answer in answers for shard in answer.shards]
     found: dict[int, dict[str, list[int]]] = {}
@@ -611,7 +613,7 @@ def waiting_for(answers: Collection[Waits]) -> dict[int, str]:
 
 
 def _named(reasons: Mapping[str, list[int]], shards: int) -> list[str]:
-    """Return the reasons, each with the shards for which it holds unless it holds for all."""
+    """Return the reasons. If a reason does not hold for all shards, the shards for which it holds are named."""
     return [
         reason if len(where) == shards else f"{reason} (shard {', '.join(map(str, sorted(where)))})"
         for reason, where in reasons.items()
@@ -619,7 +621,7 @@ def _named(reasons: Mapping[str, list[int]], shards: int) -> list[str]:
 
 
 def last_workers(core: Coordinator, workers: Collection[int]) -> tuple[int, ...]:
-    """Return those of the workers that are in the earliest iteration, according to their last reports."""
+    """Return the members of `workers` that are in the earliest iteration, according to their last reports."""
     iterations = {worker: core.board[worker].iteration for worker in workers if worker in core.board}
     earliest = min(iterations.values(), default=0)
     return tuple(sorted(worker for worker, iteration in iterations.items() if iteration == earliest))

@@ -13,8 +13,8 @@
     end           WorkerFinished to every server and to the coordinator
 
 The host of this class moves bytes and tensors, runs the training script and determines how long a computation takes.
-The class does not run the sync model; it only does what the model requires of workers. It does not store the index of
-the worker.
+The class does not run the sync model; it only does what the model requires of workers. The class does not store the
+index of the worker.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ from .metrics import Noted, UnsentMetrics
 from .requests import COORDINATOR, PROCEED, Abort, Request, Send, server_peer
 
 ADDED = "DistributedOptimizer() or add_param_group() with parameters that are not trained yet"
-"""How a call that extends the model is described to other workers."""
+"""The words that describe to other workers a call that extends the model."""
 
 NO_RESTART = (-1, -1)
 
@@ -123,15 +123,15 @@ class Worker:
         data: the leases that the worker has received, and what its script has drawn from them.
         may_restart: True if the sync model may order the worker to abort and restart an iteration.
         lockstep: True if the sync model keeps all workers in lockstep.
-        stays_lockstep: True if every sync model of the schedule does so.
+        stays_lockstep: True if every sync model of the schedule keeps all workers in lockstep.
         updates: number of updates that shard 0 had applied when it last answered; 0 before its first answer.
         samples: number of samples in all workers' pushes that shard 0 had received, and not dropped, when it last
             answered; 0 before its first answer.
         combined: the result of the worker's last barrier or reduction; None if it has not arrived.
         extended: the message that ends the worker's last extension; None if it has not arrived.
         extension: number of the last extension of the model that the worker has been told of; 0 if there is none.
-        cut: number of the cut for which the state of the script is wanted; 0 for none. Under lockstep models,
-            it is wanted before each push until the shards have been cut.
+        cut: number of the cut for which the state of the script is wanted; 0 if no state is wanted. Under lockstep
+            models, the state is wanted before each push until the shards have been cut.
         asked: number of changes that the script has requested.
         pulls_again: True while the worker waits for weights during an iteration, for example to restart it.
         change: the change of the model with which the worker flags its next push; None if there is none.
@@ -175,7 +175,7 @@ class Worker:
         self._epoch = 0
         self._wanted = schedule.first  # models of all shards after all changes that the worker has requested
         self._calls = 0  # number of barriers and reductions that the script has called
-        self._calls_since_step = 0  # number of these calls since its last step, or since the epoch has begun
+        self._calls_since_step = 0  # number of these calls since the script's last step or start of an epoch
         self._checkpoints = 0  # number of checkpoints that the script has requested
         # number of a cut for which all shards have been cut, until the state of the script has been given; else 0
         self._wanted_state = 0
@@ -195,8 +195,8 @@ class Worker:
         # samples of the last push, if the script has several optimizers
         self._batch_samples: int | None = None
         self._edits_begun = 0  # number of edits that the script has begun
-        self._observed: list[Observation] = []  # what the coordinator has not been told yet
-        self._unsent = UnsentMetrics()  # what the coordinator has not been told of the metrics
+        self._observed: list[Observation] = []  # observations that were not sent to the coordinator yet
+        self._unsent = UnsentMetrics()  # metrics that were not sent to the coordinator yet
         # True once the workers may have made different numbers of iterations: under a model that does not keep them
         # in lockstep, or because each of them has passed a change of the model in its own iteration.
         self._relaxed = False
@@ -222,7 +222,8 @@ class Worker:
     def paused(self) -> bool:
         """True if the worker must not begin another iteration, because the run has too few workers.
 
-        Before a change of the model, it begins one more iteration, because no worker joins before the change is made.
+        Before a change of the model, the worker begins one more iteration, because no worker joins before the change is
+        made.
         """
         return self._paused and self.change is None
 
@@ -256,11 +257,11 @@ class Worker:
         """True if the worker may push without a gradient while its script waits in a barrier or a reduction.
 
         In lockstep, all scripts must make their calls after the same number of iterations, and no worker may go on
-        without this one. That is different as soon as a worker has pushed without a gradient, during an evaluation:
-        this worker then makes its remaining steps later than the others. It is different, too, if some workers have
-        received more of the data that lost workers have returned. Last, a change of the model reaches the workers in
-        different iterations. A worker that waits in a call must still pass the change, because the others wait for
-        its flagged push, and from then on the workers have made different numbers of iterations.
+        without this worker. There are three exceptions. First, if a worker has pushed without a gradient, during an
+        evaluation, this worker makes its remaining steps later than the other workers. Second, some workers may have
+        received more of the data that lost workers have returned. Third, a change of the model reaches the workers in
+        different iterations. A worker that waits in a call must still pass the change, because the other workers wait
+        for its flagged push. From then on, the workers have made different numbers of iterations.
         """
         return self.started is not None and (self._uneven or self._relaxed or self.change is not None)
 
@@ -271,7 +272,7 @@ class Worker:
 
     @property
     def owes_state(self) -> bool:
-        """True if the worker has not given what its script holds for the cut that it has been told of."""
+        """True if the worker has been told of a cut, and has not given the state of its script for this cut."""
         return self.cut != 0 and self.cut != self._given
 
     def awaits(self, shard: int) -> bool:
@@ -279,7 +280,7 @@ class Worker:
         return self.waiting_for == "answers" and shard in self._awaited
 
     def outlook(self, most_workers: int) -> dict[str, object]:
-        """Return what decides: what `Started` contains has taken effect, except for `joined_late`."""
+        """Return the values that decide. Of the content of `Started`, only `joined_late` still decides."""
         return {"started": None if self.started is None else self.joined_late}
 
     # -- actions of the script ----------------------------------------------------------------------------
@@ -295,12 +296,12 @@ class Worker:
         return [Send(COORDINATOR, CheckpointRequested(self._checkpoints))]
 
     def give_state(self) -> KeepWorkerState:
-        """Return the message that gives what the script holds, for the cut for which this is wanted."""
+        """Return the message that gives the state of the script, for the cut for which the state is wanted."""
         self._given, self._wanted_state = self.cut, 0
         return KeepWorkerState(self.cut, self.iteration - 1)
 
     def request_model(self) -> list[Request]:
-        """Ask for the model of the job before the script has trained. `described` is None until the answer."""
+        """Ask for the model of the job before the script has trained. `described` is None until the answer arrives."""
         self.described = None
         return [Send(COORDINATOR, ModelRequested())]
 
@@ -330,11 +331,12 @@ class Worker:
         """Commit the current iteration to every shard.
 
         Args:
-            flags: what the host knows of the push.
+            flags: the properties of the push that the host knows.
             contents: content of the push for each shard; None in virtual time.
-            busy_s: time that the worker took for the iteration, not including the time that it waited for others;
-                None if it is unknown.
-            idle: True if the script is not training at the moment. Data that it has drawn belongs to a later push.
+            busy_s: time that the worker took for the iteration, not including the time that it waited for other
+                workers; None if it is unknown.
+            idle: True if the script is not training at the moment. Data that the script has drawn belongs to a later
+                push.
         """
         requests = self._due() if self._steps else []
         iteration, plan = self.iteration, self._plan
@@ -388,10 +390,10 @@ class Worker:
         return requests
 
     def observe(self, observed: Observation, *, report: bool = True) -> list[Request]:
-        """Keep what was seen of a push for the guard of the run.
+        """Keep an observation about a push, for the guard of the run.
 
         Args:
-            observed: what was seen.
+            observed: the observation.
             report: True to send the coordinator everything that is kept.
         """
         self._observed.append(observed)
@@ -406,11 +408,11 @@ class Worker:
     def log(
         self, noted: Sequence[Noted], now_s: float, *, report: bool = True, ended: bool = False
     ) -> list[Request]:
-        """Keep what the script has logged. Call this after the push that has followed.
+        """Keep what the script has logged. Call this method after the next push.
 
         Args:
             noted: what the script has logged since the last call.
-            now_s: the current time in seconds, on the clock with which it was noted.
+            now_s: the current time in seconds, on the clock that gave the times in `noted`.
             report: True to send the coordinator everything that is kept.
             ended: True if no push has followed, because the script has ended.
         """
@@ -432,7 +434,7 @@ class Worker:
     def begin_edit(self) -> list[Request]:
         """Begin an edit of the weights. When the worker no longer waits, `edits` tells whether it pushes its edit.
 
-        In lockstep, the worker's weights are the newest. Otherwise, it pulls them.
+        In lockstep, the worker has the newest weights. Otherwise, the worker pulls the newest weights.
         """
         number, self._edits_begun = self._edits_begun, self._edits_begun + 1
         if self.lockstep:
@@ -445,7 +447,7 @@ class Worker:
         return self.become_uneven() + self.push(EMPTY, contents, idle=True)
 
     def become_uneven(self) -> list[Request]:
-        """Tell the coordinator that the worker makes its remaining steps earlier or later than the others."""
+        """Tell the coordinator that this worker makes its remaining steps earlier or later than the other workers."""
         if not self.lockstep or self._uneven:
             return []
         self._uneven = True
@@ -459,7 +461,7 @@ class Worker:
         return self.push(EMPTY, contents, idle=True)
 
     def push_edit(self, contents: Sequence[Content] | None = None) -> list[Request]:
-        """Commit the current iteration with the worker's edit or, if the edit of another worker counts, empty."""
+        """Commit the current iteration, with the worker's edit unless the edit of another worker counts."""
         edit, self._edit = self._edit, None
         return self.push(EMPTY if edit is None else PushFlags(edit=edit), contents, idle=True)
 
@@ -476,7 +478,8 @@ class Worker:
     def propose(self, model: ModelSpec) -> list[Request]:
         """Propose an extended model, because the script has added parameters.
 
-        When all workers have done so, `extended` is set. If their calls differ, `combined` is set instead.
+        When all workers have proposed their extended models, `extended` is set. If the calls differ, `combined` is set
+        instead.
         """
         return self._call(ADDED, model=model)
 

@@ -33,8 +33,8 @@ class MemoryPlace(msgspec.Struct, frozen=True):
     Attributes:
         process: id of the worker's process.
         descriptor: file descriptor of the memory in this process.
-        name: name of the memory. Its 128 random bits make it unique and a secret. Names of any other form are refused,
-            because a member of the run could guess one, and so let a server map the memory of another program.
+        name: name of the memory. Its 128 random bits make it unique and a secret. Names of any other form are refused:
+            a member of the run could guess such a name, and make a server map the memory of another program.
     """
 
     process: Number
@@ -62,10 +62,10 @@ class Hello(Message):
         follows: True if the caller is a worker that can read the weights directly from the servers' memory.
         extension: number of the extension for which a worker has memory; 0 if the model has not been extended.
         incarnation: how often the index of the worker has been used before.
-        place: over TCP, where the server finds the shared memory of a worker if both run on the same machine; None if
-            they do not.
-        device: the device of a worker and its model, for the user; "" if none is assigned to it, so
-            that it uses the CPU.
+        place: where the server finds the shared memory of a worker that connects over TCP from the same machine; else
+            None.
+        device: the device that is assigned to a worker, and the model of this device, for the user; "" if the worker
+            uses the CPU, because no device is assigned to it.
     """
 
     token: str
@@ -90,7 +90,8 @@ class Hello(Message):
 class MemoryAttached(Message):
     """The server has found the worker's shared memory, and uses it instead of payloads for all pushes and pulls.
 
-    The server sends this message before the first answer. If it has not found the memory, it sends nothing.
+    The server sends this message before the first answer. If the server has not found the memory, it sends no such
+    message.
 
     Attributes:
         shards: the shards of the server.
@@ -108,7 +109,7 @@ Activity = Literal["computing", "exchanging", "restarting", "paused", "outside",
     exchanging    the worker pushes, pulls or requests data, and waits for the answers
     restarting    the worker pulls, because it has aborted a computation
     paused        the run has too few workers
-    outside       the script evaluates the model, or waits in a barrier, in a reduction, or for others that add
+    outside       the script evaluates the model, or waits in a barrier, in a reduction, or for other workers that add
                   parameters
     loading       the script asks a distributed loader for a batch
     between       the script has made a step, and has not asked a distributed loader for a batch since then
@@ -126,7 +127,8 @@ class TimeSpent(msgspec.Struct, frozen=True, array_like=True):
         loading: time in which the script asked a distributed loader for a batch.
         unfinished: time of the computation that has been neither pushed nor aborted yet.
         activity: what the worker does now.
-        queued: time in which its main thread could run, but had no core; 0 if unknown. Said at the end only.
+        queued: time in which the worker's main thread was ready to run, but had no core; 0 if unknown. Reported only
+            when the worker ends.
     """
 
     computing: Ticks = 0
@@ -144,14 +146,14 @@ class Status(Message):
     """The state of a worker, for the progress display, and what it has spent its time on.
 
     Attributes:
-        iteration: label of its latest iteration.
-        loss: the last loss that is known; None if none is.
+        iteration: label of the worker's latest iteration.
+        loss: the last known loss; None if no loss is known.
         state: what the worker is doing.
         spent: what the worker has spent its time on; None if it is unknown.
-        updates: number of updates in the latest weights that it has received, at shard 0.
-        samples: number of samples that all workers together had used by then.
-        epoch: number of the epoch of the training loop that it is in, counted from 0. Without such a loop, number of
-            its pass over the loader that it trains on; None without such a loader.
+        updates: number of updates in the latest weights that the worker has received, at shard 0.
+        samples: number of samples that all workers together had used when these weights were sent.
+        epoch: number of the epoch of the worker's training loop, counted from 0. If the script has no such loop, number
+            of the worker's pass over the loader that it trains on; None if there is no such loader.
         part: the part of this epoch whose data has been drawn, as far as the worker knows; None if it is unknown.
         guessed: True if the loss is a guess: the tensor on which the script has called `backward()`.
     """
@@ -181,7 +183,7 @@ class WorkerFinished(Message):
     """A worker leaves the run, because it has finished its work or has been asked to leave.
 
     Attributes:
-        drawn: `drawn` of the worker's last push. Batches that the script has used in no push by now are skipped.
+        drawn: `drawn` of the worker's last push, in which batches that no push has used count as skipped.
         early: True if the worker has been asked to leave before it has finished its work.
         spent: what the worker has spent its time on; None if it is unknown.
     """
@@ -193,15 +195,15 @@ class WorkerFinished(Message):
 
 @sent("coordinator", to="server")
 class WorkerLost(Message):
-    """A worker was lost. The server stops serving this incarnation of it, and answers with a `PushesReported`.
+    """A worker was lost. The server stops serving this incarnation of the worker, and answers with a `PushesReported`.
 
     The worker's connection may still be open if a child process of the worker has inherited it.
 
     Attributes:
         worker: index of the worker.
         incarnation: how often this index had been used before.
-        at_once: True if the process of the worker may go on. Its connection is then closed without waiting for its
-            end, and what has not been read yet is not used.
+        at_once: True if the process of the worker may still run. The server then closes the worker's connection at
+            once, and does not use data that it has not read yet.
     """
 
     worker: int
@@ -211,14 +213,14 @@ class WorkerLost(Message):
 
 @sent("server", to="coordinator")
 class PushesReported(Message):
-    """A server has stopped serving a lost worker, and reports what it has received from it. See
+    """A server has stopped serving a lost worker, and reports the pushes that it has received from the worker. See
     `core.members`.
 
     Attributes:
         worker: the lost worker.
         incarnation: how often the index of the worker had been used before.
         last: for each shard of the server, the label of the last push that the shard has received from the worker.
-        held: for each of these shards, True if it holds a push of the worker until a `LossSettled` arrives.
+        held: for each of these shards, True if the shard holds a push of the worker until a `LossSettled` arrives.
         drawn: for each of these shards, `drawn` of the last push that the shard has received from the worker; () if
             it has received none.
     """
@@ -232,7 +234,7 @@ class PushesReported(Message):
 
 @sent("coordinator", to="server", during="serving")
 class LossSettled(Message):
-    """All servers have reported what they have received from a lost worker. See `core.members`.
+    """All servers have reported the pushes that they have received from a lost worker. See `core.members`.
 
     Attributes:
         worker: index of the worker.

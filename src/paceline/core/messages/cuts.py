@@ -11,13 +11,14 @@ from .table import Message, sent
 
 
 class ShardState(msgspec.Struct, frozen=True):
-    """How far the weights of one shard have come.
+    """The progress of the weights of one shard.
 
     Attributes:
         version: number of updates that the weights include.
-        samples: number of samples in the pushes of these updates, as far as it is known.
+        samples: number of samples in the pushes of these updates, as far as known.
         at_once: the largest number of workers that have been present at once; 0 if it is unknown. In a cut of a job,
-            it is the largest number at any shard, since one may see a departure before a join, and another after it.
+            this is the largest number at any shard, since one shard may see a departure before a join, and another
+            shard after the join.
     """
 
     version: int = 0
@@ -26,7 +27,7 @@ class ShardState(msgspec.Struct, frozen=True):
 
 
 class PushCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """What has become of the pushes that a shard has received, by number. Each push is counted once.
+    """The numbers of pushes that a shard has received, by the way in which they ended. Each push is counted once.
 
     Attributes:
         applied: pushes that were applied by themselves.
@@ -34,7 +35,7 @@ class PushCounts(msgspec.Struct, frozen=True, kw_only=True):
         dropped: pushes that are in no update: those without a gradient, those that came too late, and edits.
         lost: pushes of lost workers that are in no update, because not every shard has received them, and pushes that
             were held at a cut.
-        dropped_samples: number of samples in the dropped pushes, as far as it is known.
+        dropped_samples: number of samples in the dropped pushes, as far as known.
     """
 
     applied: int = 0
@@ -44,7 +45,7 @@ class PushCounts(msgspec.Struct, frozen=True, kw_only=True):
     dropped_samples: int = 0
 
     def plus(self, other: PushCounts) -> PushCounts:
-        """Return the sums of both."""
+        """Return the sum of these counts and the counts in `other`."""
         return PushCounts(
             **{name: getattr(self, name) + getattr(other, name) for name in self.__struct_fields__}
         )
@@ -55,7 +56,7 @@ class LastPush(msgspec.Struct, frozen=True):
 
     Attributes:
         worker: index of the worker.
-        iteration: label of the push; the label before its first one if there is none.
+        iteration: label of the push; if there is no such push, the label before the worker's first one.
         drawn: `drawn` of this push. See `Commit`.
     """
 
@@ -71,10 +72,10 @@ class ReserveCopies(Message):
 
 @sent("server", to="coordinator", during="serving", forwarded=False)
 class CopiesReserved(Message):
-    """A server has reserved memory for copies of its shards, or could not.
+    """A server has reserved memory for copies of its shards, or has failed to reserve memory.
 
     Attributes:
-        fault: why there is no memory; "" if there is.
+        fault: the reason why there is not enough memory; "" if there is enough.
     """
 
     fault: str = ""
@@ -97,12 +98,12 @@ class CutProposed(Message):
 class CutOffered(Message):
     """A server says how many rounds its shards have completed.
 
-    It is the answer to `CutProposed` and, if a shard has already gone beyond the round in a `CutAgreed`, to that
-    message.
+    This message is the answer to `CutProposed`, and also to a `CutAgreed` with a round that a shard of the server has
+    already passed.
 
     Attributes:
         number: number of the cut.
-        round: the largest number of rounds that one of its shards has completed.
+        round: the largest number of rounds that any shard of the server has completed.
     """
 
     number: int
@@ -115,7 +116,7 @@ class CutAgreed(Message):
 
     Attributes:
         number: number of the cut.
-        round: number of rounds after which each shard is cut; None to cut it at once.
+        round: number of rounds after which each shard is cut; None to cut each shard at once.
         left: the workers that have left the run. The server cuts no shard before it has noticed each of these
             departures.
     """
@@ -127,7 +128,7 @@ class CutAgreed(Message):
 
 @sent("worker", to="coordinator", forwarded=False)
 class CheckpointRequested(Message):
-    """A script asks for a checkpoint. The n-th requests of all workers are the same request.
+    """A script asks for a checkpoint. The n-th requests of all workers count as one request.
 
     Attributes:
         number: number of the worker's request, counted from 1.
@@ -143,8 +144,8 @@ class CutTaken(Message):
     Attributes:
         number: number of the cut.
         shard: index of the shard.
-        state: how far the shard has come.
-        pushes: what has become of the pushes that it has received. Held pushes count as lost.
+        state: the progress of the shard.
+        pushes: what has become of the pushes that the shard has received. Held pushes count as lost.
         workers: for each live worker, its last push that is part of the cut.
     """
 
@@ -179,7 +180,8 @@ class WriteCut(Message):
     Attributes:
         number: number of the cut.
         path: the directory of the files.
-        token: what the files say about themselves. A directory without it is another one, on another machine.
+        token: a random text in the directory. If a directory lacks this text, it is a different one with the same path,
+            for example on another machine.
     """
 
     number: int
@@ -189,12 +191,12 @@ class WriteCut(Message):
 
 @sent("server", to="coordinator", during="serving", forwarded=False)
 class CutWritten(Message):
-    """A server has written its copies, or could not.
+    """A server has written its copies, or has failed to write them.
 
     Attributes:
         number: number of the cut.
-        fault: why the copies could not be written; "" if they were.
-        seen: False if the server does not see the files. It keeps the copies, and awaits `FetchCut`.
+        fault: why the copies could not be written; "" if they were written.
+        seen: False if the server does not see the files. The server then keeps the copies, and awaits `FetchCut`.
     """
 
     number: int
@@ -223,7 +225,7 @@ class FetchCut(Message):
 class CutPiece(Message):
     """A piece of the copy of a shard, in the order of `checkpoints.writing.shard_content`.
 
-    The payload is the piece. It is empty if the server has no such copy.
+    The payload is the piece. If the server has no such copy, the payload is empty.
 
     Attributes:
         number: number of the cut.
@@ -236,9 +238,10 @@ class CutPiece(Message):
 
 @sent("coordinator", to="worker", during="training")
 class StateWanted(Message):
-    """All shards have been cut, so the worker must give what its script holds, unless it has done so.
+    """All shards have been cut, so the worker must give the state of its script, unless it has given this state
+    already.
 
-    It does so in a `KeepWorkerState`, as soon as its script is between two batches, or waits in a call.
+    The worker sends the state in a `KeepWorkerState`, as soon as its script is between two batches, or waits in a call.
 
     Attributes:
         number: number of the cut.
@@ -249,13 +252,13 @@ class StateWanted(Message):
 
 @sent("worker", to="coordinator", during="training")
 class KeepWorkerState(Message):
-    """What the script of a worker holds, for a cut. The payload is in the format of `shard.optimizers`.
+    """The state of a worker's script, for a cut. The payload is in the format of `shard.optimizers`.
 
     A later message for the same cut and the same label replaces an earlier one.
 
     Attributes:
         number: number of the cut.
-        iteration: label of the last push of the worker; the label before its first one if there is none.
+        iteration: label of the last push of the worker; if the worker has made no push, the label before its first one.
     """
 
     number: int

@@ -36,9 +36,9 @@ class DataRequested(Message):
         end: an epoch and the number of positions in its order, if the worker has reached an end that was not known in
             advance.
         times: the number of positions in each of the worker's iterations since its last request, and the time in
-            seconds that the worker took for it. Only sent if the order is balanced.
-        least: minimum size of the worker's batches if the order is balanced or its batches are joint ones.
-        step: number of which the sizes of the worker's batches are multiples if the order is balanced. See
+            seconds that the worker took for this iteration. Only sent if the order is balanced.
+        least: minimum size of the worker's batches if the order is balanced or its batches are joint.
+        step: the sizes of the worker's batches are multiples of this number if the order is balanced. See
             `paceline.core.batch_sizes.in_steps`.
     """
 
@@ -114,7 +114,7 @@ Limit = Annotated[int, msgspec.Meta(ge=1, le=2**53)] | None
 
 
 class LoopLimits(msgspec.Struct, frozen=True):
-    """The limits of a training loop, counted from its beginning. The first one that is reached ends the loop.
+    """The limits of a training loop, counted from its beginning. The first limit that is reached ends the loop.
 
     Attributes:
         epochs: number of epochs; None for no limit.
@@ -212,7 +212,7 @@ class FetchBuffers(Message):
 
 @sent("server", to="worker", forwarded=False)
 class PooledBuffers(Message):
-    """The model's buffers, pooled over the workers. They are the payload, in the order of the model's buffers."""
+    """The model's buffers, pooled over the workers. The payload has them in the order of the model's buffers."""
 
     shard: int
 
@@ -232,7 +232,7 @@ class FetchInitialBuffers(Message):
 
 @sent("server", to="worker", forwarded=False)
 class InitialBuffers(Message):
-    """The initial values of the buffers that were added last. They are the payload, in the order of the model.
+    """The initial values of the buffers that were added last. The payload has the values in the order of the model.
 
     Attributes:
         shard: 0.
@@ -247,13 +247,14 @@ class InitialBuffers(Message):
 @sent("reader", to="server", forwarded=False)
 @sent("server", to="worker", forwarded=False)
 class FetchFrozen(Message):
-    """Request values of frozen parameters: from the server of shard 0, or by this server from a worker.
+    """Request values of frozen parameters: from the server of shard 0, which may request them from a worker.
 
-    The server keeps no values until they are requested. It then requests them from a worker that has them.
+    The server keeps no values until a worker or a reader requests some. The server then requests these values from a
+    worker that has them.
 
     Attributes:
         shard: 0.
-        digests: the digests of the values, each of them once.
+        digests: the digests of the values, without duplicates.
     """
 
     shard: Literal[0]
@@ -264,7 +265,7 @@ class FetchFrozen(Message):
 @sent("server", to="reader", forwarded=False)
 @sent("server", to="worker", forwarded=False)
 class FrozenTensors(Message):
-    """Values of frozen parameters: the answer to a `FetchFrozen`. They are the payload, in the order of `digests`.
+    """Values of frozen parameters: the answer to a `FetchFrozen`. The payload has the values in the order of `digests`.
 
     Attributes:
         shard: 0.
@@ -277,7 +278,7 @@ class FrozenTensors(Message):
 
 @sent("worker", to="server", forwarded=False)
 class KeepStates(Message):
-    """The states of the objects that the script tracks, to be kept by the server of shard 0. They are the payload.
+    """The server of shard 0 must keep the states of the objects that the script tracks. These states are the payload.
 
     Attributes:
         shard: 0.
@@ -297,7 +298,7 @@ class FetchStates(Message):
 
 @sent("server", to="reader", forwarded=False)
 class KeptStates(Message):
-    """The states that were kept last. They are the payload.
+    """The states that were kept last. These states are the payload.
 
     Attributes:
         shard: 0.
@@ -312,7 +313,7 @@ class KeptStates(Message):
 @sent("reader", to="server", forwarded=False)
 @sent("worker", to="server", forwarded=False)
 class FetchSnapshot(Message):
-    """Request the current weights of a shard that are evaluated. The coordinator sends this at the end of a run.
+    """Request the current weights of a shard, for evaluation. The coordinator sends this message at the end of a run.
 
     Attributes:
         shard: index of the shard.
@@ -328,7 +329,7 @@ class FetchSnapshot(Message):
 @sent("server", to="reader", forwarded=False)
 @sent("server", to="worker", forwarded=False)
 class Snapshot(Message):
-    """The current weights of a shard that are evaluated, with their version.
+    """The current weights of a shard, for evaluation, with their version.
 
     The payload contains the weights and, for shard 0, the buffers of the model, pooled across workers, followed by
     those values of frozen parameters that the server keeps.
@@ -352,7 +353,7 @@ class ShardWaits(msgspec.Struct, frozen=True):
         sync: the sync model in force at this shard.
         pulls: (worker, iteration) of each delayed pull, sorted by worker.
         reasons: for each delayed pull, in the same order, what the pull waits for.
-        staleness: (worker, number of updates since it has received the weights) of each live worker.
+        staleness: (worker, number of updates since the worker received its weights) of each live worker.
     """
 
     shard: int
@@ -414,7 +415,7 @@ class StepTime(msgspec.Struct, frozen=True, array_like=True):
 
 @sent("server", to="coordinator", forwarded=False)
 class StepsTimed(Message):
-    """A server has measured steps of its optimizers: the first few, and more of them more and more rarely.
+    """A server has measured steps of its optimizers: the first few steps, and later ones at growing intervals.
 
     Attributes:
         steps: one entry per shard and parameter set.

@@ -21,7 +21,7 @@ Name = Annotated[str, msgspec.Meta(max_length=64)]
 
 @sent("agent", to="coordinator", during="offering", forwarded=False)
 class FetchCheckpoint(Message):
-    """A machine that is about to join needs a piece of the checkpoint with which the run begins, if there is any.
+    """A machine that is about to join needs a piece of the checkpoint with which the run begins, if it begins with one.
 
     Attributes:
         name: path of a file in the directory of the checkpoint.
@@ -46,13 +46,13 @@ class CheckpointPiece(Message):
 
 
 class Installed(msgspec.Struct, frozen=True):
-    """What a machine has installed, as far as the machines of a run must agree about it. See `run.installed`.
+    """The installed software of a machine, as far as all machines of a run must agree on it. See `run.installed`.
 
     Attributes:
         python: version of Python, without the last number.
         torch: version of torch.
         formats: name of a format in which processes exchange data -> its number or digest.
-        optimizers: the names that `torch.optim` has; () if they are unknown.
+        optimizers: the names in `torch.optim`; () if they are unknown.
     """
 
     python: Name
@@ -63,10 +63,11 @@ class Installed(msgspec.Struct, frozen=True):
 
 @sent("agent", to="coordinator", during="offering joined", then="joined", forwarded=False)
 class MachineJoined(Message):
-    """A machine offers to run workers and servers. Its *agent* is the process that sends this and starts them.
+    """A machine offers to run workers and servers. The process that sends this message and starts them is its *agent*.
 
     Attributes:
-        version: version of Paceline on the machine. It is read even if all else differs between the versions.
+        version: version of Paceline on the machine. The coordinator can read this field even if the versions differ in
+            all other fields.
         workers: number of workers that the machine can run.
         wanted: the indices that these workers should have if they are free.
         servers: number of servers that the machine brings.
@@ -105,8 +106,8 @@ class MachineAdmitted(Message):
 class MachineLeaving(Message):
     """A machine that has brought servers was asked to leave.
 
-    A run in progress ends, because it cannot continue without them, and its weights are saved. The servers stay until
-    then.
+    A run in progress ends, because it cannot continue without these servers, and its weights are saved. The servers
+    stay until the weights have been saved.
     """
 
 
@@ -119,8 +120,8 @@ class ProcessEnded(Message):
         how: a phrase that says how the process ended.
         crashed: True if the process has crashed.
         asked: True if the machine had asked its workers to leave.
-        returns: True if the worker has finished, or was only cut off. It joins again if the run goes on from a
-            checkpoint.
+        returns: True if the worker has finished, or has failed only because another process had ended. The worker then
+            joins again if the run goes on from a checkpoint.
     """
 
     worker: Number
@@ -137,7 +138,7 @@ class ServerEnded(Message):
     Attributes:
         server: index of the server.
         how: a phrase that says how the process ended.
-        output: the last lines of its output; "" if it has ended as it should.
+        output: the last lines of the server's output; "" if the process has ended as it should.
     """
 
     server: Number
@@ -241,8 +242,8 @@ class KillOrdered(Message):
 class TakenOut(Message):
     """A worker is no longer part of the run, although its process has not ended.
 
-    This message is sent to the worker, which reads it when it runs again, and to its agent. Nothing that this
-    incarnation of the worker sends from now on is used.
+    The coordinator sends this message to the worker's agent, and to the worker, which reads it when its process runs
+    again. Nothing that this incarnation of the worker sends from now on is used.
 
     Attributes:
         worker: index of the worker.
@@ -259,10 +260,10 @@ class TakenOut(Message):
 
 @sent("coordinator", to="agent", forwarded=False)
 class RunEnded(Message):
-    """The run is over, so the workers that are left must end. It is sent again when its results have been saved.
+    """The run is over, so all remaining workers must end. The message is sent again when the results have been saved.
 
     Attributes:
-        failure: the reason why the run has failed or was interrupted; "" if it has not.
+        failure: the reason why the run has failed or was interrupted; else "".
         saved: True if the results have been saved. If the weights are incomplete, `failure` says so.
     """
 

@@ -1,4 +1,4 @@
-"""Messages that start a run, let a worker join, or extend the model, and those of the calls of all workers."""
+"""Messages that start a run, let a worker join, or extend the model, and the messages of barriers and reductions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class WorkingDirectory(msgspec.Struct, frozen=True):
 
     Attributes:
         path: the absolute path.
-        number: number of the directory in its file system, by which another machine sees whether it has the same one.
+        number: number of the directory in its file system, from which another machine can tell whether it has the same
+            directory.
     """
 
     path: Annotated[str, msgspec.Meta(max_length=LONGEST_PATH)]
@@ -60,8 +61,9 @@ class CreateShards(Message):
         observes: True if the server of shard 0 reports how fast the workers are (see `core.paces`).
         resumed: the state of each shard in `shards`, if a cut is resumed; else (). The server then has the weights,
             and the initializer does not send any.
-        lacking: True if the cut lacks parameters of the model, because the script has them earlier than before. The
-            initializer then sends initial weights nevertheless, and those of the cut replace them.
+        lacking: True if the cut lacks parameters of the model, because the script now adds these earlier than in the
+            previous run. The initializer then sends initial weights nevertheless, and the weights in the cut replace
+            them.
     """
 
     model: ModelSpec
@@ -94,8 +96,9 @@ class Started(Message):
         extension: number of the extension of the model in force; 0 if the model has not been extended.
         main_worker: the main worker (see `core.members`).
         digests: the digests of the run's values of the frozen parameters, in the order of the model.
-        resumed: number of the cut that the run resumes; 0 if it resumes none, or is in progress already.
-        directory: the working directory of the first main worker, in which the script's relative paths are meant.
+        resumed: number of the cut that the run resumes; 0 if the run resumes no cut, or if the worker joins a run in
+            progress.
+        directory: the working directory of the first main worker, to which the script's relative paths refer.
     """
 
     shards: tuple[ShardSlice, ...]
@@ -118,11 +121,11 @@ class MainRequested(Message):
 @sent("coordinator", to="worker")
 @sent("coordinator", to="agent", forwarded=False)
 class MainChosen(Message):
-    """The main worker (see `core.members`): the answer to a `MainRequested`, and sent to all after a
+    """Names the main worker (see `core.members`). Sent as the answer to a `MainRequested`, and to all workers after a
     change.
 
     Attributes:
-        worker: index of the worker; -1 for none.
+        worker: index of the worker; -1 if there is no main worker.
     """
 
     worker: int
@@ -176,8 +179,8 @@ class JoinProposed(Message):
 class JoinOffered(Message):
     """A server says with which label and c_p a worker could join at its shards now.
 
-    It is the answer to `JoinProposed` and, if a shard has already gone beyond the c_p in a `WorkerJoined`, to that
-    message.
+    This message is the answer to `JoinProposed`, and also to a `WorkerJoined` whose `count` a shard of the server has
+    already passed.
 
     Attributes:
         worker: index of the worker.
@@ -196,7 +199,8 @@ class JoinOffered(Message):
 class WorkerJoined(Message):
     """A worker joins a run in progress. See the event of the same name.
 
-    If the worker has already joined with a smaller `count`, which another server has refused, it joins again.
+    If the worker has already joined with a smaller `count`, which another server has refused, the worker joins again
+    with this `count`.
     """
 
     worker: int
@@ -219,7 +223,8 @@ class WorkerWelcomed(Message):
 class InitialState(Message):
     """The optimizer state of a shard. When a run is resumed, the initializer sends this message before the weights.
 
-    The payload is in safetensors format. If the model is being extended, it is the state of the new parameters.
+    The payload is in safetensors format. If the model is being extended, the payload contains the state of the new
+    parameters only.
     """
 
     shard: Number
@@ -230,7 +235,7 @@ class InitialWeights(Message):
     """The initial weights of a shard, sent by the initializer.
 
     The payload contains the weights and, for shard 0, the buffers of the model. If the model is being extended,
-    it contains only those that are new.
+    the payload contains only the new weights and buffers.
     """
 
     shard: Number
@@ -252,9 +257,9 @@ class ExtendShards(Message):
         initializer: the worker that sends the initial weights of the new parameters.
         number: number of the extension. The extensions of a run are numbered from 1.
         resumed: number of the cut that contains the new parameters, because an earlier run had added them. The server
-            then has their weights, and the initializer does not send any. 0 if they are new.
-        lacking: True if the cut contains only some of them. The initializer then sends initial weights nevertheless,
-            and those of the cut replace them.
+            then has their weights, and the initializer does not send any. 0 if no cut contains the new parameters.
+        lacking: True if the cut contains only some of the new parameters. The initializer then sends initial weights
+            nevertheless, and the weights in the cut replace them.
     """
 
     model: ModelSpec
@@ -318,7 +323,8 @@ class Contributed(Message):
         op: "mean" or "sum".
         numbers: the numbers to combine, as native float64; b"" for a barrier.
         weight: the weight of the numbers in a mean.
-        may_push: True if the worker may push without a gradient while it waits, so that others need not wait for it.
+        may_push: True if the worker may push without a gradient while it waits, so that other workers need not wait for
+            it.
         model: the extended model, if the script has added parameters; else None.
         since_step: number of earlier such calls since the worker's last step, or since it has begun an epoch.
     """
@@ -347,8 +353,8 @@ class StoodIn(Message):
 class StandInAllowed(Message):
     """In lockstep, a worker may push without a gradient while it waits in a barrier or a reduction.
 
-    Sent once, when a worker has reported a `StoodIn`: from then on, the workers need not have the same number of
-    steps when they make a call.
+    The coordinator sends this message once, when a worker has sent a `StoodIn`. From then on, the workers may make a
+    call after different numbers of steps.
     """
 
 
@@ -368,7 +374,7 @@ class Combined(Message):
 
     Attributes:
         numbers: the sum or the mean of the workers' numbers, as native float64.
-        refused: the reason why the calls have no result, because the workers' calls differ; else "".
+        refused: if the workers' calls differ, a description of the difference; else "".
     """
 
     numbers: bytes = b""

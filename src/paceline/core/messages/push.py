@@ -1,11 +1,11 @@
 """Messages during an iteration: pushes and pulls, what the sync model orders, and what a worker reports of its pushes.
 
-`Stage` and `Commit` say with which codec their values travel (see `core.layout`), and an `Answer` names its own. Only
+`Stage` and `Commit` say with which codec their values travel (see `core.layout`), and an `Answer` names its codec. Only
 the usual exchange of a gradient for new weights is encoded. These values always travel as they are:
 
 - the initial weights, on their way to the servers and to the workers, also after a late join or an extension. If
   weights travel as differences, a worker that joins receives the base as it is;
-- the values of an edit, the weights in the answer to it, and those that a worker pulls before it edits them;
+- the values of an edit, the weights in the answer to the edit, and the weights that a worker pulls before the edit;
 - the weights that a worker pulls because its script evaluates the model;
 - what readers receive, and so what a run saves;
 - vectors with other dtypes, buffers and optimizer states.
@@ -63,8 +63,9 @@ class Commit(PushFlags, Message):
     """A worker's finished iteration, sent to one shard: a push and, usually, the pull that follows it.
 
     The payload contains the pieces of the gradient that were not staged, followed by the buffers. With shared memory,
-    the payload contains no pieces, because the shared memory already contains the gradient. If the push is `empty`, it
-    contains no gradient, and if it has an `edit`, the new values of the parameters in `content.present` instead.
+    the payload contains no pieces, because the shared memory already contains the gradient. If the push is `empty`, the
+    payload contains no gradient. If the push has an `edit`, the payload contains the new values of the parameters in
+    `content.present` instead of a gradient.
 
     Attributes:
         shard: index of the shard.
@@ -146,13 +147,15 @@ class Answer(Message, omit_defaults=True):
             if the push was not late.
         in_place: True if the worker must read the weights directly from the servers' memory until its next commit.
         samples: number of samples in all pushes that the shard has received from all workers and not dropped.
-        edits: True if the worker, which begins an edit, is the one whose edit counts. Only shard 0 decides this.
+        edits: True if the worker begins an edit, and this worker's edit is the one that counts. Only shard 0 decides
+            this.
         codec: the codec of the weights in the payload.
-        base: number of the base that the weights are, with "float32", or that the worker has after adding them as
-            differences to its own; 0 if they have nothing to do with a base.
-        checksum: checksum of this base. The host of the server sets it.
+        base: number of a base. With the codec "float32", the weights in the payload are this base. With another codec,
+            they are differences, and the worker has this base after adding them to its last base. 0 if the answer uses
+            no base.
+        checksum: checksum of this base, which the host of the server sets.
         cut: number of a cut that was made immediately before the answer, so that the weights are those of the cut; 0
-            if there is none. Only shard 0 says this.
+            if there is no such cut. Only shard 0 says this.
     """
 
     shard: int
@@ -171,7 +174,8 @@ class Answer(Message, omit_defaults=True):
 @sent("worker", to="server", forwarded=False)
 @sent("worker", to="coordinator", during="training")
 class BaseRequested(Message):
-    """A worker has come to another base than that of the last answer, and needs all of it. See `Answer.checksum`.
+    """A worker's base differs from the base of the last answer, so the worker needs all of that base. See
+    `Answer.checksum`.
 
     The coordinator counts these messages.
     """
@@ -212,7 +216,7 @@ class GradientHashed(Message):
 
 @sent("worker", to="coordinator")
 class HyperParametersReported(Message, omit_defaults=True):
-    """The hyper-parameters with which a worker trains at a mark. See `paceline.core.agreement`.
+    """The hyper-parameters with which a worker trains at a *mark*, which `paceline.core.agreement` defines.
 
     Attributes:
         set_index: the parameter set of the optimizer.
@@ -220,8 +224,8 @@ class HyperParametersReported(Message, omit_defaults=True):
         groups: the hyper-parameters of the first parameter groups, encoded as MessagePack.
         epoch: number of the epoch of the loader over which the worker makes a pass; None if it makes no pass.
         loader: name of the loader.
-        schedule: number of steps of the schedule that determines the hyper-parameters and follows the job, at which
-            they were read; None if there is no such schedule.
+        schedule: if a schedule that follows the progress of the job determines the hyper-parameters, the number of its
+            steps when they were read; else None.
         within: True if the hyper-parameters have changed within a pass, or if there are no passes.
         late: True if the worker has joined a run in progress.
     """
@@ -311,7 +315,7 @@ class MeanClipped(JointNorm, Message):
 
 @sent("coordinator", to="server", during="serving")
 class MeanAwaited(Message):
-    """A worker was lost whose push is in a mean that another shard has measured.
+    """Another shard has measured a mean that contains a push of a lost worker.
 
     If the shard will not measure a mean with any of these pushes, it must send a `MeanMissing`.
     """
@@ -331,7 +335,7 @@ class MeanMissing(Message):
 # -- What a run with `--sync auto` observes of its workers ---------------------------------------------------
 
 Cycle = tuple[Annotated[int, msgspec.Meta(ge=-1)], Annotated[float, msgspec.Meta(ge=0.0)]]
-"""The number of samples of a push, -1 if it is unknown, and the time in seconds of the cycle that it ends."""
+"""(number of samples of a push, or -1 if unknown; time in seconds of the cycle that ends with this push)."""
 
 
 @sent("server", to="coordinator", during="serving")
@@ -366,14 +370,15 @@ MOST_PARAMETER = 1024
 
 
 class Observation(msgspec.Struct, frozen=True, array_like=True):
-    """What a worker has seen of one of its pushes. See `paceline.core.guard`.
+    """What a worker has observed about one of its pushes. See `paceline.core.guard`.
 
     Attributes:
         updates: number of updates in the weights from which the gradient was computed, at shard 0.
-        loss: loss of the iteration, which may be NaN or inf; None if the script has passed none.
-        gradient: L2 norm of the worker's own gradient; NaN or inf if an element is. None if there is no gradient.
+        loss: loss of the iteration, which may be NaN or inf; None if the script has passed no loss.
+        gradient: L2 norm of the worker's own gradient; NaN or inf if an element is NaN or inf; None if there is no
+            gradient.
         weights: L2 norm of a sample of the weights from which the gradient was computed, scaled up to all weights;
-            NaN or inf if an element of the sample is.
+            NaN or inf if an element of the sample is NaN or inf.
         parameter: name of the first parameter whose gradient contains NaN or inf; "" if there is none.
         set_index: the parameter set that is pushed.
     """
@@ -388,7 +393,7 @@ class Observation(msgspec.Struct, frozen=True, array_like=True):
 
 @sent("worker", to="coordinator", during="training")
 class PushesObserved(Message):
-    """What a worker has seen of its latest pushes, in order."""
+    """What a worker has observed about its latest pushes, in order."""
 
     observed: Annotated[tuple[Observation, ...], msgspec.Meta(max_length=MOST_OBSERVED)]
 
@@ -407,18 +412,18 @@ tensor on which the script has called `backward()`."""
 
 
 class LoggedValue(msgspec.Struct, frozen=True, array_like=True):
-    """The mean of what a script has logged under one name, at one progress of the job, for one push.
+    """The mean of the values that a script has logged under one name, at one point of the job's progress, for one push.
 
     Attributes:
         name: name of the metric.
         value: the mean.
         weight: its weight in a mean over the workers: the number of samples of the push.
         count: number of values that were logged.
-        age_s: seconds since the last of them was logged, so that no two clocks are compared.
-        samples: number of samples that all workers together had used by then; 0 if unknown.
-        updates: number of updates by then.
+        age_s: seconds since the last of these values was logged. An age can be sent without comparing two clocks.
+        samples: number of samples that all workers together had used when the values were logged; 0 if unknown.
+        updates: number of updates when the values were logged.
         source: where the values come from.
-        evaluating: True if they were logged inside `paceline.evaluating()`.
+        evaluating: True if the values were logged inside `paceline.evaluating()`.
     """
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=LONGEST_NAME)]

@@ -1,7 +1,7 @@
-"""The protocol as a table: who sends each message to whom, in which phase of a connection, and what it leads to.
+"""The protocol as a table: who sends each message to whom, in which phase of a connection, and which phase follows.
 
-A class of messages states its rows of the table itself, with `sent`, and nothing else repeats them: what a process
-accepts on a connection, its decoders, the page about the messages and the tests follow from the rows.
+A class of messages states its rows of the table itself, with `sent`, and no other place repeats the rows: what a
+process accepts on a connection, the decoders, the page about the messages and the tests follow from the rows.
 
 A connection has two *directions*, from each of its ends to the other. Each direction has a *phase*, which only its
 own messages change. So both ends know the phase of a direction without a further message, although messages in
@@ -10,9 +10,9 @@ opposite directions may cross. The first message of a process that opens a conne
     worker -> coordinator     greeting -Hello-> joining -Register-> training -WorkerFinished-> left
     coordinator -> server     starting -CreateShards-> serving
 
-The table says what a process may send by what it is and by what it has sent. Everything else is checked where it is
-known: the order of labels in `core.order`, the members of the run in `core.members`, and what was
-asked for by those who have asked.
+According to the table, the role of a process and the messages that it has sent determine what it may send. Everything
+else is checked where it is known: the order of labels in `core.order`, the members of the run in `core.members`, and an
+answer by the process that has sent the request.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ Role = Literal["coordinator", "server", "worker", "reader", "agent", "observer"]
 shows the state of the job."""
 
 GREETING, OPEN, LEFT = "greeting", "open", "left"
-"""The phase before the first message of a caller, the only phase of a direction whose rows name none, and the phase
-after the last message."""
+"""The phase before the first message of a caller, the only phase of a direction whose rows name no phases, and the
+phase after the last message."""
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(msgspec.field,))
 class Message(msgspec.Struct, frozen=True, tag=True):
-    """The base class of all messages. Its subclasses are frozen and tagged, too."""
+    """The base class of all messages. Its subclasses are also frozen and tagged."""
 
 
 class MessageRow(NamedTuple):
@@ -44,11 +44,13 @@ class MessageRow(NamedTuple):
 
     Attributes:
         message: the class of the message.
-        sender: role of the process that sends it.
-        receiver: role of the process that receives it.
-        during: the phases of the direction in which it may be sent; () for all except "greeting" and "left".
-        then: the phase that begins with it; "" if it changes nothing.
-        forwarded: True if the receiving host passes it to its core. Otherwise, it is for the host alone.
+        sender: role of the process that sends the message.
+        receiver: role of the process that receives the message.
+        during: the phases of the direction in which the message may be sent; () for all phases except "greeting" and
+            "left".
+        then: the phase that begins with the message; "" if the message does not change the phase.
+        forwarded: True if the receiving host passes the message to its core; False if the message is for the host
+            alone.
     """
 
     message: type[Message]
@@ -63,7 +65,7 @@ class Phase(NamedTuple):
     """A phase of one direction of a connection.
 
     Attributes:
-        sender: role of the sending end; "" if the caller has not said yet what it is.
+        sender: role of the sending end; "" if the caller has not sent its role yet.
         receiver: role of the receiving end.
         name: name of the phase.
     """
@@ -86,7 +88,7 @@ def sent(
 
     Args:
         sender: role of the process that sends the message.
-        to: role of the process that receives it.
+        to: role of the process that receives the message.
         during: names of phases, separated by spaces.
         then: name of a phase.
         forwarded: see `MessageRow`.
@@ -142,7 +144,7 @@ def expected(phase: Phase) -> Mapping[type[Message], Phase]:
 
 
 def refusal(phase: Phase, name: str) -> str:
-    """Return the reason why a message is not expected in a phase; "" if it is, or if there is no such message.
+    """Return the reason why a message is not expected in a phase; "" if the message is expected, or does not exist.
 
     Args:
         phase: the phase.
