@@ -1,6 +1,6 @@
 """Training frameworks that a run can use as they are: `accelerate`, `transformers`, and `lightning`.
 
-Each module is imported only by a script that uses the framework. Outside a run, it leaves the script as it is.
+Each module is imported only by a script that uses the framework. Outside a run, the module leaves the script as it is.
 
 Imports from `errors`, `train`.
 """
@@ -18,7 +18,7 @@ from ..errors import ConfigurationError
 from ..train.collectives import reduce
 
 MOST_BYTES = 4096
-"""Maximum size of what `broadcast` sends."""
+"""Maximum size of the text that `broadcast` sends."""
 
 
 def require(package: str, least: str, extra: str) -> None:
@@ -49,7 +49,7 @@ def require(package: str, least: str, extra: str) -> None:
 
 
 def broadcast(obj: Any, *, sends: bool) -> Any:
-    """Return what one worker gives, in all workers. All must make this call together.
+    """Return the object of one worker, in all workers. All workers must make this call together.
 
     Args:
         obj: a text or a number. If its JSON text has more than `MOST_BYTES`, each worker gets its own object.

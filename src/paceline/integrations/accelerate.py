@@ -1,16 +1,16 @@
-"""`Accelerator`, with which a script that is written for Hugging Face Accelerate trains in a run.
+"""`Accelerator`, which lets a script that is written for Hugging Face Accelerate train in a run.
 
-It is a subclass of Accelerate's own class, and overrides public methods only. Accelerate itself sees one process in
-each worker: Paceline divides the data, exchanges gradients and clips them.
+The class is a subclass of Accelerate's own class, and overrides public methods only. Accelerate itself sees one process
+in each worker: Paceline divides the data, exchanges gradients and clips them.
 
     from paceline.integrations.accelerate import Accelerator
 
     accelerator = Accelerator(gradient_accumulation_steps=2)
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, train=loader)
 
-What the optimizer pushes, and when, follows Accelerate: a step is made where `sync_gradients` is True. That is so
-at the end of a pass over the loader as well. With dynamic shares, no worker knows beforehand which of its batches
-is the last one. So the loader itself makes the step for the gradients that are left, when the pass has ended.
+Accelerate decides when the optimizer pushes: a step is made when `sync_gradients` is True. This attribute is also True
+at the end of a pass over the loader. With dynamic shares, no worker knows beforehand which of its batches is the last
+one. So when the pass has ended, the loader itself makes the step for the gradients that are left.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ SITE = "accelerate"
 def apart(model: nn.Module) -> Iterator[None]:
     """Return a context in which the `state_dict()` of a model has tensors in memory of their own.
 
-    In a run, all parameters are views of one vector. What writes safetensors takes such tensors for tied ones, and
-    leaves them out or refuses them. Tensors that are tied in the model remain tied.
+    In a run, all parameters are views of one vector. Functions that write safetensors take such tensors for tied ones,
+    and leave them out or refuse them. Tensors that are tied in the model remain tied.
     """
     if current() is None:
         yield
@@ -79,7 +79,7 @@ def apart(model: nn.Module) -> Iterator[None]:
 
 
 class JobAccelerator(accelerate.Accelerator):
-    """What a script's own loop and the `Trainer` need: distributed optimizers, and the clipping of joint gradients.
+    """The base for a script's own loop and for the `Trainer`: distributed optimizers, and joint clipping.
 
     Attributes:
         has_rest: True if gradients have been accumulated since the last step.
@@ -88,7 +88,7 @@ class JobAccelerator(accelerate.Accelerator):
     has_rest = False
     _optimizers_of_job: tuple[tuple[Any, DistributedOptimizer], ...] = ()
     _known_models: tuple[nn.Module, ...] = ()
-    _max_norm = math.inf  # to which the gradient of the last step was clipped
+    _max_norm = math.inf  # the norm to which the gradient of the last step was clipped
 
     def prepare_model(self, model: nn.Module, *arguments: Any, **options: Any) -> Any:
         if all(model is not known for known in self._known_models):
@@ -167,7 +167,7 @@ class JobAccelerator(accelerate.Accelerator):
             return super().get_state_dict(model, *arguments, **options)
 
     def step_with_rest(self) -> bool:
-        """Make a step with the gradients that were accumulated since the last one; return True if there were any."""
+        """Make a step with the gradients that were accumulated since the last step; return True if there were any."""
         if not self.has_rest or current() is None:
             return False
         self.sync_gradients = True
@@ -183,17 +183,17 @@ class JobAccelerator(accelerate.Accelerator):
 class Accelerator(JobAccelerator):
     """Accelerate's `Accelerator` for a script that trains in a run.
 
-    It takes the same arguments. Outside a run, it is Accelerate's own class.
+    This class takes the same arguments as Accelerate's own class. Outside a run, both classes do the same.
 
     The loader with the training data is given to `prepare` by the name `train`, and is divided among the workers.
-    All other loaders are not: each worker evaluates on the whole set, and `gather_for_metrics` returns what it is
-    given. `gather`, `reduce` and `wait_for_everyone` involve all workers, which must make the same calls in the
-    same order (see `paceline.barrier`). The main worker at the time writes: checkpoints, what the trackers
-    log, and what `print` prints.
+    All other loaders are not divided: each worker evaluates on the whole set, and `gather_for_metrics` returns its
+    input. `gather`, `reduce` and `wait_for_everyone` involve all workers, which must make the same calls in the same
+    order (see `paceline.barrier`). Only the main worker writes checkpoints, logs with trackers, and prints with
+    `print`.
 
     Raises:
         ConfigurationError: an argument lets Accelerate divide the model among processes.
-        UsageError: `prepare` is given an optimizer and loaders, none of them by the name `train`.
+        UsageError: `prepare` is given an optimizer and loaders, but no loader by the name `train`.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -206,7 +206,7 @@ class Accelerator(JobAccelerator):
         super().__init__(*arguments, **options)
 
     _trackers: tuple[tuple[Any, ...], Mapping[str, Any]] | None = (
-        None  # arguments of `init_trackers`, until it is made
+        None  # arguments of `init_trackers`, until the call is made
     )
 
     def prepare(
@@ -269,12 +269,12 @@ class Accelerator(JobAccelerator):
 
     @property
     def is_main_process(self) -> bool:
-        """True in the worker that writes for all. See `paceline.is_main`."""
+        """True in the main worker, which writes for all workers. See `paceline.is_main`."""
         return is_main()
 
     @property
     def is_local_main_process(self) -> bool:
-        """True in the worker that writes for all. See `paceline.is_main`."""
+        """True in the main worker, which writes for all workers. See `paceline.is_main`."""
         return is_main()
 
     def print(self, *arguments: Any, **options: Any) -> None:
@@ -286,7 +286,7 @@ class Accelerator(JobAccelerator):
         barrier()
 
     def gather(self, tensor: Any) -> Any:
-        """Return the tensors of all workers, joined along the first dimension. All must have the same shape."""
+        """Return the tensors of all workers, joined along the first dimension. All tensors must have the same shape."""
         return super().gather(tensor) if current() is None else recursively_apply(_gathered, tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
@@ -334,7 +334,7 @@ class Accelerator(JobAccelerator):
             super().save_model(*arguments, **options)
 
     def save_state(self, *arguments: Any, **options: Any) -> Any:
-        """Save the states in the main worker. Go on from them with `load_state` before training, in all workers."""
+        """Save the states in the main worker. To go on from them, all workers call `load_state` before training."""
         if is_main():
             return super().save_state(*arguments, **options)
         self.project_configuration.iteration += 1
@@ -356,8 +356,9 @@ class Accelerator(JobAccelerator):
 class TrainLoader(DataLoaderStateMixin):
     """One worker's part of a loader, which tells Accelerate where a pass ends.
 
-    Its length is the number of batches that one worker may use: its equal share under models that keep all workers in
-    lockstep; otherwise, the batches of the whole epoch, because any worker may use more than its share.
+    The length of the loader is the number of batches that one worker may use. Under models that keep all workers in
+    lockstep, this is the worker's equal share. Otherwise, it is the number of batches of the whole epoch, because any
+    worker may use more than its share.
 
     Args:
         loader: the distributed loader.

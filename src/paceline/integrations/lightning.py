@@ -1,26 +1,29 @@
 """Lightning: `Trainer(strategy="paceline")` and `Fabric(strategy="paceline")`, once this module is imported.
 
 Lightning itself sees one process with one device in each worker. The strategy divides the training data, exchanges
-gradients, and clips the joint gradient. It overrides public methods. `tests/integrations/test_lightning.py` checks that
-the other names exist that it uses.
+gradients, and clips the joint gradient. The strategy overrides public methods. `tests/integrations/test_lightning.py`
+checks that Lightning has all other names that this module uses.
 
-**Epochs.** A `Trainer` counts its own epochs and batches. In a run, the epochs are those of the job, in a loop of
-`paceline.epochs` that advances when the `Trainer` begins a pass over its data. A worker that joins late, or that is
-resumed, lets the `Trainer` begin with the epoch of the job. Under a model whose workers do not wait, no worker knows
-beforehand how many batches a worker will use. So the loader tells with each batch whether it is the last one, and the
-`Trainer` ends its epoch there: it makes the step for the gradients that it has accumulated, and validates.
+**Epochs.** A `Trainer` counts its own epochs and batches. In a run, the epochs are those of the job: a loop of
+`paceline.epochs` advances when the `Trainer` begins a pass over its data. In a worker that joins late or is resumed,
+the `Trainer` begins with the current epoch of the job. Under a sync model whose workers do not wait for each other, no
+worker knows beforehand how many batches it will use. So the loader tells of each batch whether it is the last batch of
+the epoch. After the last batch, the `Trainer` ends its epoch: it makes the step for the gradients that it has
+accumulated, and validates.
 
 **What all workers do together.** In a run, a worker may join or be lost at any time, and workers need not be equally
-far. So only this is done together:
+far. So workers do only the following together:
 
-- Before the first step: `broadcast` sends what worker 0 gives, such as the folder of the checkpoints.
+- Before the first step: `broadcast` sends a value of worker 0 to all workers, such as the folder of the checkpoints.
 - When a validation begins, unless the sync model always keeps workers in lockstep: each worker waits for the others,
   and then pulls the newest weights. So all workers validate the same model on the whole set, and see the same metrics.
-  What callbacks decide by these metrics is the same in all workers, although none of them asks the others.
-- When training ends, under such models: each worker waits for the others (see `_Fit.meet`).
+  Callbacks that decide by these metrics therefore decide the same in all workers, without any communication.
+- When training ends, unless the sync model always keeps workers in lockstep: each worker waits for the others (see
+  `_Fit.meet`).
 
-Other calls of `barrier`, `broadcast` and `reduce_boolean_decision` do nothing. `reduce` returns the value itself in a
-validation, where it is the same in all workers. In a training step, it needs a model that keeps workers in lockstep.
+Other calls of `barrier`, `broadcast` and `reduce_boolean_decision` do nothing. In a validation, `reduce` returns the
+value itself, because all workers have the same value. In a training step, `reduce` needs a sync model that keeps
+workers in lockstep.
 """
 
 from __future__ import annotations
@@ -63,25 +66,25 @@ SITE = "lightning"
 """Name of the place at which loaders are distributed. It is the same in all workers."""
 
 SENT = (str, bool, int, float, type(None))
-"""Types of what `broadcast` sends."""
+"""Types of the values that `broadcast` sends."""
 
 
 class _Strategy(Base):
-    """What the strategies of the `Trainer` and of Fabric have in common: one device for each worker, and ranks."""
+    """The common part of the strategies of the `Trainer` and of Fabric: one device for each worker, and ranks."""
 
     strategy_name = "paceline"
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._device = torch.device("cpu")
-        # Each worker is a node of its own to Lightning, so each of them prepares its data.
+        # For Lightning, each worker is a node of its own, so each worker prepares the data.
         self.global_rank = self.node_rank = worker_index()
         self.world_size, self.local_rank = worker_count(), 0
         self.follow_main()
 
     @property
     def parallel_devices(self) -> list[torch.device]:
-        return []  # Lightning then sets them
+        return []  # so that Lightning sets the devices
 
     @parallel_devices.setter
     def parallel_devices(self, devices: list[torch.device]) -> None:
@@ -105,7 +108,7 @@ class _Strategy(Base):
         return session is None or session.main_worker == session.worker
 
     def follow_main(self) -> None:
-        """Let Lightning's loggers and messages be those of the worker that is the main worker now."""
+        """Let Lightning log and print messages in the worker that is the main worker now."""
         if current() is not None:
             rank_zero_only = import_module("lightning_utilities.core.rank_zero").rank_zero_only
             rank_zero_only.rank = 0 if self.is_global_zero else max(self.global_rank, 1)
@@ -128,7 +131,7 @@ def _is_main_now() -> bool:
 
 
 def _broadcast(obj: Any) -> Any:
-    """Return what worker 0 gives, if it is a text or a number. Return any other object itself."""
+    """Return the object of worker 0 if its type is in `SENT`; otherwise, return this worker's object itself."""
     return broadcast(obj, sends=worker_index() == 0) if isinstance(obj, SENT) else obj
 
 
@@ -143,12 +146,12 @@ class _TrainerStrategy(_Strategy):
 
     Attributes:
         fit: the call of `Trainer.fit` that is in progress; None if there is none, and outside a run.
-        state: what is tracked of the `Trainer`.
-        files: paths of the files that the folders of the checkpoints contain, as all workers know them.
+        state: the part of the `Trainer`'s state that is tracked.
+        files: paths of the files in the folders of the checkpoints, as all workers know them (see `name_files_alike`).
     """
 
     hooks_class: type
-    _is_main = False  # as this worker knew last
+    _is_main = False  # whether this worker was the main worker at the last call of `follow_main`
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -156,7 +159,7 @@ class _TrainerStrategy(_Strategy):
         self.state = _State(self)
         self.files: set[str] = set()
         self._prepares = False  # True between the setup of the environment and that of the module
-        self._turn = ExitStack()  # holds the lock on preparing data
+        self._turn = ExitStack()  # holds the lock for preparing data
         self._evaluation = ExitStack()
 
     @property
@@ -190,7 +193,7 @@ class _TrainerStrategy(_Strategy):
         if current() is not None:
             trainer.fit_loop.setup_data()
             if isinstance(data := trainer.train_dataloader, TrainingData) and data.length is not None:
-                # The module may ask for the `Trainer`'s estimate of its steps.
+                # The module may ask for the `Trainer`'s estimate of its number of steps.
                 trainer.fit_loop.max_batches = data.limited(trainer.limit_train_batches)
         super().setup_optimizers(trainer)
         if current() is not None:
@@ -236,8 +239,8 @@ class _TrainerStrategy(_Strategy):
         ):
             raise ConfigurationError(
                 "A module with manual optimization cannot be used with a sync model that aborts computations, such as "
-                "spec-sync, because its gradients are computed before step(). Use another sync model, or automatic "
-                "optimization."
+                "spec-sync, because the module computes its gradients before step(). Use another sync model, or "
+                "automatic optimization."
             )
         return super().optimizer_step(optimizer, closure, model, **options)
 
@@ -286,7 +289,7 @@ class _TrainerStrategy(_Strategy):
         if current() is None:
             super().teardown()
             return
-        # Lightning's own method moves the model to the CPU, but the job goes on with its memory.
+        # Lightning's own method moves the model to the CPU, but the job still uses the model's memory.
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
@@ -307,7 +310,7 @@ class _TrainerStrategy(_Strategy):
         session = current()
         if session is None or src or training_of(session) is not None:
             return obj
-        self._turn.close()  # others cannot make this call while they wait for their turn
+        self._turn.close()  # other workers cannot make this call while they wait for their turn
         sent = _broadcast(obj)
         if self._prepares:
             self._turn.enter_context(_one_at_a_time())
@@ -320,7 +323,7 @@ class _TrainerStrategy(_Strategy):
         if session.core.stays_lockstep:
             return reduce(tensor, _operation(reduce_op))
         if not tensor.is_floating_point():
-            return tensor  # the length of a loader
+            return tensor  # an integer is the length of a loader
         raise ConfigurationError(
             "reduce() was called in a training step, but under this sync model workers do not make their steps "
             "together. Log the value instead: the metrics of the run are the means over all workers. Or use a model "
@@ -334,7 +337,7 @@ class _TrainerStrategy(_Strategy):
         return state
 
     def load_model_state_dict(self, *arguments: Any, **options: Any) -> None:
-        """Load weights, such as the best ones before a test. All workers do so, and the servers get them, too."""
+        """Load weights, such as the best weights before a test, in all workers and in the servers."""
         session = current()
         training = None if session is None else training_of(session)
         with ExitStack() as edits:
@@ -343,7 +346,8 @@ class _TrainerStrategy(_Strategy):
                     edits.enter_context(optimizer.editing())
             super().load_model_state_dict(*arguments, **options)
         if training is not None:
-            barrier()  # the edit is that of one worker, and the others may have gone on before the servers had it
+            # One worker sends the edit. Without the barrier, other workers might go on before the servers have it.
+            barrier()
             training.refresh()
 
     def load_checkpoint(self, *arguments: Any, **options: Any) -> Any:
@@ -351,7 +355,7 @@ class _TrainerStrategy(_Strategy):
         return super().load_checkpoint(*arguments, **options)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        # The servers hold it, so only the worker that writes it fetches it.
+        # The servers hold this state, so only the worker that writes the checkpoint fetches the state.
         state: dict[str, Any] = super().optimizer_state(optimizer) if self.is_global_zero else {}
         return state
 
@@ -367,11 +371,11 @@ class _TrainerStrategy(_Strategy):
         super().remove_checkpoint(filepath)
 
     def name_files_alike(self) -> None:
-        """Let the names of checkpoints not depend on when a worker looks whether a file exists.
+        """Make the names of checkpoints independent of when a worker looks whether a file exists.
 
         Lightning appends a number to the name of a file that exists. The main worker may have written the file before
-        another worker looks, and the workers do not ask each other. So each worker knows the files that there were
-        when training began, and what has been saved and removed since then.
+        another worker looks, and the workers do not ask each other. So each worker keeps a list of the files that
+        existed when training began, and updates it whenever a checkpoint is saved or removed.
         """
         for callback in self.trainer.checkpoint_callbacks:
             folder = getattr(callback, "dirpath", None)
@@ -390,7 +394,7 @@ def _keep_metrics(logger: Any) -> None:
 
 
 def clip_gradients(optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
-    """Clip gradients as `Precision.clip_gradients` does, but the joint gradient.
+    """Clip the joint gradient as `Precision.clip_gradients` clips the gradients of one process.
 
     Args:
         optimizer: a distributed optimizer, or Lightning's wrapper of it.
@@ -406,7 +410,7 @@ def clip_gradients(optimizer: Any, clip_val: float = 0.0, gradient_clip_algorith
 
 
 def _operation(reduce_op: Any) -> Any:
-    """Return the operation of `paceline.reduce` for one of Lightning's."""
+    """Return the operation of `paceline.reduce` that corresponds to an operation of Lightning."""
     name = str(reduce_op).lower().removeprefix("redoptype.")
     if name in ("none", "mean", "avg"):
         return "mean"
@@ -417,10 +421,10 @@ def _operation(reduce_op: Any) -> Any:
 
 @contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """Return a context that only one worker of this user on this machine is in.
+    """Return a context that only one worker of this user on this machine can be in at a time.
 
-    Each worker prepares its data, because it may be on a machine of its own. The workers of a machine do this one after
-    the other, so the first of them downloads, and the others find the data.
+    Each worker prepares its data, because it may be on a machine of its own. The workers of a machine prepare the data
+    one after the other, so the first worker downloads the data, and the others find it.
     """
     path = Path(tempfile.gettempdir()) / f"paceline-lightning-{os.getuid()}.lock"
     with path.open("a") as file:
@@ -437,8 +441,8 @@ class TrainingData:
 
     Attributes:
         loader: the worker's part of the data.
-        length: number of batches in an epoch of all workers. One worker uses all of them if the others are lost. None
-            if it is not known.
+        length: number of batches that all workers together use in an epoch; None if it is not known. If all other
+            workers are lost, one worker uses all of these batches.
         share: number of batches of this worker in an epoch, if all shares are always equal; else the same as `length`.
     """
 
@@ -462,7 +466,7 @@ class TrainingData:
         return float("inf") if self.length is None or self.loader.may_be_dynamic else len(self.loader)
 
     def limited(self, limit: int | float) -> int:
-        """Return the number of this worker's batches with the limit of `Trainer(limit_train_batches=...)`."""
+        """Return how many batches this worker uses in an epoch under `Trainer(limit_train_batches=limit)`."""
         assert self.share is not None
         return min(self.share, limit) if isinstance(limit, int) else max(int(self.share * limit), 1)
 
@@ -477,13 +481,14 @@ class TrainingData:
             fit.trainer.should_stop |= fit.loop.over
 
     def finish(self) -> None:
-        """End the pass after the step for its last batch, because the `Trainer` asks for no further one."""
+        """End the pass after the step for its last batch, because the `Trainer` asks for no further batch."""
         for _ in self._pass:
             raise AssertionError("the last batch of a pass was not the last one")
 
 
 class _Fit:
-    """One call of `Trainer.fit` in one worker: its epochs, and what it has in common with other workers.
+    """One call of `Trainer.fit` in one worker: its epochs, and the state that it shares with the calls in other
+    workers.
 
     Args:
         strategy: the strategy.
@@ -491,7 +496,7 @@ class _Fit:
 
     Attributes:
         trainer: the `Trainer`.
-        data: its training data.
+        data: the training data of this worker.
         loop: the loop over the epochs of the job.
     """
 
@@ -507,13 +512,14 @@ class _Fit:
         self._session = session
         self._strategy = strategy
         self._require_whole_epochs()
-        # `current_epoch` is not 0 if the Trainer goes on from a checkpoint of its own, or fits a second time.
+        # `current_epoch` is not 0 if the Trainer goes on from one of its own checkpoints, or if `fit` is called a
+        # second time.
         self._first = self.trainer.current_epoch
         self._max_epochs, self._max_steps = self.trainer.max_epochs, self.trainer.max_steps
         epochs = None if self._max_epochs in (None, -1) else self._max_epochs - self._first
         self.loop = Epochs(Limits(epochs, samples=self._most_samples()), session)
         self._epochs = iter(self.loop)
-        self._next: int | None = None  # the number of the next epoch, if the loop has told it already
+        self._next: int | None = None  # the number of the next epoch, if the loop has already returned it
         self._apart = False  # True once workers no longer wait for each other
         self._has_loss = False  # True once a training step has returned a loss
         self._logged: dict[str, torch.Tensor] = {}
@@ -556,7 +562,7 @@ class _Fit:
                 fit_loop.max_batches = self.data.length
 
     def end_epoch(self) -> None:
-        """Let the `Trainer` make one more pass after its last one, over what lost workers have not used."""
+        """After the last pass, let the `Trainer` make one more pass over the data that lost workers have not used."""
         fit_loop = self.trainer.fit_loop
         last = fit_loop.max_epochs == self.trainer.current_epoch + 1
         if last and uses_all(self.trainer) and not self.trainer.should_stop:
@@ -564,7 +570,7 @@ class _Fit:
             fit_loop.max_epochs += self._next is not None
 
     def end(self) -> None:
-        """End the loop, in all workers if this one has been stopped."""
+        """End the loop. If this worker has been stopped, end the loop in all workers."""
         if self.trainer.should_stop:
             self.loop.stop()
         next(self._epochs, None)
@@ -574,14 +580,14 @@ class _Fit:
             self.meet(ends=True)
 
     def meet(self, *, ends: bool = False) -> None:
-        """Wait for the other workers, before a validation or after training, unless all are always in lockstep.
+        """Wait for the other workers before a validation or after training, if workers are not always in lockstep.
 
-        A worker may be stopped in the middle of an epoch, for example because its time is over, while others wait
-        before a validation that it does not reach. So each worker says whether training ends for it. If it does for any
-        of them, it soon does for all, and they no longer wait for each other.
+        A worker may be stopped in the middle of an epoch, for example because its time is over, while other workers
+        wait before a validation that this worker does not reach. So each worker tells the others whether its training
+        ends. If training ends for any worker, it soon ends for all workers, and workers no longer wait for each other.
 
-        Workers that are not in lockstep have made different numbers of steps. Afterwards, `global_step` is the mean in
-        all of them, so they give the same names to checkpoints.
+        Workers that are not in lockstep have made different numbers of steps. After this call, `global_step` is the
+        mean of these numbers in all workers, so all workers give the same names to checkpoints.
 
         Args:
             ends: True if training has ended for this worker.
@@ -603,10 +609,11 @@ class _Fit:
             log(loss=loss)
 
     def log_metrics(self, *, logs: bool) -> None:
-        """Log what the module has logged since the last call, or only take note of it.
+        """Log the metrics that the module has logged since the last call, or only take note of them.
 
-        A metric stays among the `Trainer`'s when it is not logged again. Each new value has memory of its own. The
-        memory of the last value is held here, so no other value can have the same.
+        A metric stays in the `Trainer`'s metrics even if the module does not log it again. So a new value is recognized
+        by its memory, which differs from that of the last value: the last value is kept here, so its memory is not used
+        again.
         """
         logs = logs and not resumption_of(self._session).repeats
         has_loss = self._has_loss
@@ -620,10 +627,10 @@ class _Fit:
                     metrics_of(self._session).add_legal(self._session, {name: value})
 
     def _require_whole_epochs(self) -> None:
-        """Raise `ConfigurationError` if parts of epochs are asked for that workers do not have in common."""
+        """Raise `ConfigurationError` if the `Trainer` divides epochs in a way that differs between workers."""
         trainer = self.trainer
         if trainer.val_check_interval == 1.0:
-            # The Trainer then validates after the batch that the loader says to be the last one.
+            # The Trainer then validates after the batch that is the last one according to the loader.
             trainer.val_check_batch = float("inf")
         elif isinstance(trainer.val_check_interval, float) and self.data.share is not None:
             batches = self.data.limited(trainer.limit_train_batches)
@@ -639,14 +646,15 @@ class _Fit:
         if not uses_all(trainer) and not trainer.fast_dev_run:
             raise ConfigurationError(
                 f"Trainer(limit_train_batches={trainer.limit_train_batches!r}) counts the batches of one worker, but "
-                "under this sync model a fast worker uses more of them than a slow one. Give the Trainer a loader over "
+                "under this sync model a fast worker uses more batches than a slow one. Give the Trainer a loader over "
                 "a part of the data, such as torch.utils.data.Subset."
             )
 
     def _most_samples(self) -> float:
-        """Return the samples that all workers together use; infinity if the `Trainer` counts its own steps.
+        """Return the number of samples that all workers together use; infinity if the `Trainer` counts its own steps.
 
-        `max_steps` counts joint batches. If workers are not in lockstep, none of them counts those of the job.
+        `max_steps` counts joint batches. If workers are not in lockstep, no worker can count the joint batches of the
+        job.
         """
         trainer, steps = self.trainer, self._max_steps
         if steps == -1 or self._session.core.stays_lockstep:
@@ -654,8 +662,8 @@ class _Fit:
         batch = getattr(self.data.loader, "batch_size", None)
         if batch is None:
             raise ConfigurationError(
-                f"Trainer(max_steps={steps}) was used with a training loader without a batch size, so the samples of "
-                "these steps are not known under this sync model. Use max_epochs or max_time."
+                f"Trainer(max_steps={steps}) was used with a training loader without a batch size, so the number of "
+                "samples in these steps is not known under this sync model. Use max_epochs or max_time."
             )
         trainer.fit_loop.epoch_loop.max_steps = -1
         workers = 1 if self.data.loader.divides else self._session.workers
@@ -678,7 +686,7 @@ class _Fit:
                     self._check_position(config.scheduler)
 
     def _check_position(self, scheduler: JobScheduler) -> None:
-        """Let a schedule begin where the `Trainer` goes on, if its checkpoint is of another number of workers.
+        """Let a schedule begin where the `Trainer` goes on, if another number of workers wrote the checkpoint.
 
         Raises:
             ConfigurationError: a scheduler of this class cannot begin elsewhere.
@@ -715,7 +723,7 @@ def _set_steps(trainer: Any, steps: int) -> None:
 
 
 class _State:
-    """What a `Trainer` holds besides the model, for workers that join late and for runs that are resumed.
+    """The state of a `Trainer` besides the model, for workers that join late and for runs that are resumed.
 
     Args:
         strategy: the strategy of the `Trainer`.
@@ -750,7 +758,7 @@ class _State:
         _set_steps(trainer, state_dict["steps"])
         for callback in trainer.callbacks:
             if (state := state_dict["callbacks"].get(callback.state_key)) is not None:
-                if "dirpath" in state:  # another folder's checkpoints would not be used
+                if "dirpath" in state:  # a callback ignores the checkpoints of another folder
                     callback.dirpath = state["dirpath"]
                 callback.load_state_dict(state)
         for config, state in zip(trainer.lr_scheduler_configs, state_dict["schedulers"], strict=True):
@@ -789,7 +797,7 @@ class _Hooks(Base):
 
 
 class _FabricStrategy(_Strategy):
-    """The strategy of Fabric, whose loops are those of the script.
+    """The strategy of Fabric, with which a script writes its own loops.
 
     Args:
         options: `accelerator`, `checkpoint_io` and `precision`, as for other strategies.
@@ -816,7 +824,7 @@ class _FabricStrategy(_Strategy):
         return (module, optimizers, *(self._followed(each, optimizers) for each in rest))
 
     def _followed(self, scheduler: Any, optimizers: list[DistributedOptimizer]) -> Any:
-        """Return a scheduler that follows the job's progress through the first loader, if it is known by now."""
+        """Return a scheduler that follows the job's progress through the first loader, if there is a loader yet."""
         if current() is None or scheduler is None:
             return scheduler
         loader = self._loaders[0] if self._loaders else None
@@ -893,7 +901,7 @@ PACKAGES = {
     "lightning": ("lightning.pytorch", "lightning.fabric"),
     "pytorch_lightning": ("pytorch_lightning", "lightning_fabric"),
 }
-"""Lightning's packages, each with the modules that have strategies."""
+"""Lightning's packages, each with its modules in which strategies are registered."""
 
 
 def _register(module: str) -> type:
@@ -912,7 +920,7 @@ def _register(module: str) -> type:
 
 
 def _register_all() -> tuple[type, type]:
-    """Register the strategies for the packages that the script has imported; for all that are installed if it has none.
+    """Register the strategies for the packages that the script has imported; for all installed packages if it has none.
 
     Returns:
         The strategies for the `Trainer` and for Fabric of the first of these packages.

@@ -1,24 +1,24 @@
-"""`distribute`, with which the `Trainer` of Hugging Face, and trainers derived from it, train in a run.
+"""`distribute`, which lets the `Trainer` of Hugging Face, and trainers derived from it, train in a run.
 
     trainer = paceline.integrations.transformers.distribute(Trainer(...))
     trainer.train()
 
-The trainer becomes an instance of a subclass of its own class, which overrides public methods only. The `Trainer`
-itself sees one process in each worker.
+The trainer becomes an instance of a subclass of its own class. The subclass overrides public methods only. The
+`Trainer` itself sees one process in each worker.
 
-**Epochs.** The loader of a trainer drives a loop over `paceline.epochs`: it advances the loop when the trainer begins a
-pass. So a worker that joins late, or whose run is resumed, gets no batch in the passes that the job has finished, and
-all workers stop together. The loop may ask for one more pass over data that lost workers have returned. This pass
-belongs to the trainer's last one.
+**Epochs.** The loader of a trainer drives a loop over `paceline.epochs`: the loader advances the loop when the trainer
+begins a pass. So a worker that joins late, or whose run is resumed, gets no batch in the passes that the job has
+finished, and all workers stop together. The loop may ask for one more pass over data that lost workers have not used.
+For the trainer, this pass is a part of its last pass.
 
-**Steps.** `global_step` counts what the job has done, in batches of any worker. Under models whose workers do
-not wait, a worker may use more batches than others; and if a worker is lost, the others have larger shares. So
-the trainer is told the length of the whole epoch, and its pass ends when the job's epoch has ended. The numbers
-of steps in `TrainingArguments` count joint batches, which consist of one batch of each worker: they are
-multiplied by the number of workers. A schedule counts joint batches where all shares are equal, so that it is
-that of one process on the joint batch, and otherwise batches of any worker.
+**Steps.** `global_step` counts the progress of the job: the batches of all workers add to it. Under sync models whose
+workers do not wait for each other, a worker may use more batches than others. If a worker is lost, the others have
+larger shares. So the trainer is told the length of the whole epoch, and its pass ends when the job's epoch has ended.
+The numbers of steps in `TrainingArguments` count joint batches, which consist of one batch of each worker, so these
+numbers are multiplied by the number of workers. If all shares are equal, a schedule counts joint batches, so it equals
+the schedule of one process that trains on the joint batch. Otherwise, a schedule counts the batches of all workers.
 
-**Weights.** Where the loss is divided by the number of labels, this number is the weight of a push, so the mean of the
+**Weights.** If the loss is divided by the number of labels, this number is the weight of a push, so the mean of the
 workers' gradients is the gradient of the joint batch.
 """
 
@@ -74,7 +74,7 @@ STATE = "trainer_state.json"
 """Name of the file in a checkpoint of a trainer that contains its `TrainerState`."""
 
 KINDS = ("logging", "eval", "save")
-"""What a trainer does after a number of steps."""
+"""The actions of a trainer after a number of steps."""
 
 KEPT = (
     "epoch",
@@ -92,14 +92,13 @@ KEPT = (
 def distribute(trainer: T) -> T:
     """Let a trainer train in a run. Call this before `trainer.train()`, in all workers.
 
-    It works for `Trainer`, trl's `SFTTrainer` and `DPOTrainer`, and classes derived from them. Outside a run, the
-    trainer is returned unchanged.
+    This function works for `Trainer`, trl's `SFTTrainer` and `DPOTrainer`, and classes derived from them. Outside a
+    run, the trainer is returned unchanged.
 
     In a run, the training data is divided among the workers, and `per_device_train_batch_size` is the batch size of
-    each of them (with `--joint-batch`, of all together). The numbers of steps in `TrainingArguments` count joint
-    batches. Each worker evaluates on the whole set, and its metrics are the means over all workers, so all workers
-    decide alike. The main worker at the time writes the checkpoints, which `resume_from_checkpoint` reads in all
-    workers.
+    each worker (with `--joint-batch`, of all workers together). The numbers of steps in `TrainingArguments` count joint
+    batches. Each worker evaluates on the whole set. The metrics are the means over all workers, so all workers make the
+    same decisions. The main worker writes the checkpoints, and all workers read them with `resume_from_checkpoint`.
 
     Args:
         trainer: the trainer. It is changed in place.
@@ -127,7 +126,7 @@ def distribute(trainer: T) -> T:
     _become(trainer.accelerator, JobAccelerator)
     _become(trainer.control, JobControl)
     trainer.job = job
-    # Right after the callback that sets the flow, so that those of the user have the last word.
+    # This callback comes right after the one that sets the flow, so that the user's callbacks have the last word.
     trainer.callback_handler.callbacks.insert(1, JobCallback(job))
     return trainer
 
@@ -138,8 +137,8 @@ def reason_against(trainer: Any) -> str | None:
     ancestors = {each.__name__ for each in type(trainer).__mro__}
     if generating := sorted(ancestors & {"GRPOTrainer", "RLOOTrainer"}):
         return (
-            f"{name} cannot train in a run: {generating[0]} compares the answers to one prompt with one another, and "
-            "the workers of a run would tear such a group apart. Train with SFTTrainer or DPOTrainer, or without "
+            f"{name} cannot train in a run: {generating[0]} compares the answers to one prompt with one another, but "
+            "a run would divide these answers among the workers. Train with SFTTrainer or DPOTrainer, or without "
             "Paceline."
         )
     if trainer.is_fsdp_enabled or args.fsdp:
@@ -176,10 +175,10 @@ def reason_against(trainer: Any) -> str | None:
 
 
 UNTRUE = "not to be a single sample", "do not match the ones in the `trainer_state.json`"
-"""What warnings of a trainer contain that are not true in a run.
+"""Texts of those warnings of a trainer that are not true in a run.
 
-Training goes on after a pass without samples. The numbers of steps in a checkpoint count batches of any worker, and
-those in the arguments joint batches.
+Training goes on after a pass without samples. The numbers of steps in a checkpoint count the batches of all workers,
+and those in the arguments count joint batches.
 """
 
 
@@ -207,7 +206,7 @@ def _evaluates_at_end(args: Any) -> bool:
     Args:
         args: any `TrainingArguments`. They are not changed.
     """
-    args = copy.copy(args)  # to construct others would reset Accelerate
+    args = copy.copy(args)  # constructing new arguments would reset Accelerate
     args.eval_strategy, args.eval_delay = transformers.IntervalStrategy.STEPS, 0
     state = transformers.TrainerState(global_step=3, max_steps=3, logging_steps=2, eval_steps=2, save_steps=2)
     control = transformers.TrainerControl()
@@ -222,7 +221,7 @@ def _become(thing: Any, mixin: type) -> None:
 
 
 class JobControl:
-    """What is added to the control of a trainer: only the main worker saves."""
+    """A mixin for the control of a trainer, with which only the main worker saves."""
 
     @property
     def should_save(self) -> bool:
@@ -251,7 +250,7 @@ class JobLoader:
         return self.loader.whole_length
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the number of the next pass, as the trainer counts them."""
+        """Set the number of the next pass, as the trainer counts passes."""
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[Any]:
@@ -265,7 +264,7 @@ class JobLoader:
 
 
 class TrainerJob:
-    """What a trainer and the job know of each other.
+    """The connection between a trainer and the job.
 
     Args:
         trainer: the trainer.
@@ -276,7 +275,8 @@ class TrainerJob:
         optimizer: the distributed optimizer; None before training.
         steps_per_epoch: number of steps in an epoch, in the unit of `global_step`.
         epochs: number of epochs that the trainer makes.
-        tokens: number of labels by which the loss of the next step is divided; None if it is not divided so.
+        tokens: number of labels by which the loss of the next step is divided; None if the loss is not divided by this
+            number.
     """
 
     def __init__(self, trainer: Any, session: Session) -> None:
@@ -288,10 +288,10 @@ class TrainerJob:
         self.tokens: int | None = None
         self._trainings = 0  # number of calls of `train`
         self._losses: list[torch.Tensor] = []  # of the batches since the last step
-        self._logged: list[torch.Tensor] = []  # of the steps since the trainer has logged a loss
+        self._logged: list[torch.Tensor] = []  # of the steps since the trainer last logged a loss
         self._total, self._steps = 0.0, 0  # sum of the losses of all steps of this worker, and their number
         self._loop: Epochs | None = None
-        self._numbers: Generator[int] | None = None  # what the loop yields
+        self._numbers: Generator[int] | None = None  # the iterator over the loop
         self._first = 0  # the trainer's number of the first epoch of the loop
         self._reached: int | None = None  # the epoch of the job; None if the loop has ended
         self._epoch = 0  # the epoch of the trainer
@@ -299,10 +299,10 @@ class TrainerJob:
         self._drew = False  # True if this pass has had a batch
         self._whole = False  # True if this pass has ended by itself
         self._stops = False  # True if the trainer was told to stop before this pass
-        self._resumes = False  # True if the trainer goes on from a checkpoint of its own
-        self._skips = False  # True if the first pass then leaves out what was used before the checkpoint
+        self._resumes = False  # True if the trainer goes on from one of its own checkpoints
+        self._skips = False  # True if the first pass leaves out the batches from before this checkpoint
         self._begin_at = 0  # number of batches that the first pass leaves out
-        self._evaluations = 0  # number of evaluations after a number of steps
+        self._evaluations = 0  # number of evaluations that `eval_steps` has caused
         self._evaluates_at_end = _evaluates_at_end(trainer.args)
         self._before = 0  # `global_step` before the current step
         self.loads_best = False
@@ -331,7 +331,7 @@ class TrainerJob:
 
     @property
     def _joint_steps(self) -> int:
-        """Number of steps in an epoch, if each is made with joint batches."""
+        """Number of steps in an epoch if each step uses joint batches."""
         assert self.loader is not None
         accumulated: int = self.trainer.args.gradient_accumulation_steps
         return -(-len(self.loader.loader) // accumulated)
@@ -340,20 +340,20 @@ class TrainerJob:
 
     def divide(self, loader: Any) -> JobLoader:
         """Divide the training data among the workers."""
-        # Accelerate's own loader loads each batch before it is wanted, and would have to be told of other workers.
+        # Accelerate's own loader loads each batch before the batch is needed, and would have to know of other workers.
         inner = getattr(loader, "base_dataloader", loader)
         distributed = distribute_at(SITE, inner)
         assert isinstance(distributed, DistributedLoader)
         self.loader = JobLoader(distributed, self)
         if not has_length(inner):
             raise ConfigurationError(
-                "the training data of the trainer has no length, so the number of its steps that the job has made is "
-                "not known. Use a dataset with a length."
+                "the training data of the trainer has no length, so it is not known how many of its steps the job "
+                "has made. Use a dataset with a length."
             )
         return self.loader
 
     def make_pass(self, epoch: int) -> Iterator[Any]:
-        """Yield the batches of this worker in an epoch of the trainer; none if the job has finished it before."""
+        """Yield the batches of this worker in an epoch of the trainer; none if the job has finished the epoch."""
         assert self.loader is not None
         self._epoch, self._drew, self._whole = epoch, False, False
         if self._loop is None:
@@ -366,7 +366,7 @@ class TrainerJob:
                 self._drew = True
                 yield batch
             if epoch + 1 < self.epochs:
-                break  # what follows the pass belongs to this epoch
+                break  # the trainer's actions after the pass belong to this epoch
             self._advance()  # data of lost workers may be left
         self._whole = True
 
@@ -382,7 +382,8 @@ class TrainerJob:
         if self._begin_at:
             loader.begin_at(self._begin_at)
         if self._resumes and session.worker > 0:
-            # The checkpoint has the random numbers of the worker that has written it. The others have their own.
+            # The checkpoint has the random states of the worker that wrote it. The other workers have states of their
+            # own.
             with generators_lock:
                 GeneratorStates.seeded(loader_seed(session, epoch)).give_back()
         self._loop = epochs(self.epochs - epoch)
@@ -406,7 +407,7 @@ class TrainerJob:
         """Return a context in which the trainer trains.
 
         Args:
-            resumes: True if it goes on from a checkpoint of its own.
+            resumes: True if the trainer goes on from one of its own checkpoints.
         """
         args = self.trainer.args
         own = args.ignore_data_skip, args.load_best_model_at_end
@@ -428,7 +429,7 @@ class TrainerJob:
             self._loop = self._numbers = self._reached = None
 
     def begin_training(self, state: Any) -> None:
-        """Learn where the trainer begins, and translate its numbers of steps."""
+        """Note the step at which the trainer begins, and translate its numbers of steps."""
         args = self.trainer.args
         for kind in KINDS:
             if (steps := getattr(args, f"{kind}_steps")) is not None and steps >= 1:
@@ -443,10 +444,10 @@ class TrainerJob:
 
     @contextmanager
     def translated(self, checkpoint: Any) -> Iterator[Any]:
-        """Return a context with a folder of links to a checkpoint of the trainer, in which its steps can be translated.
+        """Return a context with a folder of links to a checkpoint of the trainer. `translate_steps` changes this folder.
 
         Args:
-            checkpoint: the argument of `train`. It is returned itself if it is no checkpoint.
+            checkpoint: the argument of `train`. If it names no checkpoint, the context has the argument itself.
         """
         if checkpoint is True:
             checkpoint = get_last_checkpoint(self.trainer.args.output_dir) or True
@@ -460,7 +461,7 @@ class TrainerJob:
             yield folder
 
     def translate_steps(self) -> None:
-        """Let the steps of the checkpoint count batches of the size that they have here. The trainer reads it later."""
+        """Let the steps of the checkpoint count batches of this run's size, before the trainer reads the checkpoint."""
         if self._checkpoint is None:
             return
         path = self._checkpoint / STATE
@@ -473,10 +474,10 @@ class TrainerJob:
             path.write_text(json.dumps(state))
 
     def _translate_schedule(self, state: Any) -> None:
-        """Let the schedule begin where the trainer goes on, if its checkpoint is of another number of workers.
+        """Let the schedule begin where the trainer goes on, if another number of workers wrote the checkpoint.
 
         Raises:
-            ConfigurationError: a scheduler of this class cannot begin elsewhere.
+            ConfigurationError: a scheduler of this class cannot begin at another step.
         """
         scheduler = self.trainer.lr_scheduler
         step = state.epoch * (self.steps_per_epoch if self.dynamic else self._joint_steps)
@@ -485,7 +486,7 @@ class TrainerJob:
             scheduler.begin_at(round(step))
 
     def begin_epoch(self, control: Any) -> None:
-        self.trainer.args.load_best_model_at_end = False  # it is loaded after training, in all workers
+        self.trainer.args.load_best_model_at_end = False  # all workers load the best model after training
         self._stops = control.should_training_stop
 
     def add_loss(self, loss: torch.Tensor) -> None:
@@ -493,7 +494,7 @@ class TrainerJob:
         self._losses.append(loss.detach())
 
     def begin_step(self) -> None:
-        """Say what the next push contains."""
+        """Set the weight and the loss of the next push."""
         loss = torch.stack(self._losses).sum() if self._losses else None
         self._losses = []
         if resumption_of(self.session).repeats:
@@ -506,7 +507,7 @@ class TrainerJob:
             metrics_of(self.session).add(self.session, {"loss": loss})
 
     def end_step(self, state: Any) -> None:
-        """Set the progress of the job. The trainer adds 1 to it."""
+        """Set `global_step` to the progress of the job, minus 1, because the trainer adds 1."""
         self._before = state.global_step
         state.global_step = max(state.global_step, self._progress() - 1)
 
@@ -517,19 +518,20 @@ class TrainerJob:
         return self._epoch * self.steps_per_epoch + -(-self.loader.loader.begun // accumulated)
 
     def _due(self, state: Any) -> int:
-        """Return how many evaluations after a number of steps the job should have made."""
+        """Return how many evaluations `eval_steps` should have caused so far in the job."""
         args = self.trainer.args
         if args.eval_strategy != "steps" or not state.eval_steps:
             return 0
         if state.global_step < args.eval_delay * worker_count():
             return 0
-        # The last step of an epoch may be that of another worker, so the end of the pass is the end for all.
+        # Another worker may make the last step of an epoch, so each worker takes the end of its pass for the end of the
+        # epoch.
         ended = state.global_step >= state.max_steps and (self._whole or args.max_steps > 0)
         rest = state.global_step % state.eval_steps > 0
         return int(state.global_step // state.eval_steps + (ended and rest and self._evaluates_at_end))
 
     def set_flow(self, state: Any, control: Any) -> None:
-        """Decide what the trainer does after a step: `global_step` may have passed a multiple without being one."""
+        """Decide what the trainer does after a step. `global_step` may have skipped a multiple of `save_steps`."""
         args, before, now = self.trainer.args, self._before, state.global_step
         self.set_main(state)
         state.epoch = min(now / self.steps_per_epoch, self._epoch + 1.0)
@@ -605,7 +607,7 @@ class TrainerJob:
         self._evaluations = max(due, self._evaluations)
 
     def correct_logs(self, logs: dict[str, Any]) -> None:
-        """Replace the losses that a trainer has divided by steps of the job: this worker has made fewer."""
+        """Correct losses that were divided by the number of the job's steps: this worker has made fewer steps."""
         if "loss" in logs and self._logged:
             total = float(torch.stack(self._logged).sum())
             logs["loss"] = total / len(self._logged)
@@ -623,7 +625,7 @@ class TrainerJob:
     def load_best(self) -> None:
         """Load the best model of all checkpoints into the model of the job."""
         state, model = self.trainer.state, self.trainer.model
-        # The main worker, which has written the checkpoint, knows where this is.
+        # The main worker, which has written the checkpoint, knows where the checkpoint is.
         path = broadcast(self._best_checkpoint(), sends=is_main())
         if path is None:
             return
@@ -634,7 +636,8 @@ class TrainerJob:
                 state.best_model_checkpoint = path
             else:
                 log.warning("The best checkpoint %s is not visible to this worker.", path)
-        barrier()  # the edit is that of one worker, and the others may have gone on before the servers had it
+        # One worker sends the edit. Without the barrier, the others might go on before the servers have it.
+        barrier()
         training = training_of(self.session)
         assert training is not None
         training.refresh()
@@ -643,7 +646,7 @@ class TrainerJob:
         """Return the path of the best checkpoint; None if this worker finds none."""
         state = self.trainer.state
         known = os.path.join(self.trainer.args.output_dir, f"checkpoint-{state.best_global_step}")
-        # Before a resumption, the checkpoints may have been written elsewhere.
+        # Before the run was resumed, the checkpoints may have been written elsewhere.
         return next(
             (path for path in (known, state.best_model_checkpoint) if path and os.path.isdir(path)), None
         )
@@ -664,7 +667,7 @@ def _load(model: Any, path: str) -> None:
 
 
 class _TrainerStates:
-    """What a trainer holds that belongs to the job: its `TrainerState`, and the states of its callbacks."""
+    """The state of a trainer that belongs to the job: its `TrainerState`, and the states of its callbacks."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -722,10 +725,10 @@ class JobCallback(transformers.TrainerCallback):
 
 
 class JobTrainer:
-    """What is added to the class of a trainer. It overrides public methods only.
+    """A mixin for the class of a trainer. The mixin overrides public methods only.
 
     Attributes:
-        job: what the trainer and the job know of each other.
+        job: the connection between the trainer and the job.
     """
 
     job: TrainerJob
@@ -734,7 +737,7 @@ class JobTrainer:
         trainer: Any = self
         config = trainer.accelerator.dataloader_config
         if config.data_seed is None:
-            # Otherwise, it would be the seed of torch's generator, which differs between the workers.
+            # Otherwise, the data seed would be that of torch's generator, which differs between the workers.
             config.data_seed = trainer.args.seed
         return self.job.divide(super().get_train_dataloader())  # type: ignore[misc]
 
@@ -757,7 +760,7 @@ class JobTrainer:
             scheduler = super().create_scheduler(steps, *arguments, **options)  # type: ignore[misc]
         finally:
             args.warmup_steps = own
-        # Schedules that depend on a metric are stepped after an evaluation, and are told apart by their classes.
+        # Schedules that depend on a metric are stepped after an evaluation, and are recognized by their classes.
         by_metric = isinstance(scheduler, ReduceLROnPlateau) or type(scheduler).__name__ == "GreedyLR"
         if not by_metric and not isinstance(scheduler, JobScheduler):
             assert job.optimizer is not None
@@ -780,7 +783,7 @@ class JobTrainer:
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, *arguments)  # type: ignore[misc]
         if batches:
             self.job.tokens = None if items is None else int(items)
-        # A batch without labels has no weight. Its loss must still be a number.
+        # A batch without labels has no weight. The loss of such a batch must still be a number.
         return batches, 1 if items is not None and not self.job.tokens else items
 
     def training_step(self, *arguments: Any, **options: Any) -> Any:
@@ -809,11 +812,11 @@ class JobTrainer:
         return output._replace(global_step=trainer.state.global_step, training_loss=loss)
 
     def is_world_process_zero(self) -> bool:
-        """True in the worker that writes for all. See `paceline.is_main`."""
+        """True in the main worker, which writes for all workers. See `paceline.is_main`."""
         return is_main()
 
     def is_local_process_zero(self) -> bool:
-        """True in the worker that writes for all. See `paceline.is_main`."""
+        """True in the main worker, which writes for all workers. See `paceline.is_main`."""
         return is_main()
 
     def save_model(self, *arguments: Any, **options: Any) -> None:
@@ -833,5 +836,5 @@ class JobTrainer:
     def hyperparameter_search(self, *arguments: Any, **options: Any) -> Any:
         raise UsageError(
             "hyperparameter_search() was called in a run: it trains many models one after another, each with other "
-            "settings. Start one run for each of them, for example by paceline study."
+            "settings. Start one run for each model, for example by paceline study."
         )

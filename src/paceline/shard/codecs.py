@@ -1,10 +1,11 @@
 """Codecs: the formats in which vectors travel between processes, by the names of the option `--wire`.
 
 `core.layout.CODECS` has a row for each codec: the dtypes and blocks that it encodes, and their sizes, which decide how
-long transfers take in a simulation. Here, the codec has a `Packer`: an object without state, which packs blocks of
-values into bytes and unpacks them. The two ends of a way have state. A `Sender` encodes gradients, and a `Receiver`
-decodes them; a `BaseSender` and a `BaseReceiver` are the ends of the weights' way if both hold a common base. They know
-nothing of the format, and all hosts use them. `core.messages.push` says what is encoded.
+long transfers take in a simulation. Here, each codec has a `Packer`: an object without state, which packs blocks of
+values into bytes and unpacks them. Vectors travel from one end of a *way* to the other end, and both ends have state. A
+`Sender` encodes gradients, and a `Receiver` decodes them; a `BaseSender` and a `BaseReceiver` are the ends of the
+weights' way if both hold a common base. The ends know nothing of the format, and all hosts use them.
+`core.messages.push` says which vectors are encoded.
 
 Blocks are counted from the start of a shard's slice. With `--slicing even`, slices are cut between blocks, so blocks
 are the same for any number of shards. Vectors with a dtype that a codec does not encode travel as they are.
@@ -26,14 +27,14 @@ CHUNK = 512 * 1024
 """Number of values that are packed at a time: few enough for the CPU cache, even with the scratch memory."""
 
 LEAST_SCALE = torch.finfo(torch.float32).tiny
-"""A smaller scale is not precise, so a block with smaller values arrives as zeros."""
+"""Minimum scale. Smaller scales are not precise, so a block that needs such a scale arrives as zeros."""
 
 MOST_SCALE = torch.finfo(torch.float32).max / 127.4
-"""127 times a larger scale could be infinite."""
+"""Maximum scale. 127 times a larger scale could be infinite."""
 
 
 class Packer:
-    """Packs and unpacks the values of a codec. This one packs none, so all values travel as they are."""
+    """Packs and unpacks the values of a codec. This class packs no values, so all values travel as they are."""
 
     def __init_subclass__(cls, *, codec: str) -> None:
         PACKERS[codec] = cls()
@@ -44,8 +45,8 @@ class Packer:
         Args:
             values: the values. Shape: (number of blocks, values in a block); dtype: float32.
             packed: the result. Shape: (number of blocks, bytes of an encoded block); dtype: int8.
-            arriving: scratch memory. Codecs with feedback or a base set it to what arrives at the other end. Shape and
-                dtype: as of `values`.
+            arriving: scratch memory. Codecs with feedback or a base set it to the values that arrive at the other end.
+                Shape and dtype: those of `values`.
         """
         raise NotImplementedError
 
@@ -55,7 +56,7 @@ class Packer:
 
 
 PACKERS = {"float32": Packer()}
-"""Codec -> what packs its values."""
+"""Codec -> the object that packs its values."""
 
 
 class Bfloat16(Packer, codec="bf16"):
@@ -76,7 +77,7 @@ class Bfloat16(Packer, codec="bf16"):
 
 
 class Int8(Packer, codec="int8"):
-    """Each block has a float32 scale, and values are rounded to the nearest of 255 multiples of it, ties to even.
+    """Each block has a float32 scale. Values are rounded to the nearest of 255 multiples of the scale, ties to even.
 
     >>> Sender("int8", {"float32": torch.tensor([127.0, 0.5, -1.6])}).arriving()
     {'float32': tensor([127.,   0.,  -2.])}
@@ -96,10 +97,11 @@ class Int8(Packer, codec="int8"):
 
 
 class Int4(Packer, codec="int4"):
-    """Each 32 values have a bfloat16 scale, and are rounded to the nearest of 15 multiples of it, ties to even.
+    """Every 32 values have a bfloat16 scale. Values are rounded to the nearest of its 15 multiples, ties to even.
 
     The scale is rounded down, so that the largest float32 values do not become infinite.
-    A byte contains the k-th value of a block's first half, in the lower bits, and the k-th one of its second half.
+    The k-th byte of a block contains the k-th value of the block's first half in its lower bits, and the k-th value of
+    the second half in its upper bits.
 
     >>> Sender("int4", {"float32": torch.tensor([7.0, 0.5, -1.6])}).arriving()
     {'float32': tensor([ 7.,  0., -2.])}
@@ -130,7 +132,7 @@ class Int4(Packer, codec="int4"):
 
 
 def _usable(scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scales, 0 instead of those that are too small, and their inverses, 0 for a scale of 0."""
+    """Return the scales and their inverses. Scales that are too small are set to 0. The inverse of 0 is set to 0."""
     scales = torch.where(scales < LEAST_SCALE, 0.0, scales)
     return scales, torch.where(scales == 0, 0.0, scales.reciprocal())
 
@@ -143,7 +145,7 @@ class End:
 
     Args:
         codec: name of the codec.
-        vectors: the flat vectors, with their own values.
+        vectors: the flat vectors, with values that are not encoded.
 
     Attributes:
         vectors: the flat vectors.
@@ -176,7 +178,7 @@ class End:
 
     @cached_property
     def _bytes(self) -> dict[str, tuple[memoryview, int, int]]:
-        """Vector -> its bytes as it travels, and what a block of it is. For each message, views of tensors are slow."""
+        """Vector -> its bytes as it travels, values in a block, bytes of a block. Made once, because views are slow."""
         found = {name: (bytes_of(vector), 1, vector.element_size()) for name, vector in self.vectors.items()}
         for name, packed in self._packed.items():
             found[name] = bytes_of(packed.view(-1)), self._codec.block, self._codec.block_bytes
@@ -200,7 +202,7 @@ class End:
                 yield name, slice(begin, end), packed, scratch[: len(packed)]
 
     def _unpack(self, ranges: Iterable[Range], targets: Vectors) -> None:
-        """Set these parts of some vectors to what their memory contains."""
+        """Set these parts of some vectors to the values that are encoded in their memory."""
         for name, place, packed, scratch in self._chunks(ranges):
             self._packer.unpack(packed, scratch)
             targets[name][place].copy_(scratch.view(-1)[: place.stop - place.start])
@@ -209,25 +211,26 @@ class End:
 class Sender(End):
     """The end that sends. A gradient is encoded in pieces, before all of it is computed.
 
-    If the codec has feedback, what rounding has taken from one message is added to the next one: the residual. It is
-    only worth something while messages follow one another, so whatever interrupts them drops the residual.
+    If the codec has feedback, the rounding error of one message, called the residual, is added to the next message. The
+    residual is only useful while messages follow one another, so an interruption drops it.
     """
 
     def __init__(self, codec: str, vectors: Vectors) -> None:
         super().__init__(codec, vectors)
         self._feedback = self._codec.feedback
-        self._residual: Vectors = {}  # made when it is first needed; whole blocks of float32 values
+        self._residual: Vectors = {}  # created when it is first needed; whole blocks of float32 values
 
     def encode(self, ranges: Sequence[Range], absent: Sequence[Range] = ()) -> list[memoryview]:
         """Encode these parts of the vectors, and return the bytes of the result.
 
         Args:
             ranges: the parts.
-            absent: parts of vectors that have no gradient. What arrives there is not used, and their residual stays.
+            absent: parts of vectors that have no gradient. The values that arrive there are not used, and the residual
+                of these parts stays.
         """
         if self._packed:
             absent = [part for part in absent if part[0] in self._packed]
-            for name, start, stop in absent:  # whatever the memory contains would make scales larger
+            for name, start, stop in absent:  # other contents of the memory could make scales larger
                 self.vectors[name][start:stop] = 0
             kept = [self._take_residual(part) for part in absent if part[0] in self._residual]
             for name, place, packed, scratch in self._chunks(ranges):
@@ -240,7 +243,7 @@ class Sender(End):
         return self.memory(ranges)
 
     def _values(self, name: str, place: slice, scratch: Tensor) -> Tensor:
-        """Return the values to encode, with the shape of the scratch memory: with feedback, those of the residual."""
+        """Return the values to encode, in the shape of the scratch memory. With feedback, the residual is added."""
         values, size = self.vectors[name][place], place.stop - place.start
         if not self._feedback:
             if values.dtype == scratch.dtype and size == scratch.numel():
@@ -263,7 +266,7 @@ class Sender(End):
         return part, values
 
     def drop(self, ranges: Sequence[Range] | None = None) -> None:
-        """Forget the residual of these parts: what was encoded is not used, or a message was left out.
+        """Forget the residual of these parts, because an encoded message is not used, or a message was left out.
 
         Args:
             ranges: the parts; None for all of them.
@@ -273,7 +276,7 @@ class Sender(End):
                 self._residual[name][start:stop] = 0
 
     def arriving(self, vectors: Vectors | None = None, absent: Sequence[Range] = ()) -> Vectors:
-        """Send vectors, and return what arrives at the other end. Vectors that are not encoded are not copied.
+        """Encode vectors, and return the values that arrive at the other end. Unencoded vectors are not copied.
 
         Args:
             vectors: some of the vectors; None for all of them.
@@ -291,19 +294,20 @@ class Receiver(End):
     """The end that receives."""
 
     def decode(self, ranges: Iterable[Range]) -> None:
-        """Set these parts of the vectors to what their memory contains."""
+        """Set these parts of the vectors to the values that are encoded in their memory."""
         self._unpack(ranges, self.vectors)
 
 
 class BaseSender(End):
-    """The end of a server that sends weights, as differences to a base that all workers have.
+    """The end of a server that sends weights, as differences from a base that all workers have.
 
-    Each version of the weights is encoded once. The base is what the workers then have, so the next difference contains
-    what rounding has taken from this one. `core.shard.Bases` numbers the bases of each parameter set.
+    Each version of the weights is encoded once. The base then has the values that the workers have, so the next
+    difference makes up for the rounding error of this difference. `core.shard.Bases` numbers the bases of each
+    parameter set.
 
     Attributes:
-        base: what the workers have, for the vectors that are encoded, with the dtypes of the weights.
-        numbers: parameter set, None for all of them together -> number of its last base.
+        base: the values that the workers have of the encoded vectors, with the dtypes of the weights.
+        numbers: parameter set (None for all sets together) -> number of its last base.
     """
 
     def __init__(self, codec: str, vectors: Vectors) -> None:
@@ -313,7 +317,7 @@ class BaseSender(End):
         self._checksums: dict[tuple[str, ...], int] = {}  # of vectors of the base, once they are known
 
     def advance(self, part: int | None, number: int, vectors: Iterable[str]) -> None:
-        """Make a base with this number: by a difference if it follows the last one, else from the weights themselves.
+        """Make the base with this number: by a difference if it follows the last base, else from the weights.
 
         Args:
             part: the parameter set.
@@ -352,7 +356,7 @@ class BaseSender(End):
 
 
 class BaseReceiver(End):
-    """The end of a worker that receives weights, as differences to the base of a `BaseSender`.
+    """The end of a worker that receives weights, as differences from the base of a `BaseSender`.
 
     The base is kept apart from the worker's weights, which a script may change.
     """
@@ -366,7 +370,8 @@ class BaseReceiver(End):
 
         Args:
             ranges: the ranges of whole vectors.
-            whole: True if the base has arrived in the vectors themselves; False if a difference to the last one has.
+            whole: True if the base has arrived in the vectors themselves; False if a difference from the last base has
+                arrived.
         """
         ranges = [part for part in ranges if part[0] in self._packed]
         if whole:

@@ -1,9 +1,9 @@
 """Copies between the memory of a device and that of the host, in the order in which they are needed.
 
 A device computes asynchronously: a call returns before the device has begun. So a copy must begin after the device has
-computed what is copied, and what needs the result must wait for the copy. A `DeviceQueue` carries out copies in the
-order in which they are submitted. Each copy begins after all computations that were started before it. Later
-computations may overlap with the copy, unless they are told to wait.
+computed the values that are copied, and whatever needs the result must wait for the copy. A `DeviceQueue` carries out
+copies in the order in which they are submitted. Each copy begins after all computations that were started before it.
+Later computations may overlap with the copy, unless they are told to wait.
 
 Workers whose parameters are on a device copy weights and gradients in this way (see `train.weights`), and so do servers
 whose optimizers make their steps on a device: see `SliceOnDevice`.
@@ -27,13 +27,13 @@ READ_WRITE, READ_ONLY = 0, 8  # cudaHostRegisterDefault, cudaHostRegisterReadOnl
 
 
 class Ticket(Protocol):
-    """What was submitted to a `DeviceQueue`."""
+    """Work that was submitted to a `DeviceQueue`."""
 
     def done(self) -> bool:
-        """Return True if it has ended."""
+        """Return True if the work has ended."""
 
     def order(self) -> None:
-        """Let the device wait for its end before all computations that are started after this call."""
+        """Let all computations on the device that are started after this call wait for the end of the work."""
 
 
 class DeviceQueue(Protocol):
@@ -48,13 +48,13 @@ class DeviceQueue(Protocol):
     def submit(self, work: Callable[[], object], *, writes: Sequence[torch.Tensor]) -> Ticket:
         """Carry out a function that only starts copies and computations on the device.
 
-        They begin after all computations that were started before this call, and after all that was submitted before.
+        The work begins after all computations that were started before this call, and after all work submitted before.
 
         Args:
             work: the function.
-            writes: the memory that the function writes. Before `drain`, the host may not use such memory, and neither
-                may it write memory that the function reads. Before `Ticket.order`, the device may not use such
-                memory.
+            writes: the memory that the function writes. Before `drain`, the host may not use this memory, and may not
+                write memory that the function reads. Before `Ticket.order`, the device may not use this memory for
+                other work.
         """
 
     def drain(self) -> None:
@@ -64,10 +64,10 @@ class DeviceQueue(Protocol):
         """Wait on the host until all computations that were started before this call have ended."""
 
     def keep_close(self) -> None:
-        """Wait on the host until all computations that were started before the call before this one have ended.
+        """Wait on the host until all computations that were started before the previous call of this method have ended.
 
-        While a computation may be aborted, this is called at each hook: what a device has been given cannot be taken
-        back.
+        While a computation may be aborted, this method is called at each hook, because work that a device has been
+        given cannot be taken back.
         """
 
     def register(self, memory: Sequence[torch.Tensor], *, only_read: bool) -> Callable[[], None]:
@@ -78,12 +78,12 @@ class DeviceQueue(Protocol):
             only_read: True if the device only reads the memory, which may then be read-only.
 
         Returns:
-            A function that ends this. It must be called before the memory is freed.
+            A function that ends the registration. It must be called before the memory is freed.
         """
 
 
 def queue_of(device: torch.device) -> DeviceQueue:
-    """Return a queue for a device. The device of torch's backend may have no streams; then copies do not overlap."""
+    """Return a queue for a device. If its backend in torch has no streams, copies do not overlap."""
     try:
         return _StreamQueue(device)
     except RuntimeError:  # this is how backends say that they have no streams
@@ -102,7 +102,7 @@ class _StreamQueue:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.Stream(device)
-        # what the device had to compute at the last call of `keep_close`
+        # marks the last computation that was started before the last call of `keep_close`
         self._reached: torch.Event | None = None
 
     def submit(self, work: Callable[[], object], *, writes: Sequence[torch.Tensor]) -> Ticket:
@@ -134,7 +134,7 @@ class _StreamQueue:
         if len(registered) < len(places):
             log.warning("some memory of the host cannot be locked for a device, so copies take longer")
 
-        def unregister(memory: Sequence[torch.Tensor] = memory) -> None:  # keeps the memory until then
+        def unregister(memory: Sequence[torch.Tensor] = memory) -> None:  # keeps the memory alive until then
             for address, _ in registered:
                 torch.cuda.cudart().cudaHostUnregister(address)
 
@@ -202,14 +202,14 @@ class _Ended:
 
 
 class SliceOnDevice:
-    """A copy of a slice's weights on a device, and the memory there for a gradient.
+    """A copy of a slice's weights on a device, and memory on this device for a gradient.
 
-    The weights of the host are what the server sends. They change only in `publish`, when the step on the device has
-    ended, and `bring_weights` must be called when something else has changed them.
+    The server sends the weights in the memory of the host. `publish` changes these weights when the step on the device
+    has ended. When anything else has changed them, `bring_weights` must be called.
 
     Args:
         weights: the slice's vectors in the memory of the host.
-        gradient: the vectors in which the host sums gradients up.
+        gradient: the vectors in which the host sums up gradients.
         device: the device.
         queue: carries out the copies. Default: the device's own queue.
 
@@ -230,12 +230,12 @@ class SliceOnDevice:
         self.bring_weights()
 
     def bring_weights(self) -> None:
-        """Copy the weights to the device, and wait for the copy: the host may change them again."""
+        """Copy the weights to the device, and wait for the copy. The host may then change its weights again."""
         self._copy(self.weights, self._on_host)
         self._queue.drain()
 
     def bring(self, gradient: Vectors) -> Vectors:
-        """Copy a gradient to the device, and return it there. The host must not write it before `publish`."""
+        """Copy a gradient to the device, and return the copy. The host must not change the source before `publish`."""
         self._copy(self.gradient, gradient).order()
         return self.gradient
 

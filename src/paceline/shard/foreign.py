@@ -1,16 +1,17 @@
-"""Optimizers that are not torch's: their classes, and the test whether they may run on slices or on whole tensors.
+"""Optimizers that are not torch's: their classes, and the test of whether they may run on slices or on whole tensors.
 
 A server builds such an optimizer from the hyper-parameters alone, as `Class(groups)`, and runs it on a part of the
-parameters. This gives the right result only if two conditions hold, which a worker tests before training begins:
+parameters. The result is right only if two conditions hold, which a worker tests before training begins:
 
-- An optimizer that is built from the hyper-parameters makes the same updates as the script's own.
-- The class updates each element independently, and keeps its state per element or as one number per parameter. Then it
-  may run on slices. Or it updates each tensor independently. Then it may run on whole tensors.
+- An optimizer that is built from the hyper-parameters makes the same updates as the script's own optimizer.
+- The class updates elements or tensors independently. If it updates each element independently, and keeps its state per
+  element or as one number per parameter, it may run on slices. If it updates each tensor independently, it may run on
+  whole tensors.
 
-The test takes a few steps on small parameters of several shapes, with the script's optimizer, and with optimizers
-that are built like those of two servers: first on slices, then on whole tensors. It is done in double precision and in
-the dtypes of the model, and takes some milliseconds. If all results differ, the optimizer is refused, with what
-differed.
+The test takes a few steps on small parameters of several shapes, with the script's optimizer, and with optimizers that
+are built like those of two servers: first on slices, then on whole tensors. The test is done in double precision and in
+the dtypes of the model, and takes some milliseconds. If all results differ, the optimizer is refused with a message
+that says what differed.
 """
 
 from __future__ import annotations
@@ -41,23 +42,24 @@ MOST_GROUPS = 8  # number of parameter groups that are tested
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}
 COARSE = 0.1  # tolerance for the other dtypes, relative to the largest change of a parameter
 EIGHT_BITS = {torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2}
-USUAL_RATE = 0.01  # learning rate for the test if the script's is 0, as at the start of a warm-up
+USUAL_RATE = 0.01  # learning rate for the test if the script's rate is 0, as at the start of a warm-up
 
 Kind = TypeVar("Kind", bound=type[torch.optim.Optimizer])
 
 _registered: dict[type, bool] = {}  # class -> True if it needs whole tensors
 _classes: dict[str, type[torch.optim.Optimizer]] = {}
-# The sources of this process, in a list of at most one. It is empty in a process that is not part of a run.
+# The sources of this process, in a list of at most one. The list is empty in a process that is not part of a
+# run.
 _sources: list[OptimizerSources] = []
 
 
 def register_elementwise(cls: Kind) -> Kind:
     """State that an optimizer class updates each element independently, so that it may run on slices.
 
-    Without this call, Paceline tests the class before training begins, and refuses it if it gives other results on
-    slices. Register a class that the test refuses although you know that slices make no difference, for example
-    because it rounds stochastically. Can be used as a decorator. The servers must be able to load the class; see the
-    guide.
+    Without this call, Paceline tests the class before training begins, and refuses it if its results on slices differ.
+    If the test refuses a class although you know that slices make no difference, register the class. An example is a
+    class that rounds stochastically. This function can be used as a decorator. The servers must be able to load the
+    class; see the guide.
 
     Args:
         cls: a subclass of `torch.optim.Optimizer`.
@@ -88,9 +90,9 @@ def register_elementwise(cls: Kind) -> Kind:
 def register_tensorwise(cls: Kind) -> Kind:
     """State that an optimizer class updates each tensor independently of others, so it may run on whole tensors.
 
-    Without this call, Paceline tests the class before training begins. Register a class that the test refuses although
-    you know that the update of a tensor depends on nothing else, for example because it rounds stochastically. Can be
-    used as a decorator. The servers must be able to load the class; see the guide.
+    Without this call, Paceline tests the class before training begins. If the test refuses a class although you know
+    that it updates each tensor independently, register the class. An example is a class that rounds stochastically.
+    This function can be used as a decorator. The servers must be able to load the class; see the guide.
 
     Args:
         cls: a subclass of `torch.optim.Optimizer`.
@@ -131,7 +133,7 @@ def use_sources(sources: OptimizerSources) -> None:
 
 
 def loaded_optimizers(imports: Sequence[str]) -> OptimizerSources:
-    """Return the places of the optimizer classes that this process has loaded, for a run of one of its functions.
+    """Return where a run of a function of this process finds the optimizer classes that the process has loaded.
 
     Classes that other processes cannot import, because a script or a notebook defines them, are pickled.
 
@@ -171,7 +173,7 @@ def class_of(name: str) -> type[torch.optim.Optimizer]:
 def build(kind: type[torch.optim.Optimizer], settings: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
     """Return a new optimizer with these parameter groups, each of which contains all hyper-parameters.
 
-    Arguments of the constructor that are hyper-parameters, too, have the values of the first group. If the class has
+    Arguments of the constructor that are also hyper-parameters have the values of the first group. If the class has
     modes, the optimizer is in training mode.
     """
     accepted = inspect.signature(kind).parameters
@@ -185,18 +187,18 @@ def build(kind: type[torch.optim.Optimizer], settings: Sequence[dict[str, Any]])
 
 
 def has_modes(kind: type) -> bool:
-    """Return True if a class of optimizers has `train()` and `eval()`, which exchange the weights for others."""
+    """Return True if a class has `train()` and `eval()`, which switch between weights for training and evaluation."""
     return callable(getattr(kind, "train", None)) and callable(getattr(kind, "eval", None))
 
 
 def evaluated(optimizer: torch.optim.Optimizer, copies: Mapping[int, torch.Tensor]) -> torch.optim.Optimizer:
     """Return a copy of an optimizer after its `eval()`. The optimizer itself, its state and its weights stay the same.
 
-    Parameters without state keep their weights: there has been no step, and some classes fail then.
+    Parameters without state keep their weights: they have had no step, and the `eval()` of some classes fails for them.
 
     Args:
         optimizer: an optimizer of a class that has modes.
-        copies: the `id` of each parameter -> a copy of its weights, which are then set to those that are evaluated.
+        copies: the `id` of each parameter -> a copy of its weights. The copy is set to the weights for evaluation.
     """
     other: Any = copied(optimizer, copies)
     for group in other.param_groups:
@@ -209,12 +211,12 @@ def evaluated(optimizer: torch.optim.Optimizer, copies: Mapping[int, torch.Tenso
 def evaluated_state(
     optimizer: torch.optim.Optimizer, copies: Mapping[int, torch.Tensor], state_dict: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the `state_dict()` of an optimizer after its `eval()`, given that in training mode.
+    """Return the `state_dict()` of an optimizer after its `eval()`, given the one in training mode.
 
     Args:
-        optimizer: an optimizer of a class that has modes. It stays the same.
-        copies: the `id` of each parameter -> a copy of the weights that are trained.
-        state_dict: the `state_dict()` that belongs to these weights.
+        optimizer: an optimizer of a class that has modes. It is not changed.
+        copies: the `id` of each parameter -> a copy of its weights in training.
+        state_dict: the optimizer's `state_dict()` in training mode.
     """
     other: Any = copied(optimizer, copies, without=("state",))
     other.state = defaultdict(dict)
@@ -231,7 +233,7 @@ def copied(
 
     Args:
         optimizer: the optimizer.
-        parameters: the `id` of each parameter -> the one that takes its place.
+        parameters: the `id` of each parameter -> the parameter that takes its place.
         without: names of attributes that the copy does not get.
     """
     kind = type(optimizer)
@@ -248,12 +250,12 @@ def copied(
 
 
 class Acceptance(NamedTuple):
-    """What a test of an optimizer has shown.
+    """The result of the test of an optimizer.
 
     Attributes:
-        reason: why the servers cannot run it; "" if they can.
-        whole: True if it needs whole tensors.
-        instead: what to do if they cannot run it; "" for the usual advice.
+        reason: why the servers cannot run the optimizer; "" if they can.
+        whole: True if the optimizer needs whole tensors.
+        instead: what to do if the servers cannot run the optimizer; "" for the usual advice.
     """
 
     reason: str = ""
@@ -262,7 +264,7 @@ class Acceptance(NamedTuple):
 
 
 def look_inside(optimizer: torch.optim.Optimizer) -> Acceptance:
-    """Return whether the servers could build an optimizer: not if it is built around another one."""
+    """Return whether the servers could build an optimizer. They cannot if it contains another optimizer."""
     for attribute, value in vars(optimizer).items():
         if isinstance(value, torch.optim.Optimizer):
             return Acceptance(
@@ -274,7 +276,7 @@ def look_inside(optimizer: torch.optim.Optimizer) -> Acceptance:
 
 
 def try_foreign(optimizer: torch.optim.Optimizer, groups: Sequence[HyperParameters]) -> Acceptance:
-    """Return whether the servers can run an optimizer, which is not one of torch's, and on what.
+    """Return whether the servers can run an optimizer that is not one of torch's, and whether it needs whole tensors.
 
     Args:
         optimizer: the script's optimizer.
@@ -321,12 +323,12 @@ def groups_without_parameters(optimizer: torch.optim.Optimizer) -> list[dict[str
 def changed_groups(
     optimizer: torch.optim.Optimizer, settings: Sequence[HyperParameters], built: Sequence[Mapping[str, Any]]
 ) -> tuple[HyperParameters, ...]:
-    """Return what an optimizer has itself changed in its groups, or added to them.
+    """Return the entries that an optimizer has itself changed in its groups, or added to them.
 
     Args:
         optimizer: the optimizer.
         settings: the hyper-parameters of each group as they were set last.
-        built: its groups when it was built, for the entries that are no hyper-parameters.
+        built: the optimizer's groups when it was built, for the entries that are not hyper-parameters.
     """
     changed: list[HyperParameters] = []
     for group, known, before in zip(optimizer.param_groups, settings, built, strict=True):
@@ -353,7 +355,7 @@ def _is_sent(kind: type) -> bool:
 
 
 class _Segment(NamedTuple):
-    """A part of one parameter: the elements from `start` to `stop`, flattened; or all of it in its own shape."""
+    """A part of one parameter: the elements from `start` to `stop`, flattened; or the whole parameter, unflattened."""
 
     group: int
     parameter: int
@@ -393,10 +395,10 @@ class _Trial:
         groups: the hyper-parameters.
 
     Attributes:
-        whole, slices, tensors: all parameters of the test, as they are; divided between two servers by slices; and by
-            whole tensors.
-        reason: why the servers cannot run it, whatever they hold; "" if that has not been found.
-        random: True if its updates are not the same when they are repeated.
+        whole, slices, tensors: all parameters of the test: undivided; divided between two servers by slices; and
+            divided between two servers by whole tensors.
+        reason: why the servers cannot run the optimizer, no matter how it is divided; "" if there is no such reason.
+        random: True if the optimizer's updates differ when they are repeated.
     """
 
     def __init__(
@@ -434,7 +436,7 @@ class _Trial:
         self.random = False
         for take, needs in {_take: "", **NEEDS}.items():
             small = _copy_of(optimizer, self._groups, whole, dtype)
-            with suppress(Exception):  # the script cannot use it in this way, either
+            with suppress(Exception):  # the script cannot take such steps, either
                 steps = list(_steps([small], self.whole, dtype, alone=True, take=take))
                 if not self._expected or _difference(self._expected[dtype][0], steps, dtype):
                     self.random = self.random or not needs
@@ -443,13 +445,13 @@ class _Trial:
     def difference(
         self, parts: list[list[_Segment]], words: str, *, sliced: bool, resumed: bool = False
     ) -> str:
-        """Return, after some words, what differs if servers hold these parts; "" if nothing does.
+        """Return a sentence that says what differs if servers hold these parts; "" if nothing differs.
 
         Args:
             parts: what each server holds.
-            words: the first words of a sentence.
+            words: the first words of the sentence.
             sliced: True if the state must have an entry for each element, or for each parameter.
-            resumed: True if other servers go on half-way from what a checkpoint holds.
+            resumed: True if other servers go on from a checkpoint half-way.
         """
         for dtype in self._expected:
             servers: list[_Running] = []
@@ -474,7 +476,7 @@ class _Trial:
     def _difference(
         self, servers: list[_Running], parts: list[list[_Segment]], dtype: torch.dtype, *, resumed: bool
     ) -> str:
-        """Describe the first element, or the first entry of a parameter group, in which servers differ.
+        """Describe the first element, or entry of a group, in which servers differ from the script's optimizer.
 
         Args:
             servers: the list to which the optimizers of the servers are added.
@@ -501,7 +503,7 @@ class _Trial:
 
 
 def _segments(dimensions: Sequence[set[int]]) -> list[_Segment]:
-    """Return all parameters of the test, which have as many dimensions as the script's, so a class accepts them.
+    """Return all parameters of the test. These have as many dimensions as the script's, so that the class accepts them.
 
     Args:
         dimensions: for each group, the numbers of dimensions of its parameters.
@@ -523,7 +525,7 @@ class _Running(NamedTuple):
 
 
 Resume = Callable[[Sequence[_Segment], _Running], _Running]
-"""Function of the segments of an optimizer, and of the optimizer, that returns what a server resumes it with."""
+"""Function of an optimizer's segments and of the optimizer. It returns the optimizer that a resumed server builds."""
 
 
 def _take(running: _Running, step: int) -> None:
@@ -535,7 +537,7 @@ def _take_with_loss(running: _Running, step: int) -> None:
 
 
 def _take_with_graph(running: _Running, step: int) -> None:
-    """Take a step with gradients of the same values, of which there are derivatives."""
+    """Take a step with gradients that have the same values, but can be differentiated again."""
     for parameter in running.parameters:
         if parameter.grad is not None:
             parameter.grad = parameter.grad + 3 * (parameter - parameter.detach())
@@ -546,7 +548,7 @@ NEEDS: dict[Callable[[_Running, int], None], str] = {
     _take_with_loss: "its update depends on the loss that step(closure) returns, but the servers receive gradients",
     _take_with_graph: "it computes derivatives of the gradients, but the servers receive their values",
 }
-"""Ways to take a step that change the updates of some optimizers -> why these cannot run on servers."""
+"""Ways to take a step that change the updates of some optimizers -> why such optimizers cannot run on servers."""
 
 
 def _initial(segment: _Segment, dtype: torch.dtype) -> torch.Tensor:
@@ -577,7 +579,7 @@ def _copy_of(
         [torch.nn.Parameter(_initial(segment, dtype)) for segment in segments if segment.group == group]
         for group in range(len(groups))
     ]
-    # A copy of an attribute refers to the small parameters wherever the attribute refers to the script's.
+    # A copy of an attribute refers to the small parameters wherever the attribute refers to the script's parameters.
     memo: dict[int, Any] = {
         id(parameter): small[0]
         for group, small in zip(optimizer.param_groups, parameters, strict=False)
@@ -603,8 +605,8 @@ def _copy_of(
 def _rounded_state(optimizer: torch.optim.Optimizer, groups: Sequence[HyperParameters]) -> str:
     """Describe an entry of the state that is kept in 8 bits or fewer; "" if there is none.
 
-    Such classes round only the state of large parameters, so the small ones of the test do not show it. A class that
-    cannot take this step is refused by the test, with the reason.
+    Classes that round do so only for the state of large parameters, so the small parameters of the test do not show it.
+    If a class cannot take this step, the test refuses it later and says why.
     """
     dimensions = max((p.dim() for group in optimizer.param_groups for p in group["params"]), default=1)
     segment = _Segment(0, len(SHAPES) + min(max(dimensions, 1), len(LARGE)) - 1)
@@ -643,7 +645,7 @@ def _resumed(
     segments: Sequence[_Segment],
     before: _Running,
 ) -> _Running:
-    """Return an optimizer that a server builds from what a checkpoint holds of another one."""
+    """Return an optimizer that a server builds from the parts of another optimizer that a checkpoint holds."""
     running = _built_by_server(kind, groups, segments, before.parameters[0].dtype)
     for old, new in zip(before.parameters, running.parameters, strict=True):
         new.copy_(old)
@@ -658,7 +660,7 @@ def _resumed(
 
 
 Flat = tuple[str, list[torch.Tensor]]
-"""When parameters had some values, in words, and the flattened parameters."""
+"""A moment of the test in words, such as "after step 3", and the flattened parameters at this moment."""
 
 
 def _steps(
@@ -670,15 +672,15 @@ def _steps(
     take: Callable[[_Running, int], None] = _take,
     resume: Resume | None = None,
 ) -> Iterator[Flat]:
-    """Yield the parameters before the first step and after each step, and sometimes those that are evaluated.
+    """Yield the parameters before the first step and after each step, and sometimes the weights for evaluation.
 
     Args:
         optimizers: the optimizers.
-        parts: the segments of each of them.
+        parts: the segments of each optimizer.
         dtype: the dtype of the parameters.
-        alone: True to evaluate as a process alone does, False to evaluate as a server does.
+        alone: True to evaluate as a process outside a run does, False to evaluate as a server does.
         take: function that takes the step with this number.
-        resume: function of (segments, optimizer) that returns another one, which replaces it after half of the steps.
+        resume: function of (segments, optimizer) that returns the optimizer's replacement after half of the steps.
     """
     torch.manual_seed(0)
     for step in range(STEPS + 1):
@@ -745,8 +747,8 @@ def _difference(expected: Sequence[Flat], found: Sequence[Flat], dtype: torch.dt
 def _unusual_state(optimizers: Sequence[torch.optim.Optimizer], *, sliced: bool) -> str:
     """Describe an entry of the state that servers cannot hold; "" if there is none.
 
-    If they hold slices, an entry must be as large as its parameter or a single number. Else, it may also be a list, a
-    tuple or a dictionary.
+    If servers hold slices, an entry must be as large as its parameter or a single number. Otherwise, it may also be a
+    list, a tuple or a dictionary.
     """
     for optimizer in optimizers:
         for parameter, entries in optimizer.state.items():

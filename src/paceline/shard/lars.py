@@ -154,7 +154,8 @@ def scaled_gradient(parameter: torch.Tensor, group: dict[str, Any]) -> torch.Ten
     if gradient.is_sparse:
         gradient = gradient.to_dense()
     decay = float(group["weight_decay"])
-    # In double precision, if the device has it: the square of a large gradient overflows in single precision.
+    # Computed in double precision if the device has it, because the square of a large gradient overflows in single
+    # precision.
     weights_norm = l2_norm(parameter)
     gradient_norm = l2_norm(gradient)
     local = 1.0

@@ -50,7 +50,7 @@ class OptimizerSources(msgspec.Struct, frozen=True):
         """Check that a class is in a place that was named at launch. This does not load anything.
 
         Raises:
-            ConfigurationError: it is not; the message says what to do.
+            ConfigurationError: the class is in no such place; the message says what to do.
         """
         module, _, path = name.partition(":")
         top = module.partition(".")[0]

@@ -2,13 +2,13 @@
 
 An *elementwise* optimizer updates each element independently, so it gives the same result on any slice of the flat
 vectors. A *tensorwise* optimizer updates each tensor independently, so servers that hold whole tensors can run it.
-`ELEMENTWISE` and `TENSORWISE` list those of torch, and `REFUSED` says why its other optimizers are rejected before
-training begins. Classes of other packages are tested (see `foreign`). Paceline's own LARS needs whole tensors only to
-scale the gradients, so the workers scale the gradients and the servers run SGD.
+`ELEMENTWISE` and `TENSORWISE` list such optimizers of torch, and `REFUSED` says why torch's other optimizers are
+rejected before training begins. Classes of other packages are tested (see `foreign`). Paceline's own LARS needs whole
+tensors only to scale the gradients, so the workers scale the gradients and the servers run SGD.
 
 Hyper-parameters are sent with every push as plain data; `read_groups` reads them from the user's optimizer.
 
-Below: the states of optimizers as slices, and how `torch._dynamo` stays out.
+The second half of this file divides the states of optimizers into slices, and avoids importing `torch._dynamo`.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ PLAIN = frozenset({float, int, bool, type(None)})
 """Types of hyper-parameters that need no conversion."""
 
 OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"})
-"""What torch's schedulers add to parameter groups for themselves."""
+"""The entries that torch's schedulers add to parameter groups for their own use."""
 
 NOT_SENT: Any = object()
 """Stands for a hyper-parameter that a group lacks, or that servers have by default."""
@@ -102,12 +102,12 @@ _of_groups: WeakKeyDictionary[torch.optim.Optimizer, tuple[str, ...]] = WeakKeyD
 
 
 class ServerOptimizer(NamedTuple):
-    """What the servers run for the script's optimizer.
+    """The optimizer that the servers run for the script's optimizer.
 
     Attributes:
         name: a name in `OF_TORCH` for torch's classes and for subclasses that update in the same way, "SGD" for LARS,
             and "module:Class" for other classes.
-        whole: True if it needs whole tensors.
+        whole: True if the optimizer needs whole tensors.
     """
 
     name: str
@@ -115,7 +115,7 @@ class ServerOptimizer(NamedTuple):
 
 
 def server_optimizer(optimizer: torch.optim.Optimizer) -> ServerOptimizer:
-    """Return what the servers run for this optimizer. Classes that are not of torch are tested first.
+    """Return the optimizer that the servers run for this optimizer. Classes that are not torch's are tested first.
 
     Raises:
         ConfigurationError: the optimizer cannot run on the servers; the message says why.
@@ -142,7 +142,7 @@ def server_optimizer(optimizer: torch.optim.Optimizer) -> ServerOptimizer:
 
 
 def torch_name(kind: type) -> str | None:
-    """Return the name in `OF_TORCH` of the class that makes the same updates as `kind`; None if there is none.
+    """Return the name in `OF_TORCH` of the class that makes the same updates as `kind`; None if there is no such class.
 
     A subclass makes the same updates if it overrides none of its base's methods, except those in `HARMLESS`, and has
     no modes (see `foreign`).
@@ -192,7 +192,7 @@ def read_groups(optimizer: torch.optim.Optimizer) -> tuple[HyperParameters, ...]
 def _further_keys(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
     """Return the names of the plain entries of a script's groups that are not among the defaults of the optimizer.
 
-    An optimizer may tell its groups apart by them, as the Muon of several packages does by `use_muon`.
+    An optimizer may distinguish its groups by these entries, as the Muon of several packages does by `use_muon`.
     """
     known = {"params", *optimizer.defaults, *IMPLEMENTATION_KEYS, *OF_SCHEDULERS}
     return tuple(
@@ -237,8 +237,9 @@ def make_optimizer(
 def take_step(optimizer: torch.optim.Optimizer) -> None:
     """Call `optimizer.step()`, but without importing `torch._dynamo` if the optimizer is of one of torch's classes.
 
-    Their `step` asks the compiler not to trace through `torch.no_grad()`, although nothing is compiled on a server.
-    So the first call would import it, which takes as long as importing torch, while workers wait.
+    The `step` of torch's classes asks the compiler not to trace through `torch.no_grad()`, although nothing is compiled
+    on a server. So the first call would import `torch._dynamo`, which takes as long as importing torch, while workers
+    wait.
     """
     kind: Any = type(optimizer)
     step = _untraced_step(kind)
@@ -276,7 +277,7 @@ def specimen(*, whole: bool) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _untraced_step(kind: Any) -> Callable[[torch.optim.Optimizer], object] | None:
-    """Return the method `step` of a torch class, without what torch has wrapped around it; None for other classes."""
+    """Return the method `step` of a torch class, without the wrappers of torch; None for other classes."""
     return inspect.unwrap(kind.step) if kind in OF_TORCH.values() else None
 
 
@@ -316,9 +317,9 @@ def _read_value(key: str, value: Any) -> HyperParameter:
 
 
 def _read_foreign_value(kind: Any, key: str, value: Any) -> Any:
-    """Return a hyper-parameter of a class that is not one of torch's: also a string, or a tuple of numbers.
+    """Return a hyper-parameter of a class that is not one of torch's. It may also be a string or a tuple of numbers.
 
-    A value of another kind is not sent if the class has it by default.
+    A value of another type is not sent if it is the default of the class.
     """
     if value is NOT_SENT:
         return NOT_SENT
@@ -340,7 +341,7 @@ def _read_foreign_value(kind: Any, key: str, value: Any) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _defaults_of(kind: Any) -> dict[str, Any]:
-    """Return the hyper-parameters that a class has by default; {} if it has some without default."""
+    """Return the hyper-parameters that a class has by default; {} if some of them have no default."""
     try:
         return dict(kind([specimen(whole=True)]).defaults)
     except Exception:  # an optimizer may raise any exception
@@ -351,8 +352,8 @@ def _defaults_of(kind: Any) -> dict[str, Any]:
 #
 # The user's optimizer stores its state per parameter, but a shard holds segments of parameters. The state of
 # a shard maps "<segment>/<key>" to a tensor, where <segment> is the position of the segment in the shard and
-# <key> is the name of a tensor in a result of `vectors.tensors_of`, for example "0/momentum_buffer". What an
-# optimizer counts in its groups is the entry `COUNTERS`.
+# <key> is the name of a tensor in a result of `vectors.tensors_of`, for example "0/momentum_buffer". The
+# numbers that an optimizer counts in its groups are in the entry `COUNTERS`.
 
 # An optimizer state is rejected if it is larger than STATE_LIMIT_FACTOR times the shard's weights, plus
 # STATE_SLACK_BYTES, because optimizers store only a few vectors as large as the weights, and for whole tensors a few
@@ -449,7 +450,9 @@ def segments_of_state(
 
 
 def vectors_in(state: Vectors) -> Vectors:
-    """Return the large entries of a shard's state, in the order of their names: neither numbers nor what they mean."""
+    """Return the tensors in a shard's state, sorted by name, without single numbers, counters and the descriptions of
+    nested entries.
+    """
     return {
         name: value
         for name, value in sorted(state.items())
@@ -458,7 +461,7 @@ def vectors_in(state: Vectors) -> Vectors:
 
 
 def with_counters(state: Vectors, counters: Sequence[Sequence[HyperParameters]]) -> Vectors:
-    """Return the state of a shard with what each optimizer has changed in each of its groups."""
+    """Return the state of a shard with the entries that each optimizer has changed in each of its groups."""
     if not any(itertools.chain(*counters)):
         return state
     return state | {
@@ -499,11 +502,11 @@ def require_plausible_state(shard: ShardSlice, size_bytes: int) -> None:
 #
 # Some methods of `torch.optim.Optimizer`, among them `add_param_group` and so the constructor, ask
 # `torch._dynamo` not to trace them. The first call of such a method imports `torch._dynamo`, which takes as
-# much time as importing torch itself. But nothing can be tracing while `torch._dynamo` has not been imported,
-# so until then, the request has no effect.
+# much time as importing torch itself. But nothing can be tracing before `torch._dynamo` has been imported, so
+# the request has no effect before that.
 
 # In torch 2.13, a function that `torch._disable_dynamo` has wrapped looks up its untraced version in this
-# attribute of the original function, and imports `torch._dynamo` only if it is missing.
+# attribute of the original function, and imports `torch._dynamo` only if the attribute is missing.
 UNTRACED = "__dynamo_disable"
 
 

@@ -5,8 +5,8 @@ Two implementations perform the same updates as torch's own optimizers:
     `FusedOptimizer`  SGD, Adam and AdamW in all their variants, in single and double precision. The state is stored
                       in flat vectors, like the weights. An update makes one pass over the slice, in chunks that fit
                       in the CPU cache, and needs no temporary vectors that are as long as the slice.
-    `TorchOptimizer`  all other classes, and other dtypes. Runs the class's own code per segment. Segments are whole
-                      tensors in their own shapes if the class needs them.
+    `TorchOptimizer`  all other classes, and other dtypes. Runs the class's own code per segment. If the class needs
+                      whole tensors, segments are whole tensors in their own shapes.
 
 A missing gradient is not the same as a gradient of zero: if a parameter has no gradient, the optimizer does not
 change the parameter, its momentum or its step count. So `FusedOptimizer` divides its slice into
@@ -75,7 +75,7 @@ class SliceOptimizer(Protocol):
         """
 
     def evaluated(self) -> Vectors | None:
-        """Return the weights that are evaluated, in new vectors; None if they are those that are trained."""
+        """Return the weights for evaluation, in new vectors; None if the weights in training are evaluated."""
 
     def groups(self) -> tuple[HyperParameters, ...]:
         """Return the hyper-parameters of each group as the last step has set them."""
@@ -84,13 +84,13 @@ class SliceOptimizer(Protocol):
         """Note that something other than a step has changed the weights."""
 
     def counters(self) -> tuple[HyperParameters, ...]:
-        """Return what the optimizer itself has changed in each group. See `core.layout.Counters`."""
+        """Return the entries that the optimizer itself has changed in each group. See `core.layout.Counters`."""
 
     def load_counters(self, counters: Sequence[HyperParameters]) -> None:
         """Continue to count where an optimizer of the same class has stopped.
 
         Args:
-            counters: the `counters()` of an optimizer whose groups are the first groups of this one.
+            counters: the `counters()` of an optimizer whose groups are the first groups of this optimizer.
         """
 
 
@@ -103,7 +103,8 @@ def optimizer_of_slice(
         spec: the description of the optimizer.
         bounds: the slice.
         weights: the weights, in the memory of the host.
-        device: the device on which an optimizer that needs whole tensors makes its steps. Others make them on the host.
+        device: the device on which an optimizer that needs whole tensors makes its steps. Other optimizers make their
+            steps on the host.
     """
     if spec.name in FUSED and set(map(dtype_of, weights)) <= {"float32", "float64"}:
         return FusedOptimizer(spec, bounds, weights)
@@ -175,9 +176,9 @@ def _adam_part(
 ) -> Kernel:
     """Return the kernel of a fraction of a step of Adam or AdamW.
 
-    torch's kernel moves the weights by the mean of a whole step, and leaves this mean, of which the fraction is taken
-    afterwards. It corrects no bias here, because the numbers of steps differ between the two averages; the learning
-    rate and epsilon do so instead.
+    torch's kernel moves the weights by the mean of a whole step, and leaves this mean in the state; the fraction of
+    this mean is taken afterwards. The kernel corrects no bias here, because the numbers of steps differ between the two
+    averages; the learning rate and epsilon contain the corrections instead.
 
     Args:
         settings: the hyper-parameters.
@@ -192,7 +193,7 @@ def _adam_part(
     correction = root / (1.0 - beta1 ** (steps + 1.0))
     lr = fraction.weights * settings["lr"] * correction
     rest["eps"] *= root
-    # torch multiplies the weights by 1 - lr * weight_decay, with the corrected rate that it is given.
+    # torch multiplies the weights by 1 - lr * weight_decay, where lr is the corrected rate that is passed to it.
     decoupled = 0.0 if coupled else settings["weight_decay"] / correction
     kept = 1.0 - fraction.step * (1.0 - beta2)
     mean_weight = 1.0 - beta1**steps
@@ -229,8 +230,9 @@ def _sgd_part(
 ) -> Kernel:
     """Return the kernel of a fraction of a step of SGD. See `_adam_part` for the arguments.
 
-    A whole step computes the velocity v = m u + (1 - d) g, and moves the weights by -h v, or by -h (g + m v) with
-    Nesterov's momentum. Both are -h (a g + b u).
+    With the momentum m, the last velocity u, the dampening d, the gradient g and the learning rate h, a whole step
+    computes the velocity v = m u + (1 - d) g. The step moves the weights by -h v, or by -h (g + m v) with Nesterov's
+    momentum. Both are -h (a g + b u).
     """
     momentum, damped = settings["momentum"], 1.0 - settings["dampening"]
     if not momentum:
@@ -277,7 +279,8 @@ class SegmentRun:
         bounds: the shard.
         segments: positions of the segments in the shard.
         group: index of the parameter group.
-        steps: number of optimizer steps that the segments have taken. Not a whole number after fractions of steps.
+        steps: number of optimizer steps that the segments have taken. After fractions of steps, it is not a whole
+            number.
 
     Attributes:
         segments: positions of the segments in the shard.
@@ -295,8 +298,9 @@ class SegmentRun:
         first, last = bounds.segments[segments[0]], bounds.segments[segments[-1]]
         self.segments = segments
         self.dtype, self.start = first.dtype, first.start
-        # Include the padding after the last segment. It is zero and stays zero. Without it, kernels would round the
-        # last elements differently if they did not fill a SIMD vector, so results would depend on the slicing.
+        # Include the padding after the last segment. The padding is zero and stays zero. Without the padding, kernels
+        # would round the last elements differently if these did not fill a SIMD vector, so results would depend on the
+        # slicing.
         self.stop = aligned(last.stop, first.dtype)
         self.group = group
         self.steps = steps
@@ -466,10 +470,11 @@ class FusedOptimizer:
 class TorchOptimizer:
     """A torch optimizer with one tensor per segment. See the module docstring.
 
-    If it makes its steps on a device, its parameters and its state are there. What it returns is on the host.
+    If the optimizer makes its steps on a device, its parameters and its state are on this device. The tensors that it
+    returns are on the host.
 
     Raises:
-        ConfigurationError: the device cannot hold them.
+        ConfigurationError: the memory of the device is too small.
     """
 
     def __init__(
@@ -541,7 +546,7 @@ class TorchOptimizer:
 
     @contextmanager
     def _user_code(self, where: str) -> Iterator[None]:
-        """Return a context in which an exception of a class that is not torch's is reported as that of the user."""
+        """Return a context that reports exceptions of a class that is not torch's as errors in the user's code."""
         try:
             with self._fitting(self._name):
                 yield
@@ -559,10 +564,10 @@ class TorchOptimizer:
 
     @contextmanager
     def _fitting(self, name: str) -> Iterator[None]:
-        """Say what to do if the memory of the device is too small.
+        """Return a context that says what to do if the memory of the device is too small.
 
         Raises:
-            ConfigurationError: it is.
+            ConfigurationError: the memory is too small.
         """
         try:
             yield
@@ -573,7 +578,7 @@ class TorchOptimizer:
             ) from error
 
     def _shaped(self, vectors: Vectors) -> list[torch.Tensor]:
-        """Return the part of some vectors for each segment, with the shape of the parameter if it is whole."""
+        """Return each segment's part of some vectors. The part of a whole parameter has the parameter's shape."""
         views = zip(segment_views(self._bounds, vectors), self._bounds.segments, strict=True)
         return [view if segment.shape is None else view.view(segment.shape) for view, segment in views]
 
@@ -605,21 +610,24 @@ class TorchOptimizer:
             group.update(counted)
 
 
-# -- Takes a fraction of an optimizer's step: see `paceline.sync.translation` for the reasons, and for the terms
+# -- Fractions of an optimizer's step: see `paceline.sync.translation` for the reasons, and for the terms
 #
-# `FractionalSteps` does it for any torch optimizer: it takes a whole step, and then moves the weights and the
-# state back to the fraction. Of what the optimizer computes, it knows only which entries of the state are
-# averages of the gradient, which is the running mean of squares, and whether it needs an average (`FAMILIES`).
+# `FractionalSteps` takes a fraction of a step of any torch optimizer: it takes a whole step, and then moves
+# the weights and the state back to the fraction. `FAMILIES` tells it which entries of the state are averages
+# of the gradient, which entry is the running mean of squares, and whether the optimizer needs an averaged
+# gradient.
 #
-# `_sgd_part` and `_adam_part` compute the same on chunks of flat vectors, without copies of whole vectors.
+# `_sgd_part` and `_adam_part` compute the same fractions on chunks of flat vectors, without copies of whole
+# vectors.
 
 MEAN_DECAY = 0.9
-"""Decay, in joint steps, of the running mean of the gradient of optimizers that have none."""
+"""Decay per joint step of the running mean of the gradient, for optimizers that have no such mean."""
 
 FIRST_VALUES = {"mu": 1.0, "mu_product": 1.0}
-"""Entry of the state of torch's optimizers -> its first value, if this is not zero. A single number, except the number
-of steps, begins with what the first step sets. What the vectors of other classes begin with is found out by
-`_first_states`: a schedule-free optimizer begins with a copy of the weights."""
+"""Entry of the state of torch's optimizers -> its first value, if this value is not zero. A single number, except the
+number of steps, begins with the value that the first step sets. `_first_states` finds the first values of the vectors
+of other classes: for example, a schedule-free optimizer begins with a copy of the weights.
+"""
 
 
 def use_joint_square(
@@ -652,9 +660,9 @@ def use_joint_square(
 
 
 def coupled_decay(settings: Mapping[str, Any]) -> float:
-    """Return the factor of the weights that an optimizer adds to the gradient, before it squares the sum.
+    """Return the factor with which an optimizer adds the weights to the gradient before it squares the sum.
 
-    A fraction of a step adds them itself, with the decay taken out of the hyper-parameters, because the estimate of
+    A fraction of a step adds the weights itself, and sets the optimizer's decay to 0 meanwhile, because the estimate of
     the square needs the same sum. The factor is negative if the objective is maximized; 0 if there is nothing to add.
     """
     if settings.get("decoupled_weight_decay", False):
@@ -676,7 +684,7 @@ class FractionalSteps:
 
     def __init__(self, family: Family) -> None:
         self._family = family
-        # (where, key) -> the part of a step by which a counter, which is a whole number, is ahead
+        # (place, key) -> the fraction of a step that an integer counter does not contain yet
         self._ahead: dict[tuple[int, str], float] = {}
         self._copies: dict[tuple[int, str], torch.Tensor] = {}
         self._means: dict[torch.Tensor, torch.Tensor] = {}  # parameter -> running mean of its gradient
@@ -735,7 +743,7 @@ class FractionalSteps:
                     group[key] = self._between(-1 - place, key, value, group[key], fraction.step)
 
     def _average(self, place: int, parameter: torch.Tensor, part: float) -> None:
-        """Replace the gradient by a running mean, which begins with the first gradient and moves by a part."""
+        """Replace the gradient by its running mean, which begins with the first gradient and then moves by `part`."""
         gradient = parameter.grad
         assert gradient is not None
         mean = self._means.setdefault(parameter, torch.zeros_like(gradient))
@@ -743,7 +751,7 @@ class FractionalSteps:
         weight = self._mean_weights[parameter] = weight + part * (1.0 - weight)
         parameter.grad = self._saved(
             -1 - place, "", mean.lerp_(gradient, part / weight)
-        )  # the step may change it
+        )  # a copy, because the step may change it
 
     def _saved(self, place: int, key: str, value: Any) -> Any:
         """Return a copy of an entry of the state, in memory that is used again for the next step."""
@@ -776,10 +784,10 @@ class FractionalSteps:
             self._mean_weights[parameter] = weight + part * (1.0 - weight)
 
     def _between(self, place: int, key: str, before: Any, after: Any, part: float) -> Any:
-        """Return the entry of a state that lies at a part of the way from `before` to `after`.
+        """Return the value of an entry of a state after a part of the way from `before` to `after`.
 
-        Counters that are whole numbers move when enough parts have added up. Nested entries are as they are after the
-        step, because half of the way between two bases is no basis.
+        A counter that is a whole number changes once the parts have added up to 1. Nested entries get their values
+        after the step: between two bases of a vector space, for example, half of the way need not be a basis.
         """
         if isinstance(after, torch.Tensor) and after.is_floating_point():
             if before is None:
@@ -803,9 +811,9 @@ class FractionalSteps:
 def _first_states(
     optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]
 ) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the vectors with which the state of some parameters begins: what a step with a gradient of zero leaves.
+    """Return the vectors with which the state of some parameters begins: the state after a step with zero gradients.
 
-    Weight decay may move them a little, which is far less than what a step moves.
+    Weight decay may move these vectors a little, but far less than a step does.
     """
     wanted = set(map(id, parameters))
     copies = {

@@ -4,7 +4,8 @@ A store carries out requests from a server's core (see `paceline.core.requests`)
 copies pushes, each identified by (worker, iteration). A store does not depend on sync models, processes or time. A
 simulation without gradients uses a `NullStore` instead.
 
-At the end are the tensors that belong to no shard: buffers, snapshots of the model, and files with frozen parameters.
+The end of this file deals with tensors that belong to no shard: buffers, snapshots of the model, and files with frozen
+parameters.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Push(msgspec.Struct, frozen=True):
         present: one byte per parameter of the layout: 1 if the parameter has a gradient, 0 if not.
         groups: the hyper-parameters of the parameter groups at the time of the push; () if the push is an edit.
         set_index: the parameter set to which the gradient and the groups belong. `gradient` contains the vectors of
-            this set only. Without meaning if the push is an edit.
+            this set only. This attribute has no meaning if the push is an edit.
     """
 
     gradient: Vectors
@@ -75,7 +76,7 @@ class Store:
     Args:
         bounds: the shard's slice of the layout.
         weights: the shard's slice of the weights, per dtype. The store takes ownership of these vectors.
-        optimizers: a description of the optimizer of each parameter set. In each of them, `group_of` lists all
+        optimizers: a description of the optimizer of each parameter set. `group_of` of each description lists all
             parameters of the layout.
         before_update: function to call before each change to the weights.
         device: the device on which optimizers that need whole tensors make their steps.
@@ -97,7 +98,7 @@ class Store:
         self._sets = _sets_of(bounds, weights, optimizers, device)
 
     def take_over(self, before: Store, state: Vectors, parameters: int) -> None:
-        """Continue for a store with fewer parameters, whose segments and parameters precede those of this store.
+        """Take the place of a store with fewer parameters, whose segments and parameters come first in this store.
 
         Args:
             before: the other store, which is no longer used.
@@ -126,11 +127,11 @@ class Store:
 
         The gradients are added in the order given. The step uses the hyper-parameters from the push with the highest
         iteration, and skips each parameter for which none of the pushes contains a gradient. If the pushes belong to
-        several parameter sets, each set takes a step with those that belong to it; their scales then have the same
-        sum as the scales of all.
+        several parameter sets, each set takes a step with its own pushes. The scales of these pushes are then
+        multiplied, so that they have the same sum as the scales of all pushes.
 
-        `standing` is what the shard knows about the update, by which it takes a fraction of the step; None to take
-        the whole step (see `paceline.sync.translation`).
+        `standing` is what the shard knows about the update. It decides which fraction of the step is taken; None to
+        take the whole step (see `paceline.sync.translation`).
         """
         fraction = WHOLE if standing is None else translate(standing)
         taken = {key: self._pushes.pop(key) for key in pushes}
@@ -138,7 +139,7 @@ class Store:
         for set_index, keys, shares in _by_set(taken, scales):
             held = [taken[key] for key in keys]
             newest = max(range(len(keys)), key=lambda i: (keys[i][1], -keys[i][0]))
-            flags = {push.present for push in held}  # nearly always the same for all of them
+            flags = {push.present for push in held}  # nearly always the same for all pushes
             self._sets[set_index].optimizer.step(
                 [push.gradient for push in held],
                 shares,
@@ -191,9 +192,9 @@ class Store:
         self._pushes[worker, iteration] = msgspec.structs.replace(push, gradient=copied)
 
     def evaluated(self) -> Vectors:
-        """Return the weights that are evaluated: those of readers, snapshots and the end of a run.
+        """Return the weights for evaluation: those for readers, for snapshots and for the end of a run.
 
-        The vectors of an optimizer with modes (see `foreign`) are new, the others are those of `weights`.
+        The vectors of an optimizer with modes (see `foreign`) are new; all other vectors are those of `weights`.
         """
         return self.weights | {
             name: vector for part in self._sets for name, vector in (part.optimizer.evaluated() or {}).items()
@@ -226,7 +227,7 @@ class Store:
         )
 
     def load_optimizer_state(self, state: Vectors) -> None:
-        """Restore a state returned by `optimizer_state()`. Raise `ProtocolError` if it does not fit this shard."""
+        """Restore a state returned by `optimizer_state()`. Raise `ProtocolError` if the state does not fit."""
         for part, counted in zip(self._sets, counters_in(state), strict=False):
             part.optimizer.load_counters(counted)
         if len(self._sets) == 1:
@@ -244,7 +245,7 @@ class Store:
             )
 
     def _extended(self, push: Push, parameters: int) -> Push:
-        """Return a push that arrived before parameters were added. It has no gradients for the new parameters."""
+        """Extend a push that arrived before parameters were added. The new parameters have no gradients in it."""
         edits = not push.groups
         vectors = self.weights if edits else of_set(self.weights, push.set_index)
         added = {name: torch.zeros_like(each) for name, each in vectors.items() if name not in push.gradient}
@@ -354,7 +355,7 @@ class BufferSlots:
             slot[self._specs[index].name] = tensor
 
     def pooled(self) -> dict[str, torch.Tensor]:
-        """Return the buffers, pooled over the workers that have sent any; if none have, return the initial values."""
+        """Return the buffers, pooled over the workers that have sent any; the initial values if no worker has."""
         if not self._slots:
             return self._first
         return self._first | pool([self._slots[worker] for worker in sorted(self._slots)])
@@ -370,7 +371,8 @@ class WeightsSnapshot(msgspec.Struct, frozen=True):
         state_dict: name -> tensor, as in the model's `state_dict()`. A tied weight appears under each of its names.
         versions: for each shard, the number of updates that its weights include; -1 if the number is unknown.
         absent: names of the tensors that are missing or incomplete because a shard could not be read.
-        frozen: the frozen parameters whose values the servers do not have, because every worker has loaded the same.
+        frozen: the frozen parameters whose values the servers do not have, because all workers have loaded the same
+            values.
     """
 
     state_dict: dict[str, torch.Tensor]
@@ -390,7 +392,7 @@ class WeightsSnapshot(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, state_dict=self.state_dict | read, frozen=left)
 
     def save(self, path: Path) -> Path:
-        """Write the tensors to a file in safetensors format, which is then complete or absent. Return its path."""
+        """Write the tensors to a file in safetensors format, and return its path. The file is never incomplete."""
         with Unfinished(path) as place:
             safetensors.torch.save_file(
                 {name: tensor.contiguous() for name, tensor in self.state_dict.items()}, place
@@ -412,10 +414,11 @@ def named_weights(layout: Layout, vectors: Vectors) -> dict[str, torch.Tensor]:
 
 # -- Files in the run directory with the values of frozen parameters, from which the whole model is put together
 #
-# The servers do not have these values if all workers have loaded the same. Therefore, the initializer writes
-# them to the run directory before training begins, one file for each value, named by its digest. The launcher
-# reads the files when it needs the whole model, and removes them at the end of the run. A worker on a machine
-# that has joined the run writes none, because its run directory is on another machine than the launcher's.
+# The servers do not have these values if all workers have loaded the same values. Therefore, the initializer
+# writes them to the run directory before training begins, one file for each value, named by its digest. The
+# launcher reads the files when it needs the whole model, and removes them at the end of the run. A worker on
+# a machine that has joined the run writes no files, because its run directory is not on the machine of the
+# launcher.
 
 
 def _frozen_file(run_dir: Path, spec: FrozenSpec) -> Path:
@@ -426,7 +429,7 @@ def write_frozen(run_dir: Path, spec: FrozenSpec, parts: Iterable[memoryview]) -
     """Write the bytes of a frozen parameter, unless they have been written already.
 
     Raises:
-        OSError: they cannot be written.
+        OSError: the bytes cannot be written.
     """
     path = _frozen_file(run_dir, spec)
     if path.exists():
@@ -438,7 +441,7 @@ def write_frozen(run_dir: Path, spec: FrozenSpec, parts: Iterable[memoryview]) -
 
 
 def read_frozen(run_dir: Path, spec: FrozenSpec) -> torch.Tensor | None:
-    """Return a frozen parameter, which is read from its file when it is used; None if there is no such file."""
+    """Return a frozen parameter; None if it has no file. The values are read from the file when they are used."""
     path, size_bytes = _frozen_file(run_dir, spec), packed_bytes(spec)
     if not path.exists() or path.stat().st_size != size_bytes:
         return None
@@ -449,12 +452,12 @@ def read_frozen(run_dir: Path, spec: FrozenSpec) -> torch.Tensor | None:
 
 
 def remove_frozen(run_dir: Path) -> None:
-    """Remove the files. Tensors that were read from them remain valid."""
+    """Remove the files of frozen parameters. Tensors that were read from the files remain valid."""
     shutil.rmtree(run_dir / "frozen", ignore_errors=True)
 
 
 def require_complete(name_of: Mapping[str, str], found: Iterable[str]) -> None:
-    """Check that values with all requested digests have been found. `name_of` maps them to names of parameters.
+    """Check that values with all requested digests have been found. `name_of`: digest -> name of a parameter.
 
     Raises:
         ConfigurationError: no worker of the run has one of these values any more.

@@ -75,7 +75,7 @@ def segment_views(bounds: ShardSlice, vectors: Vectors) -> list[torch.Tensor]:
 
 
 def l2_norm(tensor: torch.Tensor) -> float:
-    """Return the L2 norm of a tensor, in double precision; on accelerators, some of which lack it, in single."""
+    """Return the L2 norm of a tensor. The precision is double, but single on accelerators."""
     dtype = torch.float64 if tensor.is_cpu or tensor.dtype == torch.float64 else torch.float32
     return float(torch.linalg.vector_norm(tensor, dtype=dtype))
 
@@ -94,7 +94,7 @@ def squared_norm(vectors: Sequence[torch.Tensor], scales: Sequence[float] = (1.0
     25.0
     """
     square = 0.0
-    chunk = CHUNK if vectors[0].is_cpu else max(1, vectors[0].numel())  # another device has no use for chunks
+    chunk = CHUNK if vectors[0].is_cpu else max(1, vectors[0].numel())  # chunks are of use on the CPU only
     for first, *others in zip(*(vector.split(chunk) for vector in vectors), strict=True):
         total = first if not others and scales[0] == 1.0 else first * scales[0]
         for other, scale in zip(others, scales[1:], strict=True):
@@ -136,7 +136,7 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
         values = (tensor if tensor.layout == torch.strided else tensor.to_dense()).detach().reshape(-1)
         sample = values[:: -(-values.numel() // DIGESTED) or 1].cpu().to(torch.float64)
         nonzero = nonzero or bool(sample.any())
-        # of a copy, because torch forbids a tensor to grow once numpy() was called on it
+        # hash a copy, because torch does not let a tensor grow once numpy() was called on it
         hashed.update(sample.clone().numpy().tobytes())
     return hashed.hexdigest() if nonzero else ""
 
@@ -154,8 +154,8 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 # -- Hashes of frozen parameters: those that no optimizer trains ---------------------------------------------
 #
 # Every worker loads the frozen parameters itself, for example from a checkpoint. So that a base model of
-# gigabytes does not travel, workers compare hashes, and a server keeps only those. A value is sent only if a
-# worker's hash differs.
+# gigabytes does not travel, workers compare hashes, and a server keeps only the hashes. A value is sent only
+# if a worker's hash differs.
 
 CHUNK_BYTES = 16 * 2**20
 """Maximum size of the part of a tensor that is copied from a device at a time."""
@@ -187,7 +187,7 @@ def digest_of(tensor: torch.Tensor) -> str:
 
 
 def digests_of(tensors: Sequence[torch.Tensor]) -> list[str]:
-    """Return the digest of each tensor. Tied tensors are hashed once, and several tensors at the same time."""
+    """Return the digest of each tensor. A tied tensor is hashed once. Several tensors are hashed at the same time."""
     distinct = {id(tensor): tensor for tensor in tensors}
     with ThreadPoolExecutor(torch.get_num_threads(), "paceline-digests") as pool:
         found = dict(zip(distinct, pool.map(digest_of, distinct.values()), strict=True))
@@ -266,9 +266,9 @@ def bytes_of(vector: torch.Tensor) -> memoryview:
 
 
 def lent_bytes(vector: torch.Tensor) -> memoryview:
-    """Return the bytes of a flat tensor of the script without copying them, to be read.
+    """Return the bytes of a flat tensor of the script without copying them. The bytes must not be written to.
 
-    torch forbids a tensor to grow once `numpy()` was called on it, as `bytes_of` does.
+    `bytes_of` calls `numpy()`, after which torch no longer lets the tensor grow.
     """
     return memoryview(np.from_dlpack(vector.detach().view(torch.uint8)))  # type: ignore[arg-type]
 
@@ -327,7 +327,7 @@ DTYPES = {
 ARRAYS = frozenset(
     ["bool", *(f"{kind}{bits}" for kind in ("int", "uint", "float") for bits in (8, 16, 32, 64))]
 )
-"""The dtypes of NumPy arrays that can be encoded: those that torch has, too."""
+"""The dtypes of NumPy arrays that can be encoded: those that torch has as well."""
 
 SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"list": list, "tuple": tuple}
 MAPPINGS: dict[str, Callable[[list[Any]], Any]] = {
@@ -340,7 +340,7 @@ MALFORMED = (
     *(AttributeError, LookupError, OverflowError, RuntimeError, TypeError, ValueError),
     *(msgspec.MsgspecError, struct.error),
 )
-"""The exceptions that other bytes than those of states can cause. A `RecursionError` is a `RuntimeError`."""
+"""The exceptions that decoding can raise if the bytes do not encode states. A `RecursionError` is a `RuntimeError`."""
 
 
 class _Tensor(msgspec.Struct, frozen=True, array_like=True):
@@ -369,7 +369,7 @@ def encode_states(states: Mapping[str, object]) -> list[memoryview]:
         states: the state of each object, by the name of the object.
 
     Raises:
-        UsageError: a state contains something else, or the states are too large.
+        UsageError: a state contains an object of another type, or the states are too large.
 
     Example:
         >>> decode_states(b"".join(encode_states({"ema": {"decay": 0.9, "steps": (1, 2)}})))
@@ -459,7 +459,7 @@ def require_states(data: bytes | bytearray | memoryview) -> None:
     """Check that some bytes are those of states, without copying the values of tensors.
 
     Raises:
-        ProtocolError: they are not.
+        ProtocolError: the bytes are not those of states.
     """
     try:
         view = memoryview(data)
@@ -505,12 +505,12 @@ def _value(value: Any, tensors: Sequence[torch.Tensor], arrays: bool) -> Any:
 # -- The state of one parameter as tensors
 #
 # An entry of an optimizer's state is a tensor, a number, or a list, tuple or dictionary of such entries, of strings and
-# of None. As flat tensors, they have these names:
+# of None. As flat tensors, the entries have these names:
 #
 #     "momentum_buffer"   a tensor
 #     "#steps"            a number, as a tensor without dimensions
 #     "@Q"                a list, tuple or dictionary, without its tensors, as the bytes of a message in MessagePack
-#     "Q/0", "Q/1"        the tensors in it
+#     "Q/0", "Q/1"        the tensors in the list, tuple or dictionary "Q"
 
 NUMBER, NESTED = "#", "@"
 
@@ -536,7 +536,7 @@ def entries_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Return the state of one parameter, given a result of `tensors_of`.
 
     Raises:
-        ProtocolError: the tensors are no such result.
+        ProtocolError: the tensors are not such a result.
     """
     entries: dict[str, Any] = {}
     try:

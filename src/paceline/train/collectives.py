@@ -34,13 +34,13 @@ Value = TypeVar("Value")
 def barrier() -> None:
     """Wait until all other workers have called `barrier()`, too.
 
-    A worker that has finished or is lost is not waited for. Outside a run, the function returns at once.
+    The function does not wait for a worker that has finished or is lost. Outside a run, the function returns at once.
 
     All workers must make the same calls of `barrier` and `reduce`, in the same order. Call them between two
-    iterations. Under `bsp`, call them after the same number of iterations: if a worker waits for another one that
-    cannot finish its iteration without it, the run ends with an error that names both. Under a model whose workers
-    may differ in their number of iterations, and may wait for each other, as under `ssp`, a worker that waits here
-    pushes without a gradient, as inside `evaluating`, and continues with the newest weights.
+    iterations. Under `bsp`, call them after the same number of iterations: if a worker waits for a second worker that
+    cannot finish its iteration without the first, the run ends with an error that names both. Some models, such as
+    `ssp`, let workers differ in their number of iterations, but also let them wait for each other. Under such a model,
+    a worker that waits here pushes without a gradient, as inside `evaluating`, and continues with the newest weights.
 
     Raises:
         UsageError: the workers' calls differ, or the call was made inside `optimizer.editing()`.
@@ -62,9 +62,9 @@ def barrier() -> None:
 def reduce(value: Value, op: Literal["mean", "sum"] = "mean", *, weight: float | None = None) -> Value:
     """Return the mean or the sum of a value over all workers. Every worker receives the same result.
 
-    The function waits until all other workers have called it, as `barrier` does, and the rules given there apply. The
-    result is over the workers that make the call: those that have not finished and are not lost. It is computed in
-    float64, in the order of the workers' indices, so it does not depend on who arrives first.
+    The function waits until all other workers have called it, as `barrier` does, and the rules for `barrier` apply. The
+    result contains the values of all workers that have not finished and are not lost. The result is computed in
+    float64, in the order of the workers' indices, so it does not depend on which worker arrives first.
 
     Args:
         value: a number, a tensor, or a dictionary of numbers and tensors with the same keys and shapes in all
@@ -97,7 +97,7 @@ def reduce(value: Value, op: Literal["mean", "sum"] = "mean", *, weight: float |
     count = sum(_count(entries[name]) for name in names)
     if count * ITEM_BYTES > LIMIT_BYTES:
         raise UsageError(
-            f"reduce() got {count} numbers, expected at most {LIMIT_BYTES // ITEM_BYTES}. It is meant for metrics; "
+            f"reduce() got {count} numbers, expected at most {LIMIT_BYTES // ITEM_BYTES}. Use it for metrics; "
             "gradients and weights are exchanged by step()."
         )
     flat = array("d", [number for name in names for number in _flat(entries[name])])
@@ -193,19 +193,19 @@ def evaluating(model: Model) -> Iterator[Model]:
     """Return a context for evaluating the model between two iterations, without stopping the other workers.
 
     At the beginning of the context, the worker fetches the current weights from the servers. The target of the `with`
-    statement is a copy of the model with these weights, in evaluation mode, which training does not change. The
+    statement is a copy of the model with these weights, in evaluation mode. Training does not change this copy. The
     BatchNorm statistics of the copy are those of all workers together, as in the weights that the run saves. If an
-    optimizer has `eval()`, as a schedule-free one, the copy has the weights that this gives.
+    optimizer has a method `eval()`, as schedule-free optimizers do, the copy has the weights that this method gives.
 
-    If other workers may have to wait for this worker, as under `bsp`, it goes on pushing inside the context, on a
-    background thread and about as often as usual. These pushes contain no gradient, so they count as progress but do
-    not affect averages. After the context, the worker continues with the newest weights. In virtual time, an
-    evaluation takes only the time of the messages that fetch the weights, before and after it. Outside a run, and
-    before the first forward pass of training, the copy has the weights of the given model; in a worker that joins a
-    run in progress, it has the job's weights also before this pass.
+    If other workers may have to wait for this worker, as under `bsp`, this worker goes on pushing inside the context,
+    on a background thread and about as often as usual. These pushes contain no gradient, so they count as progress but
+    do not affect averages. After the context, the worker continues with the newest weights. In virtual time, an
+    evaluation takes only the time of the messages that fetch the weights before and after the evaluation. Outside a
+    run, and before the first forward pass of training, the copy has the weights of the given model. But in a worker
+    that joins a run in progress, the copy has the job's weights even before this pass.
 
-    In the context, use only the copy, because the weights of the model change. Use a loader that is not distributed,
-    unless the worker is meant to evaluate on a part of the data.
+    In the context, use only the copy, because the weights of the model change. If the worker is to evaluate on all
+    data, use a loader that is not distributed.
 
     Args:
         model: the model, or a part of it.
@@ -247,8 +247,8 @@ def evaluating(model: Model) -> Iterator[Model]:
 def evaluating_in_place(session: Session) -> Iterator[None]:
     """Return a context in which a script evaluates its own model, with the newest weights of the job.
 
-    Meanwhile, the model has the BatchNorm statistics of all workers together. In contrast to `evaluating`, other
-    workers may have to wait for this one, and the script need not use a copy.
+    In this context, the model has the BatchNorm statistics of all workers together. In contrast to `evaluating`, other
+    workers may have to wait for this worker, and the script need not use a copy.
 
     Args:
         session: the session of the worker.
@@ -286,31 +286,31 @@ Key = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
 def save(obj: object, path: str | os.PathLike[str]) -> str:
     """Write an object to a file once, in the main worker, as `torch.save` does. Return the absolute path of the file.
 
-    The main worker is worker 0 until it is lost (see `is_main`). This call asks which worker it is now. So another
-    worker writes as soon as it has become the main worker. The other workers write nothing, nor does a worker that
-    has been taken out of the run. The file appears under its name only when it is complete, so a process that reads
-    it meanwhile finds either the earlier file or the new one. The other workers do not wait: a worker that reads the
-    file calls `barrier()` first, as all workers must.
+    The main worker is worker 0 until it is lost (see `is_main`). This call asks the coordinator which worker is the
+    main worker now. So another worker writes as soon as it has become the main worker. All other workers write nothing,
+    and a worker that has been taken out of the run writes nothing, either. The file appears under its name only when it
+    is complete, so a process that reads the file during the call finds either the earlier file or the new one. The
+    other workers do not wait: a worker that reads the file calls `barrier()` first, as all workers must.
 
-    Under data parallelism, each worker has its own BatchNorm statistics. Where `obj` contains such buffers of the
-    trained model, the file contains the statistics of all workers together, as in the weights that the run saves. The
-    buffers are recognized in a module and in nested dictionaries, lists and tuples (but not in named tuples), by the
-    memory that they share with the model, as in `model.state_dict()`; a copy, such as
-    `copy.deepcopy(model.state_dict())`, is saved as it is. Weights of an optimizer that has `eval()`, as a
-    schedule-free one, are recognized and replaced by those for an evaluation in the same way, unless `obj` contains the
-    `state_dict()` of an optimizer, which belongs to certain weights.
+    Under data parallelism, each worker has its own BatchNorm statistics. If `obj` contains such buffers of the trained
+    model, the file contains the statistics of all workers together, as in the weights that the run saves. The buffers
+    are recognized in a module and in nested dictionaries, lists and tuples (but not in named tuples), by the memory
+    that they share with the model, as in `model.state_dict()`; a copy, such as `copy.deepcopy(model.state_dict())`, is
+    saved as it is. If an optimizer has a method `eval()`, as schedule-free optimizers do, its weights are recognized in
+    the same way and replaced by the weights for evaluation. The weights are not replaced if `obj` contains the
+    `state_dict()` of an optimizer, because such a state belongs to the weights in training.
 
     Args:
         obj: the object, for example `model.state_dict()`.
         path: name of the file. Its directory must exist. If each worker has a working directory of its own, as Hydra
-            may give it, a relative path is meant in that of the first main worker: the directory in which its process
-            was when training began. A script that changes the directory later must do so in all workers alike.
+            may give it, a relative path refers to the working directory that the first main worker had when training
+            began. A script that changes the directory later must do so in all workers in the same way.
 
     Returns:
-        The absolute path of the file, the same in all workers, from which they read it. The paths differ if the
-        workers give different absolute paths, and if they have different working directories before training begins
-        or on machines without common folders. A `barrier()` after the call notices this, and a warning names the
-        file.
+        The absolute path of the file, from which all workers can read it. The path is the same in all workers, with two
+        exceptions: the workers give different absolute paths, or they have different working directories before
+        training begins or on machines without common folders. A `barrier()` after the call notices if the paths differ,
+        and a warning names the file.
 
     Raises:
         UsageError: the file cannot be written. An earlier file of this name is unchanged.
@@ -349,14 +349,14 @@ def save(obj: object, path: str | os.PathLike[str]) -> str:
 def _place_for_all(session: Session, path: str | os.PathLike[str], *, writes: bool) -> str:
     """Return the absolute path of a file that is saved once for all workers.
 
-    A relative path is meant in the working directory of the first main worker. Two working directories only stand for
-    each other if both are those with which training has begun: nothing is known of later changes in other workers. If
-    this machine does not have the directory, this worker's own path is returned.
+    A relative path refers to the working directory of the first main worker. If this worker's directory has changed
+    since training began, this worker's own path is returned, because later changes in other workers are not known. The
+    same path is returned if this machine does not have the first main worker's directory.
 
     Args:
         session: the session of this worker.
         path: the path that the script gives.
-        writes: True if this worker is to write the file. Its folder must then exist.
+        writes: True if this worker is to write the file. The folder of the file must then exist.
     """
     own, core = os.path.abspath(path), session.core
     there = core.started.directory if core.started is not None else None
@@ -368,12 +368,13 @@ def _place_for_all(session: Session, path: str | os.PathLike[str], *, writes: bo
 
 
 class SavedAt:
-    """Where the script of one worker has wanted its last file to be saved.
+    """Where the script of one worker has saved its last file.
 
     Attributes:
         path: the absolute path, which is the same for all workers if possible; "" if no file has been saved since the
             last barrier.
-        own: the absolute path in this worker's own working directory; "" likewise.
+        own: the absolute path in this worker's own working directory; "" if no file has been saved since the last
+            barrier.
         warned: True once a warning has said that paths differ.
     """
 
@@ -396,7 +397,7 @@ def path_numbers(session: Session) -> list[float]:
 
 
 NO_PATHS = (0.0,) * 5
-"""What `path_numbers` returns if no file has been saved."""
+"""The result of `path_numbers` if no file has been saved."""
 
 
 def warn_of_paths(session: Session, sums: Sequence[float]) -> None:
@@ -409,23 +410,23 @@ def warn_of_paths(session: Session, sums: Sequence[float]) -> None:
     saved = saved_at(session)
     path, saved.path, saved.own = saved.path, "", ""
     workers, *of_paths = map(int, sums)
-    # Equal numbers are those whose variance is zero.
+    # The numbers are equal if their variance is zero.
     same, same_own = (workers * second == first**2 for first, second in (of_paths[:2], of_paths[2:]))
     if (same and same_own) or saved.warned:
         return
-    saved.warned = True  # in all workers, so that a later main worker does not say it again
+    saved.warned = True  # in all workers, so that a later main worker does not warn again
     if not path or session.main_worker != session.worker:
         return
     if same:
         text = (
-            "the workers have different working directories. What paceline.save() writes by a relative path is in "
-            f"that of the first main worker: {path}. A worker reads it from the path that paceline.save() returns."
+            "the workers have different working directories. A relative path of paceline.save() refers to the "
+            f"directory of the first main worker: {path}. Read the file from the path that paceline.save() returns."
         )
     else:
         text = (
             "the workers have given paceline.save() different paths, as if each had a folder of its own. The file is "
-            f"only at the path of worker {session.worker}: {path}. Give all workers the same folder, with Hydra for "
-            "example by hydra.run.dir=outputs/NAME on the command line."
+            f"only at the path of worker {session.worker}: {path}. Give all workers the same folder: with Hydra, "
+            "for example, by hydra.run.dir=outputs/NAME on the command line."
         )
     log.warning("%s", text)
     session.exchange(lambda: [Send(COORDINATOR, Warned(text))])
@@ -435,9 +436,10 @@ def checkpoint() -> None:
     """Ask for a checkpoint of the whole job now, from which `paceline run --resume` can go on.
 
     Every worker makes this call at the same place of its script; the n-th calls of all workers are one request. The
-    call does not wait: the checkpoint is made beside training, with what the job has when its shards are cut (see
-    docs/how-to/resume.md). A request that comes while a checkpoint is being written is carried out after it. In a
-    simulation, the job is cut, and the cut is in `SimResult.cuts`. Outside a run, the call does nothing.
+    call does not wait: the checkpoint is written while training goes on, and has the state that the job has when its
+    shards are cut (see docs/how-to/resume.md). A request that comes while a checkpoint is being written is carried out
+    after that checkpoint. In a simulation, the job is cut, and the cut is in `SimResult.cuts`. Outside a run, the call
+    does nothing.
 
     Raises:
         PeerLostError: the run has ended.
@@ -463,7 +465,8 @@ def with_joint_statistics(obj: Any) -> Any:
 def _write(obj: object, path: str | os.PathLike[str], is_valid: Callable[[], bool]) -> None:
     """Write an object to a file, which is either complete or as it was before.
 
-    Nothing is written if the object is not valid in the end: this process may have been suspended meanwhile.
+    Nothing is written if `is_valid` returns False after the object was saved: while this process was suspended, another
+    worker may have become the main worker.
     """
     unfinished = Unfinished(Path(os.path.realpath(path)))
     try:
@@ -482,20 +485,20 @@ def _write(obj: object, path: str | os.PathLike[str], is_valid: Callable[[], boo
 
 
 def _evaluated_by_memory(training: WorkerTraining, sets: Sequence[int]) -> dict[Key, torch.Tensor]:
-    """Return the weights of some parameter sets that are evaluated, by the memory of this worker's own weights."""
+    """Return the weights for evaluation of some parameter sets, keyed by the memory of this worker's own weights."""
     found = training.fetch_evaluated(sets)
     return {_key(own): found[i] for i, own in enumerate(training.parameters) if i in found and own.numel()}
 
 
 def _has_optimizer(obj: Any) -> bool:
-    """Return True if an object contains the `state_dict()` of an optimizer, which belongs to certain weights."""
+    """Return True if an object contains the `state_dict()` of an optimizer."""
     if isinstance(obj, dict):
         return "param_groups" in obj or any(map(_has_optimizer, obj.values()))
     return type(obj) in (list, tuple) and any(map(_has_optimizer, obj))
 
 
 def _pooled_by_memory(training: WorkerTraining) -> dict[Key, torch.Tensor]:
-    """Return the buffers that are pooled over the workers, by the memory of this worker's own buffers."""
+    """Return the buffers that are pooled over the workers, keyed by the memory of this worker's own buffers."""
     pooled = training.pooled_buffers()
     if not pooled:
         return {}
@@ -518,7 +521,7 @@ def _copy_into(model: nn.Module, twin: nn.Module, values: Mapping[Key, torch.Ten
 
 
 def _replaced(obj: Any, values: Mapping[Key, torch.Tensor]) -> Any:
-    """Return the object with other values of tensors in it, given by their memory. The object is not changed."""
+    """Return an object with other values in some tensors, keyed by their memory. The original is unchanged."""
     if isinstance(obj, torch.Tensor):
         return values.get(_key(obj), obj) if obj.layout == torch.strided else obj
     if isinstance(obj, nn.Module):
@@ -542,22 +545,22 @@ def _replaced(obj: Any, values: Mapping[Key, torch.Tensor]) -> Any:
 
 # -- `is_main`: whether this worker writes files and messages for the whole run, and in which directory ------
 #
-# Another worker becomes the main worker when the earlier one is lost (see `core.members`). A script that asks
-# several times in an epoch, for example before and after an evaluation, relies on the same answer. So the
-# answer changes only when an epoch begins.
+# Another worker becomes the main worker when the earlier main worker is lost (see `core.members`). A script
+# that asks several times in an epoch, for example before and after an evaluation, relies on getting the same
+# answer. So the answer changes only when an epoch begins.
 #
-# The workers may have different working directories, on different machines. Relative paths of files are meant
-# in that of the first main worker, on machines that have this directory.
+# The workers may have different working directories, on different machines. Relative paths of files refer to
+# the directory of the first main worker, on machines that have this directory.
 
 
 def is_main() -> bool:
     """Return True in the worker that writes files and messages for the whole run.
 
-    This is worker 0 at first. If it is lost, or leaves before its script has ended, the worker with the lowest index
-    of those that take part takes its place, and keeps it even if worker 0 joins again. In a loop over `epochs`, the
-    result changes only when an epoch begins or the loop ends; outside of such a loop, when a pass over a distributed
-    loader begins. So do not store it for longer. For what must not move to another worker, a script asks for
-    `worker_index() == 0`. Outside a run, the result is True.
+    This is worker 0 at first. If the main worker is lost, or leaves before its script has ended, the worker with the
+    lowest index of those that take part becomes the main worker, and remains so even if worker 0 joins again. In a loop
+    over `epochs`, the result changes only when an epoch begins or the loop ends; outside of such a loop, only when a
+    pass over a distributed loader begins. So do not store the result for longer. For a task that must not move to
+    another worker, use `worker_index() == 0`. Outside a run, the result is True.
 
     Example:
         >>> import paceline
@@ -570,7 +573,7 @@ def is_main() -> bool:
 
 
 def update_main(session: Session) -> None:
-    """Let `is_main` return what this worker has been told, and the same until the next call."""
+    """Set the result of `is_main` until the next call: whether this worker is the main worker, as far as it knows."""
     _main[session] = session.main_worker
 
 

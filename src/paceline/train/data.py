@@ -58,33 +58,35 @@ def distribute(
     epoch. Each pass over the result is one epoch.
 
     The first call also seeds the random generators of torch, Python and NumPy in each worker except worker 0, so that
-    dropout, augmentation and noise differ between workers. Worker 0 draws the same numbers as the script alone.
+    dropout, augmentation and noise differ between workers. Worker 0 draws the same random numbers as the script does
+    outside a run.
 
     Args:
         loader: a `DataLoader`, whose batch size is the batch size of each worker (unless `joint_batch` is True), or
             another iterable over batches. A `DataLoader` over a dataset with a length is split at its sampler, so
             that each worker loads only its own part. Any other iterable is split at its output: every worker produces
             all batches and skips those of the other workers.
-        split: "dynamic" hands out each batch when a worker needs it, so a fast worker receives more of them; "static"
-            gives all workers equal shares of every joint batch (one batch of each worker); "auto" chooses "static"
-            for an epoch if the sync model keeps all workers in lockstep when the epoch begins, as `bsp` does, and
-            "dynamic" otherwise. Default: the option `--split` of the run, or "auto" if it is not given.
+        split: "dynamic" hands out each batch when a worker needs it, so a fast worker receives more batches; "static"
+            gives all workers equal shares of every joint batch (one batch of each worker); "auto" chooses for each
+            epoch: "static" if the sync model keeps all workers in lockstep at the beginning of the epoch (as `bsp`
+            does), else "dynamic". Default: the option `--split` of the run, or "auto" if the option is not given.
         batch: "equal" gives all workers batches of the loader's size; "balanced" gives a faster worker larger batches
-            and a slower worker smaller ones, so that all of them take the same time for a batch. The joint batch of
-            all workers has the same samples in both cases. Default: the option `--batch` of the run, or "equal" if it
-            is not given.
+            and a slower worker smaller ones, so that all workers take the same time for a batch. The joint batch of all
+            workers has the same samples in both cases. Default: the option `--batch` of the run, or "equal" if the
+            option is not given.
         joint_batch: True if the loader's batch size is that of the joint batch: each batch of the loader is divided
-            among the workers that are there, so the hyper-parameters mean what they mean in one process. False if it
-            is the batch size of each worker. Default: the option `--joint-batch` of the run.
-        max_batch: maximum size of a balanced batch, or of a worker's part of a joint batch, for example because
-            larger ones do not fit into memory. Default: no maximum.
-        device: device to which the batches are moved, such as `paceline.device()`, with all tensors in lists, tuples,
-            dictionaries and the like. If the loader pins its memory, the copies are not waited for. Default: the
-            batches stay where the loader puts them.
+            among the workers that take part, so the hyper-parameters have the same meaning as in one process. False if
+            the loader's batch size is that of each worker. Default: the option `--joint-batch` of the run.
+        max_batch: maximum size of a balanced batch, or of a worker's part of a joint batch, for example because larger
+            batches do not fit into memory. Default: no maximum.
+        device: device to which all tensors of a batch are moved, such as `paceline.device()`. The tensors may be nested
+            in lists, tuples, dictionaries and the like. If the loader pins memory, the copies are asynchronous.
+            Default: the batches stay where the loader puts them.
 
     Returns:
         An iterable over batches. Its length is the number of batches that each worker would receive if all shares
-        were equal. During a pass over the rest of an epoch of a resumed run, it is the number of batches in this rest.
+        were equal. When a resumed run passes over the rest of an epoch, the length is the number of batches in this
+        rest.
 
     Raises:
         ConfigurationError: the loader cannot be split, or has fewer items than there are workers, or its batches
@@ -145,8 +147,8 @@ def distribute_at(
 def call_site(caller: FrameType) -> str:
     """Return the place in the script that a frame executes, as file and line.
 
-    In a function, the line is relative to its beginning. So a place keeps its name in a resumed run, although what
-    surrounds the function has changed.
+    Inside a function, the line is counted from the beginning of the function. So a place keeps its name in a resumed
+    run, even if the code around the function has changed.
     """
     code, line = caller.f_code, caller.f_lineno
     name = Path(code.co_filename).name
@@ -202,8 +204,8 @@ def _require_divisible(source: DataSource, max_batch: int | None, workers: int) 
         )
     if source.batch < workers:
         raise ConfigurationError(
-            f"the joint batch has {_samples(source.batch)}, which cannot be divided among {workers} workers: each of "
-            f"them needs at least one. Use at most {source.batch} workers, or a larger batch size."
+            f"the joint batch has {_samples(source.batch)}, which cannot be divided among {workers} workers: each "
+            f"worker needs at least one sample. Use at most {source.batch} workers, or a larger batch size."
         )
     whole = isinstance(max_batch, int) and not isinstance(max_batch, bool)
     least = -(-source.batch // workers)
@@ -219,7 +221,7 @@ def _samples(count: int) -> str:
 
 
 UNDIVIDED = frozenset({"base_dataloader", "batch_sampler", "sampler"})
-"""Attributes of loaders that are not shown, because they yield the data of all workers."""
+"""Attributes of a loader that its distributed loader does not show, because they yield the data of all workers."""
 
 
 class DistributedLoader(Generic[T]):
@@ -233,10 +235,11 @@ class DistributedLoader(Generic[T]):
 
     Attributes:
         position: how far the script has progressed through the data.
-        knows_end: True if each batch must tell whether it is the last one of its pass. The next batch is then loaded
-            before the script gets the present one, and a pass without a batch for this worker yields the first batch
-            of its epoch, in which steps do nothing. May be set before a pass.
-        is_last: True if the batch that the script has got last is the last one of its pass. Only if `knows_end`.
+        knows_end: True if the loader must know of each batch whether it is the last batch of its pass. The next batch
+            is then loaded before the script gets the present batch. A pass without a batch for this worker yields the
+            first batch of its epoch; steps with this batch do nothing. May be set before a pass.
+        is_last: True if the latest batch that the script has got is the last batch of its pass. Only valid if
+            `knows_end` is True.
     """
 
     def __init__(self, source: DataSource, session: Session, division: Division, site: str) -> None:
@@ -245,7 +248,7 @@ class DistributedLoader(Generic[T]):
         stream = streams_of(session).of(source.key, site)
         stream.warn(source.warnings)
         self._part = SourcePart(source, session, stream, division)
-        # Worker 0 draws the seeds of the loader's processes as the script alone would.
+        # Worker 0 draws the seeds of the loader's processes as the script does outside a run.
         self._generator = torch.Generator() if session.worker > 0 else None
         self._loaded: Iterable[T] = source.load(self._part, self._generator)
         self.position = Position(self._part.joint, stream.name)
@@ -258,10 +261,10 @@ class DistributedLoader(Generic[T]):
 
     @property
     def whole_length(self) -> int:
-        """Number of batches of a whole epoch, which all workers together use.
+        """Number of batches that all workers together use in a whole epoch.
 
-        Under a sync model whose workers do not wait, any worker may use up to this number. The length of the loader is
-        the equal share of each worker.
+        Under a sync model whose workers do not wait for each other, one worker may use up to this number of batches.
+        The length of the loader is each worker's number of batches if all shares are equal.
 
         Raises:
             TypeError: the loader has no length.
@@ -280,21 +283,20 @@ class DistributedLoader(Generic[T]):
 
     @property
     def begun(self) -> int:
-        """Number of the `whole_length` batches of the current epoch that the job has begun, as far as this worker
-        knows.
+        """How many of the `whole_length` batches of the current epoch the job has begun, as far as this worker knows.
 
-        A worker knows the place of the batch that it has drawn last, and that an epoch has ended.
+        A worker knows the place of the last batch that it has drawn, and whether the epoch has ended.
         """
         return self._part.begun(self.position)
 
     @property
     def left(self) -> int | None:
-        """Number of batches that this worker has yet to draw in the current pass; None if it depends on the others."""
+        """Number of batches that this worker has yet to draw in the current pass; None if other workers change it."""
         return self._part.left
 
     @property
     def divides(self) -> bool:
-        """True if the batch size of the script's loader is that of the joint batch. See `distribute`."""
+        """True if the batch size of the script's loader is the size of the joint batch. See `distribute`."""
         return self._part.divides
 
     @property
@@ -374,7 +376,7 @@ class DistributedLoader(Generic[T]):
         """Let the next pass leave out the first batches of its epoch, for example because an earlier run has used them.
 
         All workers must call this method at the same point of the script, with the same number. Under a sync model that
-        keeps them in lockstep, only whole joint batches are left out.
+        keeps workers in lockstep, only whole joint batches are left out.
 
         Args:
             batches: number of batches, out of `whole_length`.
@@ -382,14 +384,15 @@ class DistributedLoader(Generic[T]):
         self.position.skipped = self._part.skip_batches(batches)
 
     def _sit_out(self, place: BatchSite, give_state: Callable[[], None]) -> Callable[[], None]:
-        """Make the pushes of joint batches in which this worker has no part, and leave out what is skipped.
+        """Make the pushes for joint batches in which this worker has no part, and leave out the batches to skip.
 
         Args:
             place: where the script is.
-            give_state: gives what the script holds, if the job is cut. A cut wants it before the next push.
+            give_state: function that gives the script's state to the job if the job is cut. A cut needs this state
+                before the next push.
 
         Returns:
-            What gives the state after these pushes.
+            The function that gives the state after these pushes.
         """
         taken, data = self._part.taken, self._session.core.data
         while taken and (taken[0] is None or taken[0].skipped):
@@ -402,14 +405,14 @@ class DistributedLoader(Generic[T]):
         return give_state
 
     def _content(self) -> dict[str, Any]:
-        """Return what the script's loader holds between two batches, from which another run can go on."""
+        """Return the state of the script's loader between two batches, from which another run can go on."""
         return {
             "generator": None if (generator := self._own_generator) is None else generator.get_state(),
             "order": self._part.content,
         }
 
     def _go_on(self, content: Mapping[str, Any]) -> None:
-        """Let the script's loader go on from what it held. See `_content`."""
+        """Let the script's loader go on from a state that `_content` returned."""
         if self._own_generator is not None and content["generator"] is not None:
             self._own_generator.set_state(content["generator"])
         self._part.resumed = content["order"]
@@ -429,7 +432,7 @@ class DistributedLoader(Generic[T]):
 
         All workers must call this method at the same point of the script, with the same epoch. If the number is 0 and
         a pass has been made before, the script begins to count from 0 again, for example because it trains a second
-        time. The orders of the items are then new ones.
+        time. The orders of the items are then different from those of the first time.
 
         Args:
             epoch: number of the epoch, counted from 0. The order of the items depends on it.
@@ -446,8 +449,8 @@ class DistributedLoader(Generic[T]):
         value = getattr(self._source.inner, name)
         if name in UNDIVIDED or (name == "dataset" and isinstance(value, IterableDataset)):
             raise AttributeError(
-                f"A distributed loader does not show the {name!r} of the loader: what is built from it has the data "
-                "of all workers, such as the loader of Accelerate's skip_first_batches(). Use the Accelerator of "
+                f"A distributed loader does not show the {name!r} of the loader: a loader built from it, as by "
+                "Accelerate's skip_first_batches(), would yield the data of all workers. Use the Accelerator of "
                 "paceline.integrations.accelerate, or paceline.integrations.transformers.distribute(trainer). To look "
                 "at the sampler itself, keep the loader from before the call of prepare or distribute."
             )
@@ -455,7 +458,7 @@ class DistributedLoader(Generic[T]):
 
 
 END = object()
-"""What `next` returns at the end of a pass."""
+"""The value that `next` returns at the end of a pass."""
 
 
 class _PassTimes:
@@ -496,7 +499,7 @@ class _PassTimes:
 
 
 def _held(batch: object) -> Callable[[], bool]:
-    """Return a function that returns True if something still refers to one of the tensors in a batch."""
+    """Return a function that tells whether any tensor in a batch is still referenced."""
     tensors = [ref(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
     return lambda: any(tensor() is not None for tensor in tensors)
 
@@ -506,7 +509,7 @@ class Taken(NamedTuple):
 
     Attributes:
         batch: the positions that were handed out; None if a batch is repeated (see `worker_state.repeated`).
-        positions: number of these positions that exist.
+        positions: number of positions of the batch that exist.
         samples: number of samples in the batch; None if it is unknown.
         skipped: True if the batch is left out. See `DistributedLoader.begin_at`.
     """
@@ -526,9 +529,11 @@ class SourcePart:
         joint: number of items in a joint batch of all workers.
         taken: the batches that were taken but have not been drawn by the script yet; None for a joint batch in which
             this worker has no part.
-        resumed: how far an earlier run has come with the items of one epoch; None if this is not known.
-        expected: number of batches of the last pass that has begun; None if it is that of a whole epoch, or unknown.
-        never_empty: True if a pass without a batch yields the first batch of its epoch, as a repeated one.
+        resumed: how far an earlier run has come in the items of one epoch; None if unknown.
+        expected: number of batches in the latest pass; None if the pass covers a whole epoch, or if the number is
+            unknown.
+        never_empty: True if a pass without a batch for this worker yields the first batch of its epoch as a repeated
+            batch.
     """
 
     def __init__(self, source: DataSource, session: Session, stream: DataStream, division: Division) -> None:
@@ -539,11 +544,11 @@ class SourcePart:
         self.resumed: Mapping[str, Any] | None = None
         self.expected: int | None = None
         self.never_empty = False
-        self._fresh = True  # True until the script has made a pass, or has got a batch
+        self._fresh = True  # True until the script has completed a pass or got a batch
         self._skips = 0  # number of positions at the beginning of the next pass that are left out
         self._skipped = 0  # number of joint batches at the beginning of this pass that were left out
         self.is_finished = False  # True if a resumed script passes through an epoch that was finished before
-        self._in_rest = session.resumed > 0  # True until the first batch of a resumed run shows what is left
+        self._in_rest = session.resumed > 0  # in a resumed run, True until the first batch has arrived
         self._source = source
         self._session = session
         self._stream = stream
@@ -589,7 +594,7 @@ class SourcePart:
         workers, whole = self._session.workers, self.whole_length
         if position.dynamic:
             return min(-(-position.end * workers // self.joint), whole)
-        # With equal shares, all workers must know the same, and have drawn the same part of their shares.
+        # With equal shares, all workers must return the same number. They have drawn the same part of their shares.
         drawn, left, before = position.drawn_in_pass, self.left, (self.before + self._skipped) * workers
         if left is None or position.end == sys.maxsize:
             return min(position.joint_batches * workers, whole)
@@ -606,7 +611,7 @@ class SourcePart:
         )
 
     def skip_batches(self, batches: int) -> int:
-        """Leave out batches at the beginning of the next pass. Return their number of joint batches."""
+        """Leave out batches at the beginning of the next pass, and return to how many joint batches they amount."""
         positions = batches * self.joint // self._session.workers
         joint_batches = positions // self.joint
         self._skips = positions if self.is_dynamic else joint_batches * self.joint
@@ -614,7 +619,7 @@ class SourcePart:
 
     @property
     def before(self) -> int:
-        """Number of joint batches of the epoch that an earlier run has used, before the current pass."""
+        """Number of joint batches of the epoch that an earlier run used before the current pass."""
         return 0 if self.expected is None or self.size is None else self._rounds(self.size) - self.expected
 
     def _rounds(self, size: int) -> int:
@@ -639,7 +644,7 @@ class SourcePart:
                 source.size, source.batch, source.drop_last, split, digest, balanced, most, joint
             )
             session.exchange(lambda: session.core.data.begin(self.number, self._stream.name, epoch, whole))
-            # A script may divide by the length. So if nothing is left of an epoch, it is the length of a whole epoch.
+            # A script may divide by the length. So if nothing is left of an epoch, the length is that of a whole epoch.
             self.expected = session.core.data.to_take(self.number) or None
         is_empty = True
         while (batch := self._take()) is not None:
@@ -673,9 +678,9 @@ class SourcePart:
 
     @property
     def _is_repeatable(self) -> bool:
-        """True if the script gets the first batch of an epoch again, of which nothing is left.
+        """True if the script gets the first batch of an epoch again when nothing of this epoch is left.
 
-        Unless no pass may be empty, this is so in a resumed run, in the epoch that is in progress.
+        If passes may be empty, the script gets the batch only in a resumed run, in the epoch that is in progress.
         """
         session, source = self._session, self._source
         in_progress = bool(
@@ -691,7 +696,7 @@ class SourcePart:
         return self._division.joint
 
     def expect_batches(self) -> None:
-        """Tell the coordinator how small a part of a joint batch may be, before the first one is divided.
+        """Before the first joint batch is divided, tell the coordinator how small a part of a joint batch may be.
 
         Raises:
             ConfigurationError: the parts are too small for the model.
@@ -709,7 +714,7 @@ class SourcePart:
 
     @property
     def content(self) -> dict[str, Any] | None:
-        """How far the iteration over the items has come; None if the source cannot go on from there."""
+        """How far the iteration over the items has come; None if the source cannot go on from a saved state."""
         source, order = self._source, self._orders.get(self._epoch)
         if source.stateful is None or order is None:
             return None
@@ -739,7 +744,7 @@ class SourcePart:
         return split == "dynamic" or (split == "auto" and not self._session.core.stays_lockstep)
 
     def share_until(self, batch: Batch) -> float | None:
-        """Return the part of the current epoch up to the end of a batch; None if it is unknown."""
+        """Return the fraction of the current epoch up to the end of a batch; None if it is unknown."""
         size = self._source.size
         return min((batch.start + batch.size) / size, 1.0) if size and batch.epoch == self._epoch else None
 
@@ -791,7 +796,7 @@ class SourcePart:
         return self._orders[epoch]
 
     def _go_on_in(self, epoch: int) -> None:
-        """Let the iteration over the items of an epoch go on from where an earlier run was."""
+        """Let the iteration over the items of an epoch go on from the position that an earlier run had reached."""
         source, content = self._source, self.resumed
         if content is None or content["epoch"] != epoch or source.stateful is None:
             return
@@ -807,7 +812,7 @@ class SourcePart:
 
 
 def least_samples(session: Session) -> int:
-    """Return how many samples the batches of the models that are not trained yet must have."""
+    """Return the minimum number of samples in a batch, for the models that are not trained yet."""
     least = 1
     for optimizer in untrained(session):
         with suppress(ConfigurationError):  # the model cannot be found; training will say so
@@ -816,11 +821,11 @@ def least_samples(session: Session) -> int:
 
 
 def _seed(sampler: object, seed: int, epoch: int) -> None:
-    """Set what the order of a sampler, or of the sampler in a batch sampler, depends on.
+    """Set the seed and the epoch on which the order of a sampler, or of the sampler in a batch sampler, depends.
 
     Args:
         sampler: the sampler.
-        seed: seed for the generators that the script has passed to it.
+        seed: seed for the generators that the script has passed to the sampler.
         epoch: number of the epoch, for samplers with `set_epoch`.
     """
     while sampler is not None:
@@ -893,9 +898,9 @@ class EpochOrder:
 
     @property
     def content(self) -> dict[str, Any]:
-        """How far the order has been drawn: the position, the generators there, and the hash of the first items.
+        """How far the order has been drawn: the position, the generators' states, and the hash of the first items.
 
-        The state of what is iterated over is not included.
+        The state of the object that is iterated over is not included.
         """
         return {
             "position": self.start + len(self._drawn),
@@ -904,11 +909,11 @@ class EpochOrder:
         }
 
     def go_on(self, content: Mapping[str, Any]) -> None:
-        """Go on from how far an equal order has been drawn. The next iterator must already go on from there."""
+        """Go on from the position up to which an equal order has been drawn. The next iterator must begin there."""
         self._drawn, self.start, self._digest = [], content["position"], content["digest"]
         with generators_lock:
             outside = GeneratorStates()
-            self._iterator = iter(self._begin())  # draws nothing that counts
+            self._iterator = iter(self._begin())  # the numbers that this draws do not matter
             self._generators = GeneratorStates.of(content["generators"])
             outside.give_back()
 
@@ -995,7 +1000,7 @@ def device_of(device: torch.device | str) -> torch.device:
     """Return a device that the user has named.
 
     Raises:
-        ConfigurationError: torch does not know it.
+        ConfigurationError: torch does not know the device.
     """
     try:
         return torch.device(device)
@@ -1011,13 +1016,13 @@ def pins(loader: object) -> bool:
 
 
 def moved(batch: T, device: torch.device, *, pinned: bool) -> T:
-    """Return a batch whose tensors are on a device. What is there already is not copied.
+    """Return a batch whose tensors are on a device. Tensors that are on this device already are not copied.
 
     Args:
         batch: tensors and other objects, nested in lists, tuples, dictionaries and the like. Objects that have a
             method `to`, such as `PackedSequence`, move themselves.
         device: the device.
-        pinned: True if the tensors are in pinned memory, so that their copies need not be waited for.
+        pinned: True if the tensors are in pinned memory, so that the copies are asynchronous.
     """
     found: T = tree_map(
         lambda leaf: leaf.to(device, non_blocking=pinned) if _moves(leaf) else leaf, batch, is_leaf=_moves
@@ -1047,7 +1052,7 @@ class MovedLoader(Generic[T]):
         return len(self._loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[T]:
-        batches = iter(self._loader)  # now, not when the first batch is asked for
+        batches = iter(self._loader)  # made now, not when the first batch is asked for
         return (moved(batch, self._device, pinned=self._pinned) for batch in batches)
 
     def __getattr__(self, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""`device`, the device on which a script computes, and copies of gradients while it still computes others."""
+"""`device`, the device on which a script computes, and copies of gradients while others are still being computed."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from .session import current
 def device() -> torch.device:
     """Return the device on which this worker computes.
 
-    In a run, this is the accelerator that was assigned to the worker (`--devices`), or the CPU if none was. Outside a
-    run, it is torch's current accelerator if there is one, else the CPU. So a script that moves its model and its
-    batches there runs on any machine. Other accelerators are hidden from a worker if possible, so the first one that
-    the worker sees is its own, and it usually has index 0.
+    In a run, this is the accelerator that was assigned to the worker (`--devices`), or the CPU if none was assigned.
+    Outside a run, it is torch's current accelerator if there is one, else the CPU. So a script that moves its model and
+    its batches to this device runs on any machine. Other accelerators are hidden from a worker if possible, so the
+    first accelerator that the worker sees is its own, and usually has index 0.
 
     Returns:
         A device with an index, such as the first one of kind "cuda", or the CPU.
@@ -42,10 +42,11 @@ def device() -> torch.device:
 # -- Copies gradients from a device to the host while the backward pass is still running ---------------------
 #
 # A *piece* is a range of a vector that is copied as a whole, once all of its gradients have been accumulated.
-# After that, a script may still change its gradients: it clips, unscales or accumulates them. Versions of
-# tensors do not tell, because some operations do not raise them. So the checksum of what was copied is
-# compared with that of the gradients at the commit. If they differ, the piece is copied again. If a script
-# changes its gradients after the backward pass, early copies save no time, and are suspended for a while.
+# After that, a script may still change its gradients, for example to clip, unscale or accumulate them. The
+# version counters of tensors do not reveal such changes, because some operations do not increment the
+# counters. So at the commit, the checksum of the copied values is compared with that of the gradients. If
+# they differ, the piece is copied again. If a script changes its gradients after the backward pass, early
+# copies save no time, and are suspended for a while.
 
 PIECE_BYTES = 4 * 1024 * 1024
 """Maximum size, in bytes, of a piece of the gradients that is copied early."""
@@ -58,9 +59,9 @@ class EarlyCopies:
     """Copies pieces of the gradients to the session's memory while the backward pass is still running.
 
     A piece is copied twice. The first copy is made on the device, in the order of the script's computations, to
-    memory that no script can reach. The second is made from there to the host, while later computations run. The
-    checksum is that of the first copy, so it belongs to what the host receives, whatever the script does meanwhile.
-    No copy reads memory that a computation of the script may write at the same time.
+    memory that no script can reach. The second copy is made from this memory to the host, while later computations run.
+    The checksum is that of the first copy, so it belongs to the values that the host receives, whatever the script does
+    meanwhile. No copy reads memory that a computation of the script may write at the same time.
 
     Args:
         gradients: the flat vectors on the device.
@@ -96,12 +97,12 @@ class EarlyCopies:
             # For each piece, the parameters whose gradients have not been computed yet.
             self._missing = [set(piece.parameters) for piece in self._pieces]
             self._copies: dict[int, Ticket] = {}  # the pieces that have been copied, in their order
-            self._arriving: list[tuple[int, Ticket]] = []  # those that may not have arrived, in their order
+            self._arriving: list[tuple[int, Ticket]] = []  # pieces that may not have arrived, in their order
             # For each parameter, the pieces that have not arrived.
             self._outstanding = {index: len(numbers) for index, numbers in self._pieces_of.items()}
 
     def ready(self, index: int) -> list[int]:
-        """Copy the pieces that are complete with this gradient. Return the parameters that have arrived now."""
+        """Copy the pieces that are complete with this gradient. Return the parameters that have newly arrived."""
         if self._pause.is_on:
             return []
         with self._lock:
@@ -112,7 +113,7 @@ class EarlyCopies:
             return self._arrived()
 
     def rest(self, vectors: Vectors) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return what must be copied to the host besides, as pairs of target and source.
+        """Return the pieces that must still be copied to the host, as pairs of target and source.
 
         Args:
             vectors: the vectors that are needed.
@@ -122,7 +123,7 @@ class EarlyCopies:
             early = [number for number in needed if number in self._copies]
             changed = self._changed(early)
             self._pause.ended(changed=bool(changed))
-            # If the gradient from before the change comes back, it must be copied again.
+            # If the script changes a gradient back to its old values, the gradient must be copied again.
             for number in changed:
                 del self._copies[number]
             late = [number for number in needed if number not in self._copies]
@@ -155,11 +156,11 @@ class EarlyCopies:
         return arrived
 
     def _changed(self, early: Sequence[int]) -> set[int]:
-        """Return those of some pieces whose gradients have changed since they were copied."""
+        """Return the numbers of the given pieces whose gradients have changed since the copy."""
         if not early:
             return set()
         now = torch.stack([self._sum.of(self._sources[number]) for number in early])
-        [*self._copies.values()][-1].order()  # and so after all copies before the last one
+        [*self._copies.values()][-1].order()  # wait for the last copy, and so for all copies
         equal = (self._sums[early] == now).all(dim=1).tolist()  # waits until the gradients have been computed
         return {number for number, unchanged in zip(early, equal, strict=True) if not unchanged}
 
@@ -169,7 +170,7 @@ class _Between:
 
     Attributes:
         memory: the memory, as bytes.
-        ticket: the last copy from it to the host.
+        ticket: the last copy from this memory to the host.
     """
 
     def __init__(self, size_bytes: int, device: torch.device) -> None:
@@ -180,8 +181,9 @@ class _Between:
 class _Checksum:
     """Computes checksums on a device: sums of the bits, which do not depend on the order of the summation.
 
-    The second sum weights each element with a random number of its place. With weights that grow evenly, changes that
-    cancel out are not seen, for example those by -1, 2 and -1 in three elements, as rounding causes them.
+    The second sum weights each element with a random number that belongs to the element's place. Weights that grow
+    evenly would not reveal changes that cancel out, such as changes by -1, 2 and -1 in three elements, which rounding
+    can cause.
     """
 
     def __init__(self, longest: int, device: torch.device) -> None:

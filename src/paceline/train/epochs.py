@@ -34,24 +34,25 @@ def epochs(
     Outside a run, the loop ends after the current epoch.
 
     A worker that joins a run in progress begins with the epoch that the job has reached; `track` names the objects of
-    the script whose states it needs for that. Its limits count from the same beginning as those of the others.
+    the script whose states this worker needs. The limits of its loop count from the same beginning as those of the
+    other workers.
 
-    If a worker is lost in the last epochs and has not used all of its data, the workers that have not finished their
-    last epoch by then make one more pass, over this data only. The number of the last epoch is then repeated.
+    A worker that is lost in the last epochs may leave data unused. The workers that have not finished their last epoch
+    by then make one more pass, over this data only, and the number of the last epoch is repeated.
 
     Args:
         count: number of epochs.
         minutes: time after which training ends, in minutes.
         updates: number of updates of the weights, by all workers together. Under `bsp` and other models that average
-            the pushes of a round, each round is one update; under models that apply each push on arrival, such as
-            `asp` and `ssp`, each push is one. Pushes that are not applied do not count.
-        samples: number of samples that all workers together use. The samples of a push count if it is applied or held
-            to be averaged. Outside a run, each step counts as one full batch of the loader that was given to
+            the pushes of a round, each round is one update; under models that apply each push on arrival, such as `asp`
+            and `ssp`, each push is one update. Pushes that are not applied do not count.
+        samples: number of samples that all workers together use. The samples of a push count if the push is applied or
+            held to be averaged. Outside a run, each step counts as one full batch of the loader that was given to
             `distribute` last, unless `step(samples=...)` says otherwise.
 
     Returns:
-        An iterator over 0, 1, ..., or over the numbers that are left in a worker that joins late. It has the method
-        `stop`, which stops the loop in all workers.
+        An iterator over 0, 1, ..., or over the numbers that are left in a worker that joins late. The iterator has the
+        method `stop`, which stops the loop in all workers.
 
     Raises:
         ConfigurationError: no limit is given, or a limit is not positive.
@@ -150,7 +151,7 @@ class Epochs:
         session.exchange(lambda: session.core.data.enter(self._number, self.limits.told))
         entered = session.core.data.entered
         position = entered.position
-        if position is None:  # the run is only beginning
+        if position is None:  # the run has only just begun
             begins_with_the_run(session)
             return 0
         hold_job_model(session, newest=True)
@@ -192,7 +193,7 @@ class Epochs:
         return self._stopped
 
     def done(self) -> LoopProgress | None:
-        """Return what has been done since the loop began; None if its beginning is not known yet."""
+        """Return the progress since the loop began; None if the beginning is not known yet."""
         now = progress_of(self._session)
         if self._begun is None and self._session is not None and self._session.weights:
             self._begun = now

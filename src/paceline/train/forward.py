@@ -1,9 +1,9 @@
 """Notices the first forward pass in which a script uses given parameters to compute gradients.
 
 Workers must have the same weights before they compute their first gradients. Until then, a script may edit its
-weights, and may wrap or compile its model. It may also call only a part of the model. So the hook belongs to no
-module: a *global* hook of torch is called before every module's `forward()`, and is removed as soon as it has seen
-the pass that it waits for. A model that is copied, saved or compiled before training therefore contains no hook.
+weights, and may wrap or compile its model. A script may also call only a part of the model. So the hook belongs to no
+module: a *global* hook of torch is called before every module's `forward()`, and is removed as soon as it has seen the
+pass that it waits for. A model that is copied, saved or compiled before training therefore contains no hook.
 
 A *dispatch mode* of torch sees each operation. Most modes carry the operations out, such as CUDA's sanitizer and
 `FlopCounterMode`, and a pass in such a mode counts like any other. A few modes of torch itself only record the
@@ -41,8 +41,8 @@ def builds_graph(session: Session) -> bool:
 def can_compute_gradients(session: Session, module: nn.Module, parameters: Iterable[torch.Tensor]) -> bool:
     """Return True if a module is about to run in this session's worker, and may compute gradients of the parameters.
 
-    Passes without gradients do not count. Neither do those in which torch compiles, traces or imitates operations,
-    because it would record that the weights are replaced.
+    Passes without gradients do not count. Passes in which torch compiles, traces or imitates operations do not count,
+    either, because torch would record that the weights are replaced.
     """
     return builds_graph(session) and _holds(module, parameters)
 
@@ -69,7 +69,7 @@ def hidden_from_modes() -> Iterator[None]:
     """Return a context whose operations no dispatch mode sees.
 
     For example, selective activation checkpointing counts the operations of a forward pass, and must find the same
-    ones when it repeats the pass.
+    operations when it repeats the pass.
     """
     with ExitStack() as modes:
         while _get_current_dispatch_mode() is not None:
@@ -85,24 +85,24 @@ def _holds(module: nn.Module, parameters: Iterable[torch.Tensor]) -> bool:
 # -- A guess at the loss of a script that logs none: the tensor on which it calls `backward()` ---------------
 #
 # The function `torch.autograd.backward` is wrapped during a run; `Tensor.backward` calls it as well. The
-# wrapper changes nothing: it looks at the arguments after the gradients have been computed. What it sees is a
-# guess, and is shown as one, because the tensor may be a scaled loss or one of several. A wrong loss is worse
-# than none. So nothing is guessed any more, for the rest of the run, as soon as the script
+# wrapper only looks at the arguments after the gradients have been computed. The loss that it finds is a
+# guess, and is shown as a guess, because the tensor may be a scaled loss or one of several losses. A wrong
+# loss is worse than no loss. So guessing ends, for the rest of the run, as soon as the script
 #
 # - calls `backward()` several times between two steps, as with gradient accumulation, whose losses are parts;
 # - trains several parameter sets, or steps with a closure, whose result is the loss;
 # - scales a loss with a `GradScaler` (see `gradients.py`).
 #
-# A call inside of another one, as in activation checkpointing, belongs to the outer one.
+# A call inside of another call, as in activation checkpointing, belongs to the outer call.
 
 BACKWARD = torch.autograd.backward
 
 GUESSING_INTERVAL_S = 0.002
-"""Minimum time between two guesses, because the shortest steps are not much longer than what a guess costs."""
+"""Minimum time between two guesses, because a guess takes almost as long as the shortest steps."""
 
 
 class Guess:
-    """What the script of one worker has called `backward()` on since its last step.
+    """The calls of `backward()` that the script of one worker has made since its last step.
 
     Attributes:
         computes: True if the script has begun to compute the gradient of the coming step.
@@ -116,23 +116,24 @@ class Guess:
         self.in_call = False
         self._off = False
         self._calls = 0
-        self._calls_outside = 0  # those outside of a closure
-        self._loss: float | torch.Tensor | None = None  # of the last call, if it may be a loss
+        self._calls_outside = 0  # number of calls outside of a closure
+        self._loss: float | torch.Tensor | None = None  # the tensor of the last call, if it may be a loss
         self._guessed_s = -math.inf
 
     def give_up(self) -> None:
-        """Guess no loss any more."""
+        """End guessing."""
         self._off, self._loss = True, None
 
     def accumulates(self) -> bool:
-        """Return True if the gradient of the step that follows is a sum to which its closure has only added.
+        """Return True if the gradient of the coming step is a sum of which the step's closure has computed only a part.
 
-        Lightning, for example, divides each of the losses of which it accumulates gradients by their number.
+        The result of the closure is then not the loss. For example, Lightning divides each loss whose gradient it
+        accumulates by the number of these losses.
         """
         return self._calls_outside > 0
 
     def take(self, *, usable: bool) -> float | None:
-        """Return the loss of the step that follows; None if it cannot be guessed, or was guessed a moment ago.
+        """Return the loss of the coming step; None if it cannot be guessed, or if the last guess was a moment ago.
 
         Args:
             usable: False if the script trains in a way in which the tensor is not the loss.
@@ -144,7 +145,7 @@ class Guess:
         return None if loss is None or self._off else read(loss)
 
     def note(self, session: Session, *arguments: Any, **options: Any) -> None:
-        """Note a call of torch's function by a session's worker, which has computed the gradients."""
+        """Note that a session's worker has called `torch.autograd.backward`, which has computed the gradients."""
         self.computes = True
         self._calls += 1
         self._calls_outside += not self.in_closure
@@ -156,21 +157,21 @@ class Guess:
 
 
 guess_of = OfSession(lambda _: Guess())
-"""Returns what the script of a session's worker has called `backward()` on."""
+"""Returns the calls of `backward()` that the script of a session's worker has made."""
 
 
 def watch_backward() -> None:
-    """Wrap the function of torch, so that the losses of scripts that log none are guessed."""
+    """Wrap `torch.autograd.backward`, so that the loss is guessed if a script logs no loss."""
     torch.autograd.backward = _backward
 
 
 def unwatch_backward() -> None:
-    """Restore the function of torch."""
+    """Restore `torch.autograd.backward`."""
     torch.autograd.backward = BACKWARD
 
 
 def _loss_of(tensors: Any, grad_tensors: Any = None, *_: Any, **__: Any) -> float | torch.Tensor | None:
-    """Return the loss if the arguments of `torch.autograd.backward` are those for one; else None."""
+    """Return the loss if the arguments of `torch.autograd.backward` are those for a single loss; else None."""
     if type(tensors) is not torch.Tensor:
         if not isinstance(tensors, Sequence) or len(tensors) != 1 or type(tensors[0]) is not torch.Tensor:
             return None
@@ -180,14 +181,15 @@ def _loss_of(tensors: Any, grad_tensors: Any = None, *_: Any, **__: Any) -> floa
     return keep(tensors)
 
 
-# -- Keeps `torch.compile` from tracing what talks to servers ------------------------------------------------
+# -- Keeps `torch.compile` from tracing functions that talk to servers ---------------------------------------
 #
 # If a script compiles a function that calls `backward()` and `step()`, torch would trace the functions that
-# these call. This takes half a minute, and all it finds are reasons to stop. Instead, the graph ends before
-# the call, as it does before each method of torch's own that is not traced, and a new graph begins after it.
+# these call. Tracing would take half a minute, and find only reasons to stop. Instead, the graph ends before
+# the call, as it does before each method of torch's own that is not traced, and a new graph begins after the
+# call.
 #
 # `torch.compiler.disable` imports `torch._dynamo`, which takes as long as importing torch. Nothing is traced
-# before something else has imported it.
+# before something else has imported `torch._dynamo`, so `disable` is called only then.
 
 
 Arguments = ParamSpec("Arguments")
@@ -227,7 +229,7 @@ def _backward(*arguments: Any, **options: Any) -> None:
 
 
 def keep(tensor: torch.Tensor) -> float | torch.Tensor:
-    """Return the number in a tensor of one element. If it is on another device than the CPU, return a copy there.
+    """Return the number in a tensor of one element. If the tensor is not on the CPU, return a copy on its device.
 
     Raises:
         RuntimeError: the number cannot be read.
@@ -238,7 +240,7 @@ def keep(tensor: torch.Tensor) -> float | torch.Tensor:
 
 
 def read(kept: float | torch.Tensor) -> float:
-    """Return the number that was kept."""
+    """Return the number that `keep` has kept."""
     return float(kept.item()) if isinstance(kept, torch.Tensor) else kept
 
 

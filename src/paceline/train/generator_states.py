@@ -6,12 +6,12 @@ state of its global generator takes 70 us, ten times as long as saving and resto
 this module compares the memory of NumPy's generator with a copy to detect whether numbers have been drawn, and
 restores a state by writing to this memory. The memory's address is part of NumPy's public interface.
 
-NumPy draws normal deviates in pairs and stores the second one outside this memory for the next call. Therefore a
-change goes undetected if a script calls `set_state` with a state that differs from the saved state only in the stored
-deviate.
+NumPy draws normal deviates in pairs and stores the second deviate of a pair outside this memory for the next call.
+Therefore a change goes undetected if a script calls `set_state` with a state that differs from the saved state only in
+the stored deviate.
 
-Each accelerator has a default generator of its own, which belongs to the others once something has used the
-accelerator. Their states are in the memory of the host, so saving them waits for no device.
+Each accelerator has a default generator of its own, which is included once the process has used the accelerator. The
+states of these generators are in the memory of the host, so saving them does not wait for a device.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _RAW_BYTES = _KEY_BYTES + 4  # the generator's key, followed by the position in 
 class GeneratorStates:
     """The states of all generators at the time when this object is created.
 
-    If the process has not imported NumPy, NumPy's generator is ignored, and so are those of accelerators that it has
-    not used.
+    If the process has not imported NumPy, NumPy's generator is ignored, and so are the generators of accelerators that
+    the process has not used.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class GeneratorStates:
     def seeded(cls, seed: int) -> GeneratorStates:
         """Return the states that the generators would have after seeding. The current states do not change."""
         before = cls()
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would also seed what is not used yet
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would also seed unused accelerators
         _seed_devices(before._devices, seed)
         random.seed(seed)
         if before._numpy is not None:
@@ -80,7 +80,7 @@ class GeneratorStates:
 
     @property
     def content(self) -> dict[str, Any]:
-        """The states as tensors, NumPy arrays, numbers and strings. A state of NumPy is that of its `get_state()`."""
+        """The states as tensors, NumPy arrays, numbers and strings. NumPy's state is a result of `get_state()`."""
         return {
             "torch": self._torch,
             "devices": {str(device): state for device, state in self._devices.items()},
@@ -89,7 +89,7 @@ class GeneratorStates:
         }
 
     def later(self, seed: int) -> GeneratorStates:
-        """Return the current states. Accelerators that have been used only since are seeded first."""
+        """Seed accelerators that were first used after this object was created, and return the current states."""
         _seed_devices([device for device in _used_devices() if device not in self._devices], seed)
         return GeneratorStates()
 
@@ -195,7 +195,7 @@ def seed_worker(session: Session) -> None:
     """Give a worker its own random numbers, so that dropout, augmentation and noise differ between workers.
 
     The first call for each session seeds the generators from (seed, worker). Worker 0 keeps its generators as they
-    are, so it draws the same numbers as the script alone.
+    are, so it draws the same numbers as the script does outside a run.
     """
     if session in _seeded:
         return

@@ -1,10 +1,10 @@
-"""The gradients of a worker, stored in the stager's flat vectors, their check, and scaled losses.
+"""The gradients of a worker in the stager's flat vectors, the check of gradients, and scaled losses.
 
 Autograd chooses the memory in which it accumulates a gradient. A large gradient is *adopted* by a hook as soon as it
 has been accumulated: it is copied to its place in the flat vector while it is in the cache, and this place becomes
-the parameter's `.grad`, so that no other memory is needed. So are gradients that are sent or copied early. All others
-stay where they are until the step copies all of them in one call. Their hook only notes the parameter, and what has
-been noted is looked at when the backward pass ends.
+the parameter's `.grad`, so that no other memory is needed. Gradients that are sent or copied early are adopted as well.
+All other gradients stay where they are until the step copies all of them in one call. The hook of such a gradient only
+notes the parameter, and the noted parameters are looked at when the backward pass ends.
 
 Gradients are checked for NaN and inf when they are committed, because until then a script may edit them, and such
 edits cannot be detected. The dot product of a vector with itself reveals NaN and inf 35 times faster than `isfinite`,
@@ -55,10 +55,10 @@ class Gradients:
         members: for each parameter set, the indices of the parameters that its optimizer trains.
         stager: the stager, whose flat vectors for the gradients are filled with zeros.
         session: the session, whose flat vectors for the gradients are pushed. It is notified of each gradient if it
-            sends gradients early. If the script scales its losses, the step divides the gradients, so none is sent or
-            copied early.
-        computed: called with the `id` of parameters when gradients of them have been computed.
-        final: False if gradients are scaled in place before they are pushed, so that none is sent early.
+            sends gradients early. If the script scales its losses, the step divides the gradients, so no gradient is
+            sent or copied early.
+        computed: called with the `id` of each parameter of which a gradient has been computed.
+        final: False if gradients are scaled in place before they are pushed, so that no gradient is sent early.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class Gradients:
         self._vectors = stager.gradients
         self._pushed = session.gradients
         self._views = parameter_views(layout, stager.gradients)
-        # What becomes `.grad`: other tensors of the same memory, because a script may move them to other memory, as
-        # `model.cpu()` does.
+        # The tensors that become `.grad`. These tensors share the memory of the views, but are other tensors, because a
+        # script may move a `.grad` to other memory, as `model.cpu()` does.
         self._lent = [view.detach() for view in self._views]
         self._written = [False] * len(self._views)  # True for each view that may contain nonzero values
         self._sends_early = session.sends_early and final
@@ -96,8 +96,8 @@ class Gradients:
         # the parameters of which a gradient has been accumulated since the last call of `computed`
         self._noted: list[torch.Tensor] = []
         self._note = note = _noting(self._noted, Weakly(self.computed))
-        # `id` of each parameter of which one has been accumulated between the last push and that call -> the gradient
-        # to which autograd adds the next one in place; None if it has a graph, because autograd then replaces it
+        # `id` of each parameter whose gradient has been accumulated between the last push and that call -> the gradient
+        # to which autograd adds the next gradient in place; None if it has a graph, because autograd then replaces it
         self._since_push: dict[int, torch.Tensor | None] = {}
         trained = {index for each in members for index in each if parameters[index].requires_grad}
         accumulated = Weakly(self._accumulated)
@@ -131,7 +131,8 @@ class Gradients:
             raise device_error(self._layout.parameters[index], view.device, gradient.device)
         self._written[index] = True
         if gradient.requires_grad:
-            # It was computed with create_graph=True. The script may still use its graph, so it remains `.grad`.
+            # The gradient was computed with create_graph=True. The script may still use the graph, so this tensor stays
+            # `.grad`.
             move_into(view, gradient.detach())
             return True
         if gradient.is_sparse:
@@ -146,9 +147,9 @@ class Gradients:
         return True
 
     def collect(self, set_index: int) -> bytes:
-        """Copy the gradients of a parameter set to the flat vectors. Write zeros where there is none.
+        """Copy the gradients of a parameter set to the flat vectors. Write zeros for a parameter without a gradient.
 
-        Return one byte per parameter of the layout: 1 if it belongs to the set and has a gradient, else 0.
+        Return one byte per parameter of the layout: 1 if the parameter belongs to the set and has a gradient, else 0.
 
         Raises:
             WeightsChangedError: see `adopt`.
@@ -179,7 +180,7 @@ class Gradients:
         return [index for index in members if id(parameters[index]) not in since_push]
 
     def computed(self) -> None:
-        """Look at the gradients that have been accumulated since the last call, after each backward pass."""
+        """After a backward pass, look at the gradients that have been accumulated since the last call."""
         noted = self._noted[:]
         del self._noted[: len(noted)]
         if not noted:
@@ -193,7 +194,8 @@ class Gradients:
         }
         self._computed(latest.keys())
         before = self._since_push
-        # If it is another gradient, the script has dropped the one that was accumulated before, as zero_grad() does.
+        # If a parameter has another gradient tensor than before, the script has dropped the earlier one, as zero_grad()
+        # does.
         if before and any(
             each is not None and before.get(key, each) is not each for key, each in latest.items()
         ):
@@ -219,7 +221,7 @@ class Gradients:
 
         The session's vectors must contain the gradients (see `Stager.deliver`).
 
-        The norm is NaN or inf if an element is. The name is None if there is no such parameter.
+        The norm is NaN or inf if an element of a gradient is. The name is None if all gradients are finite.
 
         If `set_index` is not None, only the parameters of this set are checked.
         """
@@ -235,7 +237,7 @@ class Gradients:
         return math.sqrt(sum(squared_norm([vector]) for vector in vectors.values())), None
 
     def scale(self, factor: float, set_index: int | None) -> None:
-        """Multiply the gradients of a parameter set by a factor, in place; those of all sets if it is None."""
+        """Multiply the gradients of a parameter set by a factor, in place; of all sets if `set_index` is None."""
         for vector in of_set(self._vectors, set_index).values():
             vector.mul_(factor)
 
@@ -272,7 +274,7 @@ class Gradients:
                     self._session.gradient_ready(each)
 
     def _look_at_sparse(self, index: int) -> None:
-        """Tell the session of a sparse gradient, and the user if it is converted."""
+        """Tell the session that a gradient is sparse, and warn the user if the gradient is converted."""
         if not self._session.pushes_rows(index) and not self._warned_of_sparse:
             self._warned_of_sparse = True
             log.warning(
@@ -303,9 +305,9 @@ def _noting(noted: list[torch.Tensor], computed: Callable[[], None]) -> Callable
 
 # -- Refuses to train while a graph of an accelerator's operations, such as a CUDA graph, is being captured
 #
-# A captured graph repeats the operations on the accelerator, and nothing else. So when it is replayed, no
-# gradient is pushed and no weights are pulled. Without this check, the first copy to the memory of the host
-# would fail, with an error of the driver.
+# A captured graph repeats the operations on the accelerator, and nothing else. So when the graph is replayed,
+# no gradient is pushed and no weights are pulled. Without this check, the first copy to the memory of the
+# host would fail, with an error of the driver.
 
 
 def require_not_capturing(call: str) -> None:
@@ -323,7 +325,7 @@ def require_not_capturing(call: str) -> None:
 
 @functools.cache
 def _accelerators_check() -> Callable[[], bool] | None:
-    """Return the function that tells if the current stream is captured; None if nothing can be captured here."""
+    """Return the function that tells whether the current stream is being captured; None if this is not possible."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return None
@@ -340,26 +342,26 @@ def _accelerators_check() -> Callable[[], bool] | None:
 # gradients may overflow instead; the scaler then lowers its scale. Each worker has a scaler of its own, and
 # the scales may differ.
 #
-# By itself, `GradScaler.step` calls an optimizer's `step()` only if no gradient has overflowed. Then a worker
-# whose gradients overflow would make fewer iterations than the others, who would wait for it. But an
-# optimizer that *supports scaled gradients* is called in any case. The scaler sets two of its attributes
-# during the call:
+# By default, `GradScaler.step` calls an optimizer's `step()` only if no gradient has overflowed. A worker
+# whose gradients overflow would then make fewer iterations than the other workers, which would wait for it.
+# But if an optimizer *supports scaled gradients*, the scaler calls its `step()` in any case, and sets two
+# attributes of the optimizer during the call:
 #
-# - `grad_scale`: the scale by which the gradients must be divided. It is missing or None if the script has
-#   called `GradScaler.unscale_`, which has divided them already.
+# - `grad_scale`: the scale by which the gradients must be divided. `grad_scale` is missing or None if the
+#   script has called `GradScaler.unscale_`, which has divided the gradients already.
 # - `found_inf`: a number greater than 0 if a gradient contains NaN or inf.
 #
 # Between the script's calls of `scale` and `update`, the gradients are scaled, except those of optimizers for
-# which it has called `unscale_`. These three methods are wrapped during a run, so that methods that look at
-# gradients before the step know their scale. The wrappers change nothing else. What is pushed does not depend
-# on them.
+# which the script has called `unscale_`. These three methods are wrapped during a run, so that functions that
+# look at gradients before the step know the scale of these gradients. The wrappers have no other effect. The
+# gradients that are pushed do not depend on the wrappers.
 
 TOLD = "grad_scale", "found_inf"
 """The attributes that a scaler sets while it calls `step()`."""
 
 
 class Scaling(NamedTuple):
-    """What a scaler tells an optimizer whose `step()` it calls.
+    """The values that a scaler gives to an optimizer whose `step()` it calls.
 
     Attributes:
         scale: the scale by which the gradients must be divided.
@@ -371,7 +373,7 @@ class Scaling(NamedTuple):
 
 
 def scaling_of(optimizer: torch.optim.Optimizer) -> Scaling | None:
-    """Return what a scaler tells an optimizer; None unless a scaler is calling the optimizer's `step()`."""
+    """Return the values that a scaler gives to an optimizer; None if no scaler is calling the optimizer's `step()`."""
     told = vars(optimizer)
     if "found_inf" not in told:
         return None
@@ -401,14 +403,14 @@ def unscale(parameters: Iterable[torch.Tensor], scale: float) -> None:
 
 
 MOST_OVERFLOWS = 32
-"""Number of steps in a row whose gradients may overflow before it is said. By then, a scale of 2**16 is 2**-16."""
+"""Number of steps in a row with overflowing gradients before a warning. By then, a scale of 2**16 has become 2**-16."""
 
 ALWAYS_OVERFLOWS = (
     f"the gradients have overflowed in {MOST_OVERFLOWS} steps in a row, although the GradScaler has lowered its "
     "scale each time. So the weights, the data or the loss contain NaN or inf. Log the loss; if all workers say "
     "this, lower the learning rate"
 )
-"""Warning about a worker whose gradients overflow whatever the scale is."""
+"""Warning about a worker whose gradients overflow at any scale."""
 
 
 class OverflowWatch:
@@ -433,12 +435,13 @@ class OverflowWatch:
 
 
 class Scales:
-    """What the script of one worker has scaled.
+    """The losses and gradients that the script of one worker has scaled.
 
     Attributes:
         used: True if the script has scaled a loss.
-        scaler: the scaler that the script has used last; None if the script has called its `update` since.
-        unscaled: the `id` of each parameter whose gradient the script has unscaled since.
+        scaler: the scaler that the script has used last; None if the script has called the scaler's `update` since
+            then.
+        unscaled: the `id` of each parameter whose gradient the script has unscaled since the last `update`.
         resumed: the states with which the next scalers begin, if the script goes on from an earlier run.
     """
 
@@ -450,7 +453,7 @@ class Scales:
         self._scalers: list[ref[GradScaler]] = []
 
     def scale(self, scaler: GradScaler) -> None:
-        """Record that the script scales a loss. The scaler's state is replaced if it is used for the first time."""
+        """Record that the script scales a loss. A scaler that is new in a resumed run gets its earlier state."""
         self.used, self.scaler = True, scaler
         if all(each() is not scaler for each in self._scalers):
             self._scalers.append(ref(scaler))
@@ -465,18 +468,18 @@ class Scales:
         self.resumed = list(states[len(scalers) :])
 
     def states(self) -> list[dict[str, Any]]:
-        """Return the state of each scaler, in the order in which the script has used them first."""
+        """Return the state of each scaler, in the order in which the script has first used the scalers."""
         return [scaler.state_dict() for each in self._scalers if (scaler := each()) is not None]
 
     def of(self, parameters: Iterable[torch.Tensor]) -> float:
-        """Return the scale of the parameters' gradients; 1.0 if they are not scaled, as far as it is known."""
+        """Return the scale of the parameters' gradients; 1.0 if they are not scaled, as far as is known."""
         if self.scaler is None or any(id(each) in self.unscaled for each in parameters):
             return 1.0
         return float(self.scaler.get_scale())
 
 
 scales_of = OfSession(lambda _: Scales())
-"""Returns what the script of a session's worker has scaled."""
+"""Returns the losses and gradients that the script of a session's worker has scaled."""
 
 SCALE, UNSCALE, UPDATE = GradScaler.scale, GradScaler.unscale_, GradScaler.update
 

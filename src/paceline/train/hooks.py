@@ -1,14 +1,15 @@
-"""Hooks on parameters and on torch's modules, and what they serve: computations that can be aborted, and clipping.
+"""Hooks on parameters and on torch's modules, and their uses: computations that can be aborted, and clipping.
 
-They are removed when the session is freed.
+The hooks are removed when the session is freed.
 
 torch stores a tensor's hooks in C++, where Python's garbage collector cannot see them. As long as the tensor exists,
-so do all objects to which its hooks refer. If such an object also refers to the tensor, neither is ever freed.
-Therefore these hooks hold only weak references to their objects. After a run, no hooks remain on the model.
+so do all objects to which its hooks refer. If such an object also refers to the tensor, the object and the tensor are
+never freed. Therefore these hooks hold only weak references to their objects. After a run, no hooks remain on the
+model.
 
-A hook that is registered on a module is copied, saved and compiled with the module, and the copy is not trained.
-Therefore no module has a hook of a session. Instead, a hook for all modules of the process is called. torch does not
-copy the hooks of parameters.
+A hook that is registered on a module is copied, saved and compiled with the module, but the copy is not trained.
+Therefore, a session registers no hooks on modules. Instead, it uses hooks for all modules of the process. torch does
+not copy the hooks of parameters.
 """
 
 from __future__ import annotations
@@ -56,11 +57,11 @@ class _Watch:
     def __init__(self, register: Callable[[Callable[..., None]], RemovableHandle]) -> None:
         self._register = register
         self._methods = OfSession[OrderedDict[int, Weakly]](lambda _: OrderedDict())
-        self._handle: RemovableHandle | None = None  # of the hook, if there are methods to call
-        self._lock = threading.RLock()  # several sessions may have a thread each
+        self._handle: RemovableHandle | None = None  # the hook's handle, if there are methods to call
+        self._lock = threading.RLock()  # each session may have a thread of its own
 
     def add(self, session: Session, method: Callable[..., None]) -> RemovableHandle:
-        """Call a bound method while a module runs in the session's worker, until the result is removed."""
+        """Call a bound method while a module runs in the session's worker, until the returned handle is removed."""
         with self._lock:
             methods = self._methods(session)
             handle = _WatchHandle(methods)
@@ -85,7 +86,7 @@ class _Watch:
                 handle.remove()
 
     def _call(self, *arguments: object) -> None:
-        # torch would compile the calls of the methods, or refuse to compile the module.
+        # Otherwise, torch would compile the calls of the methods, or refuse to compile the module.
         if torch.compiler.is_compiling() or (session := current()) is None:
             return
         for method in tuple(self._methods(session).values()):
@@ -103,7 +104,7 @@ class _WatchHandle(RemovableHandle):
 def before_each_forward(session: Session, method: Callable[[nn.Module, object], None]) -> RemovableHandle:
     """Call a bound method with each module that is about to run in the session's worker, and with its inputs.
 
-    The method is referenced weakly. It is not called for the parts of a compiled module.
+    The method is referenced weakly, and is not called for the parts of a compiled module.
 
     Returns:
         A handle, with which the method can be removed before the session is freed.
@@ -114,7 +115,7 @@ def before_each_forward(session: Session, method: Callable[[nn.Module, object], 
 def after_each_forward(session: Session, method: Callable[[nn.Module, object, object], None]) -> None:
     """Call a bound method with each module that has run in the session's worker, and with its inputs and output.
 
-    The method is referenced weakly. It is not called for the parts of a compiled module.
+    The method is referenced weakly, and is not called for the parts of a compiled module.
     """
     _after_forward.add(session, method)
 
@@ -122,7 +123,7 @@ def after_each_forward(session: Session, method: Callable[[nn.Module, object, ob
 def before_each_load(session: Session, method: Callable[[nn.Module], None]) -> None:
     """While the session exists, call a bound method with each module of this process that is about to load weights.
 
-    The method is referenced weakly. It is called for each part of a module that loads a `state_dict`.
+    The method is referenced weakly, and is called for each part of a module that loads a `state_dict`.
     """
     _watch_loading()
     handle = RemovableHandle(_before_loads)
@@ -176,11 +177,11 @@ _before_loads: OrderedDict[int, Weakly] = OrderedDict()
 # pulls the new weights, and the closure runs again on the same batch. A closure that catches `BaseException`
 # is aborted only when it returns.
 #
-# A device computes what it has been given, even if the closure is aborted meanwhile. So each hook first waits
-# until the device has computed what was started before the last hook.
+# A device completes all work that it has been given, even if the closure is aborted meanwhile. So each hook
+# first waits until the device has computed everything that was started before the previous hook.
 #
-# The random generators are torch's default ones, that of each accelerator that is in use included, Python's
-# `random`, and NumPy's global one if NumPy has been imported. Other side effects of a closure, such as
+# The random generators are torch's default generators (including that of each accelerator in use), Python's
+# `random`, and NumPy's global generator if NumPy has been imported. Other side effects of a closure, such as
 # incrementing a counter or drawing from another generator, are repeated.
 #
 # Full backward hooks are not used, because they break modules that modify their inputs in place.
@@ -294,10 +295,11 @@ class _Before:
 # -- Clipping by a worker: the norm of its own gradient, and a watch on the clipping that torch offers -------
 #
 # `torch.nn.utils.clip_grad_norm_` clips a worker's own gradient, before the servers average it with the
-# gradients of other workers. This is legal, but usually not what a script that was written for one process
-# means. Therefore the function is wrapped during a run: the next push says that its gradient was clipped, and
-# the summary of the run names it. The wrapper changes nothing else. Scripts, and libraries such as Lightning,
-# find it if they look up the function after the run has begun.
+# gradients of other workers. Such clipping is legal, but a script that was written for one process usually
+# means to clip the joint gradient. Therefore the function is wrapped during a run: the next push says that
+# its gradient was clipped, and the summary of the run mentions the clipping. The wrapper has no other effect.
+# Scripts, and libraries such as Lightning, get the wrapper if they look up the function after the run has
+# begun.
 
 ORIGINAL = clip_grad.clip_grad_norm_
 

@@ -48,12 +48,12 @@ class _Part(NamedTuple):
 class JointModel:
     """The modules that one or several optimizers train, with one name for each of their tensors.
 
-    A module that is a part of another one is not counted twice. If two modules give the same name to different
+    A module that is a part of another module is not counted twice. If two modules give the same name to different
     tensors, all names of the n-th module begin with "model<n>.", where n is counted from 0 in the order of the
-    optimizers. A joint model can be extended by further modules: earlier names remain the same, and only the names of
-    an added module get such a prefix, if an earlier module has a tensor of the same name. What was inserted into an
-    earlier module has the names of this module. What the script has removed from a module keeps its names and its
-    last content.
+    optimizers. A joint model can be extended by further modules. Earlier names then remain the same. If an earlier
+    module has a tensor of the same name, only the names of the added module get such a prefix. Tensors that the script
+    has inserted into an earlier module are named as tensors of this module. A tensor that the script has removed from a
+    module keeps its names and its last content.
 
     Args:
         models: the module that each optimizer trains, in the order of the optimizers.
@@ -111,7 +111,7 @@ class JointModel:
                     yield prefix + name, parameter
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors in the `state_dict` of the modules, by name, also those that have been removed since."""
+        """Return the tensors in the `state_dict` of the modules, by name, including those that the script removed."""
         tensors = {id(part.model): _tensors(part.model) for part in self._parts}
         for full, (model, name) in self._owners.items():
             if (tensor := tensors[id(model)].get(name)) is not None:
@@ -119,7 +119,7 @@ class JointModel:
         return {full: self._latest[full] for full in self._owners}
 
     def added(self) -> dict[str, torch.Tensor]:
-        """Return the tensors that the modules have now and that have no name in the joint model, by new names."""
+        """Return the tensors of the modules that have no name in the joint model yet, by new names."""
         known = {id(tensor) for tensor in self._present()}
         return {
             part.prefix + name: tensor
@@ -137,7 +137,7 @@ class JointModel:
         """Return the tensor that now has this name.
 
         Raises:
-            AttributeError: there is none any more.
+            AttributeError: no tensor has this name any more.
         """
         model, name = self._owners[name]
         owner, _, name = name.rpartition(".")
@@ -147,7 +147,7 @@ class JointModel:
         return tensor
 
     def latest(self, name: str) -> torch.Tensor:
-        """Return the tensor that now has this name or, if the script has removed it, the last that had it."""
+        """Return the tensor that now has this name. If it was removed, return the last tensor with this name."""
         with suppress(AttributeError):
             self._latest[name] = self.tensor(name)
         return self._latest[name]
@@ -185,7 +185,7 @@ def find_model(parameters: Sequence[torch.Tensor]) -> nn.Module:
 
 
 def _modules() -> Iterator[nn.Module]:
-    """Return all existing modules. There may be a million other objects, so only C code looks at each of them."""
+    """Return all existing modules. There may be a million other objects, so the loop over all objects runs in C."""
     kinds: set[type] = set()
     todo: list[type] = [nn.Module]
     while todo:
@@ -233,7 +233,7 @@ def _parallel_class(candidate: nn.Module) -> str:
 
 
 def require_trainable(model: nn.Module, parameters: Sequence[torch.Tensor]) -> None:
-    """Check that a model contains no module that would compute something else in a run, without an error.
+    """Check that a model contains no module that would silently compute something different in a run.
 
     Raises:
         ConfigurationError: the model contains such a module.
@@ -243,7 +243,7 @@ def require_trainable(model: nn.Module, parameters: Sequence[torch.Tensor]) -> N
         if isinstance(module, nn.SyncBatchNorm):
             raise ConfigurationError(
                 f"Module {name!r} is a SyncBatchNorm, which needs accelerators and a process group to compute the "
-                "statistics of all workers' batches. Without them, it would silently use those of its own batch. Use "
+                "statistics of all workers' batches. Here, it would silently use the statistics of its own batch. Use "
                 "BatchNorm: each worker normalizes by its own batch, and the servers pool the running statistics."
             )
         if (
@@ -283,7 +283,7 @@ def layout_of(
     Args:
         model: the model that contains the parameters.
         places: the parameters, in the order of the layout.
-        before: the descriptions of the parameters that precede them, because they are trained already.
+        before: the descriptions of the parameters that are trained already, which come first in the layout.
 
     Raises:
         ConfigurationError: a parameter does not belong to the model, has no data, or has a dtype that cannot be
@@ -296,8 +296,8 @@ def layout_of(
             raise ConfigurationError(
                 f"The optimizer's parameter {position}, of shape {list(parameter.shape)}, is not a parameter of the "
                 "model. If the model got new parameters after the optimizer was created, for example by "
-                "load_state_dict(..., assign=True) or by a new layer, create the optimizer after that. Else pass the "
-                "module that holds all parameters: DistributedOptimizer(optimizer, model=...)."
+                "load_state_dict(..., assign=True) or by a new layer, create the optimizer after that. Otherwise, pass "
+                "the module that holds all parameters: DistributedOptimizer(optimizer, model=...)."
             )
         entry = Parameter(
             names[id(parameter)], tuple(parameter.shape), dtype_name(parameter.dtype), set_index, part
@@ -323,13 +323,13 @@ def single_device_of(model: JointModel, parameters: Sequence[torch.Tensor]) -> t
             raise ConfigurationError(
                 f"Parameter {describe_parameter(model, first)} is on {first.device}, but "
                 f"{describe_parameter(model, parameter)} is on {parameter.device}. A worker trains on one device: "
-                "move the whole model to one, and start one worker for each device."
+                "move the whole model to one device, and start one worker for each device."
             )
     return first.device
 
 
 def least_samples_of(modules: Iterable[nn.Module]) -> int:
-    """Return how many samples a batch of these modules must have: BatchNorm cannot normalize a single one."""
+    """Return how many samples a batch of these modules must have: BatchNorm cannot normalize a single sample."""
     return 2 if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in modules) else 1
 
 
@@ -357,25 +357,25 @@ def _parameter_ids(module: nn.Module) -> set[int]:
 # -- The tensors that no optimizer trains: buffers, such as BatchNorm's statistics, and frozen parameters ----
 
 COMPARED_SIZE = 65_536
-"""Maximum number of elements in a buffer that is also compared with a copy to detect changes."""
+"""Maximum number of elements in a buffer whose changes are also detected by a comparison with a copy."""
 
 
 class Buffers:
     """Detects changes to a model's buffers, and describes its frozen parameters.
 
-    These are the tensors in the model's `state_dict` that the optimizer does not train. They may be on any device.
-    What this class returns is in host memory, unless stated otherwise.
+    Buffers and frozen parameters are the tensors in the model's `state_dict` that the optimizer does not train. Both
+    may be on any device. The tensors that this class returns are in host memory, unless stated otherwise.
 
     Args:
         model: the model.
         trained: the parameters that the optimizer trains.
-        before: the buffers of a smaller model, which this model extends. What they have sent is not sent again.
+        before: the buffers of a smaller model, which this model extends. Values that they have sent are not sent again.
 
     Attributes:
         specs: description of each buffer, in the order of the `state_dict`.
         frozen: description of each frozen parameter, in the order of the `state_dict`.
         added: the buffers that the smaller model did not have, by name. They count as sent.
-        have_changed: True if `changed` has returned a buffer that had been returned before.
+        have_changed: True if `changed` has returned a buffer that it had returned before.
     """
 
     def __init__(
@@ -423,14 +423,14 @@ class Buffers:
         return list(_copies({spec.name: self._get(spec.name) for spec in specs}).values())
 
     def chunks_of(self, digest: str) -> Iterator[memoryview] | None:
-        """Return the bytes of the frozen parameter with this digest, in parts; None if there is none."""
+        """Return the bytes of the frozen parameter with this digest, in parts; None if no parameter has it."""
         for spec in self.frozen:
             if spec.digest == digest:
                 return chunks(self._get(spec.name))
         return None
 
     def differing_from(self, earlier: Mapping[int, torch.Tensor]) -> set[str]:
-        """Return the names of the buffers that differ from earlier copies of them, which are given by their `id`."""
+        """Return the names of the buffers that differ from earlier copies, which are given by the buffers' `id`."""
         found = set()
         for spec in self.specs:
             tensor = self._model.latest(spec.name)
@@ -447,7 +447,7 @@ class Buffers:
 
     @torch.no_grad()
     def take_over(self, values: Mapping[str, torch.Tensor]) -> bool:
-        """Set buffers and frozen parameters, by name, to these values. Return True if one has changed.
+        """Set buffers and frozen parameters, by name, to these values. Return True if any of them has changed.
 
         The buffers count as sent.
         """
@@ -469,7 +469,7 @@ class Buffers:
     def changed(self) -> dict[int, torch.Tensor]:
         """Return copies of the buffers that have changed since the last call, by index in `specs`.
 
-        The first call returns all.
+        The first call returns all buffers.
 
         Raises:
             UsageError: the shape or dtype of a tensor has changed since training began.
@@ -510,9 +510,9 @@ class Buffers:
 
 
 def _on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return these tensors in host memory: those on the CPU themselves, others as parts of one copy.
+    """Return these tensors in host memory: tensors on the CPU themselves, and other tensors as parts of a copy.
 
-    There is one copy for all tensors of a device and dtype, because each copy waits for the device.
+    All tensors of one device and dtype are copied at once, because each copy waits for the device.
     """
     groups: defaultdict[tuple[torch.device, torch.dtype], list[str]] = defaultdict(list)
     for name, tensor in tensors.items():
@@ -532,9 +532,9 @@ def _copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _copy(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a tensor, of which `value` is the content in host memory.
+    """Return a copy of a tensor whose content in host memory is `value`.
 
-    Only copies leave this class: torch forbids a tensor to grow once its memory has been lent, as for sending.
+    This class returns only copies: torch does not let a tensor grow once its memory has been lent, as for sending.
     """
     return value.clone() if tensor.device.type == "cpu" else value
 
@@ -558,7 +558,7 @@ class _Sent:
         value: its content, in host memory.
 
     Attributes:
-        copy: a copy of its content; None if it is large.
+        copy: a copy of the content; None if the buffer is large.
     """
 
     def __init__(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
@@ -580,29 +580,29 @@ class _Sent:
 #
 # A parameter set consists of the parameters that one optimizer trains. When a script adds parameters after
 # training has begun, the earlier parameters keep their sets and their places in the layout. If a new
-# optimizer trains parameters of one earlier set, it takes over this set.
+# optimizer trains parameters of one earlier set, the new optimizer takes over this set.
 #
 # The optimizers that exist in the first forward pass are registered together, in the order of their creation.
 # Each set has vectors of its own in the layout, so it has its own memory in every region, is sliced over all
 # shards by itself, and has a separate optimizer in each store.
 #
 # A worker has one sequence of iterations: each step of any optimizer is an iteration at every shard. With one
-# sequence for each set, a worker could wait at a barrier of one set for a worker that waits at a barrier of
-# the other set. A commit names its set (`set_index`), and the answer contains only the weights of this set.
-# So the memory and the version counters of the other sets do not change, and a graph that holds them stays
-# usable. For the same reason, workers with several sets never read the weights in the servers' memory:
+# sequence for each set, two workers could wait for each other forever, each at a barrier of a different set.
+# A commit names its set (`set_index`), and the answer contains only the weights of this set. So the memory
+# and the version counters of the other sets do not change, and an autograd graph that holds their weights
+# stays usable. For the same reason, workers with several sets never read the weights in the servers' memory:
 # another worker may push another set in the same round. A pull that is repeated, for a restart or an
-# evaluation, brings all sets.
+# evaluation, returns the weights of all sets.
 #
-# If a mean contains pushes of several sets, the store takes one step for each set, with the shares of its own
-# pushes. A push that is computed from the same batch as the push before it has the same weight, and is
-# flagged (`repeated`), so that its samples are not counted again. A script with one optimizer sends the same
-# messages as if there were no sets.
+# If a mean contains pushes of several sets, the store takes one step for each set, with the shares of the
+# set's own pushes. If a push is computed from the same batch as the push before, both have the same weight.
+# The later push is flagged (`repeated`), so that its samples are not counted again. A script with one
+# optimizer sends the same messages as if there were no sets.
 #
-# When an optimizer takes over a set, the set keeps its index and its vectors, and the servers replace its
-# optimizer without its state. Parameters of the set that the new optimizer does not train have no gradients
-# from then on. The vectors of a set are not freed when the script has dropped its model, because the saved
-# weights contain all models.
+# When an optimizer takes over a set, the set keeps its index and its vectors, and the servers replace the
+# optimizer of the set and discard the optimizer's state. Parameters of the set that the new optimizer does
+# not train have no gradients from then on. The vectors of a set are not freed when the script has dropped its
+# model, because the saved weights contain all models.
 
 
 class ParameterSet(NamedTuple):
@@ -633,7 +633,8 @@ class TrainedModel(NamedTuple):
         model: the modules of all sets.
         parameters: the parameters of all sets, in the order of the layout. An optimizer that has taken over a set may
             not train all of the set's parameters.
-        members: for each set, the indices in `parameters` of those that its optimizer trains, in its order.
+        members: for each set, the indices in `parameters` of the parameters that the set's optimizer trains, in the
+            optimizer's order.
         buffers: the tensors of the model that are not trained.
         spec: description of the model and the optimizers, which must be the same in all workers.
         device: the device of all parameters.
@@ -649,11 +650,11 @@ class TrainedModel(NamedTuple):
 
     @classmethod
     def of(cls, sets: Sequence[ParameterSet], before: TrainedModel | None = None) -> TrainedModel:
-        """Return what a script trains with these parameter sets.
+        """Return the trained model of a script with these parameter sets.
 
         Args:
             sets: the parameter sets.
-            before: what it has trained before parameters were added to some sets, or sets were added.
+            before: what the script trained before it added parameters or sets; None if it has added none.
 
         Raises:
             ConfigurationError: the model or its parameters are not supported.
@@ -695,7 +696,7 @@ class TrainedModel(NamedTuple):
         return cls(sets, model, parameters, members, buffers, spec, single_device_of(model, parameters))
 
     def replaced(self, indices: Sequence[int]) -> list[str]:
-        """Return the names of those of these parameters in whose places the model has other ones to train."""
+        """Return the names of the parameters at these indices that the script has replaced by other parameters."""
         found = []
         for index in indices:
             name = self.spec.layout.parameters[index].names[0]
@@ -708,7 +709,7 @@ class TrainedModel(NamedTuple):
         return found
 
     def new_since(self, before: TrainedModel) -> list[torch.Tensor]:
-        """Return the parameters whose optimizer state is new: they or their optimizers have been added."""
+        """Return the parameters whose optimizer state is new, because they or their optimizers have been added."""
         known = set(map(id, before.parameters))
         return [
             parameter
@@ -720,10 +721,11 @@ class TrainedModel(NamedTuple):
     def optimizer_of_job(
         self, set_index: int, shards: Sequence[tuple[ShardSlice, Vectors]]
     ) -> tuple[dict[int, dict[str, Any]], Sequence[HyperParameters]]:
-        """Join what the shards hold of a set's optimizer.
+        """Join the parts of a set's optimizer that the shards hold.
 
         Returns:
-            The "state" entry of its `state_dict()`, and what it has changed in each of its groups.
+            The "state" entry of the optimizer's `state_dict()`, and the changes that the optimizer has made in each of
+            its groups.
         """
         state = join_state(self.spec.layout, shards)
         counters = joint_counters(counters_in(of_shard) for _, of_shard in shards)
@@ -736,7 +738,7 @@ class TrainedModel(NamedTuple):
     def initial_state(self, parameters: Sequence[torch.Tensor]) -> Callable[[ShardSlice], Vectors]:
         """Return a function that returns a shard's part of these parameters' optimizer state.
 
-        The state includes what those optimizers have counted whose parameters are all among these.
+        If all parameters of an optimizer are among these, the state includes the counters of this optimizer.
         """
         wanted = set(map(id, parameters))
         state = {
@@ -779,7 +781,7 @@ def _in_layout(
     Args:
         layout: the layout.
         set_index: the set.
-        members: the indices of the parameters that the optimizer trains, in its order.
+        members: the indices of the parameters that the optimizer trains, in the optimizer's order.
         group_of: the groups of these parameters.
     """
     groups = dict(zip(members, group_of, strict=True))
@@ -806,8 +808,8 @@ def _replaced(set_index: int, parameters: ParameterSet, before: TrainedModel | N
 # -- Parameters and buffers that get their shape in the first forward pass -----------------------------------
 #
 # Examples are the parameters of lazy modules, such as `torch.nn.LazyLinear`, and the buffers of observers for
-# quantization, which are empty before. Training begins with tensors that have shapes. So an optimizer that
-# trains such a model does not begin with its first forward pass, but with the step that follows.
+# quantization, which are empty before the first forward pass. Training needs tensors that have shapes. So the
+# training of such a model does not begin with the first forward pass, but with the step that follows.
 
 
 def any_lazy(parameters: Iterable[torch.Tensor]) -> bool:
@@ -845,7 +847,7 @@ def initialize(models: Sequence[nn.Module], closure: Callable[[], object]) -> No
 
 
 def require_initialized(models: Iterable[nn.Module], parameters: Iterable[torch.Tensor]) -> None:
-    """Check that the parameters of an optimizer have shapes, because it takes a step.
+    """Check that the parameters of an optimizer have shapes before the optimizer takes a step.
 
     Raises:
         UsageError: a parameter has no shape.

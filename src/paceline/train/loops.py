@@ -1,4 +1,4 @@
-"""The training loop over `paceline.epochs` that a worker is in: its limits, and how far the job has come in it."""
+"""The training loop over `paceline.epochs` that a worker is in: its limits, and the progress of the job in it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Limits(NamedTuple):
 
     @property
     def told(self) -> LoopLimits:
-        """The limits as the coordinator is told, which shows how long the loop will take."""
+        """The limits that the coordinator is told, so that it can show how long the loop will take."""
         return LoopLimits(
             _most(self.epochs),
             self.time_s if self.time_s < math.inf else None,
@@ -56,7 +56,7 @@ class Loop(Protocol):
         """True if the loop must end, because it was stopped or has reached a limit."""
 
     def done(self) -> LoopProgress | None:
-        """Return what has been done since the loop began; None if its beginning is not known yet."""
+        """Return the progress since the loop began; None if the beginning is not known yet."""
 
 
 _active: WeakKeyDictionary[Session, Loop] = WeakKeyDictionary()
@@ -93,7 +93,7 @@ class Position:
 
     Attributes:
         drawn: number of batches that the script of this worker has drawn.
-        drawn_in_pass: number of those that it has drawn in the current pass.
+        drawn_in_pass: number of batches that the script of this worker has drawn in the current pass.
         epoch: the epoch whose batches the job is handing out, as far as the drawn batches show.
         joint_batches: number of joint batches of this epoch that the job has begun, as far as the drawn batches show.
         end: the position up to which the job has begun this epoch, as far as the drawn batches show.
@@ -134,7 +134,7 @@ class Position:
         try:
             yield
         finally:
-            # The iterator of an earlier pass may outlive that of a later one. Only the end of the latest pass clears
+            # The iterator of an earlier pass may outlive that of a later pass. Only the end of the latest pass clears
             # `in_pass`.
             self.in_pass = self.in_pass and len(self.passes) != number
 
@@ -142,7 +142,8 @@ class Position:
         """Record that the script has drawn a batch."""
         self.drawn += 1
         self.drawn_in_pass += 1
-        # A batch that was returned by a lost worker may precede the others, and may even belong to an earlier epoch.
+        # A batch that was returned by a lost worker may precede the other batches, and may even belong to an earlier
+        # epoch.
         self._reach(batch.epoch, batch.start // self._joint + 1, batch.start + batch.size)
 
     def complete(self, epoch: int) -> None:
@@ -184,8 +185,8 @@ class LoopProgress(NamedTuple):
     Attributes:
         steps: number of steps that the script of this worker has made with its optimizers.
         updates: number of updates of the weights by all workers together.
-        samples: number of samples that all workers together have used, as far as it is known.
-        own_samples: number of samples that this worker has used, as far as it is known.
+        samples: number of samples that all workers together have used, as far as they are known.
+        own_samples: number of samples that this worker has used, as far as they are known.
     """
 
     steps: int = 0
@@ -245,8 +246,8 @@ _own = OfSession(lambda _: _Own())
 # -- Progress bars over a loader whose data is handed out dynamically ----------------------------------------
 #
 # A bar takes `len()` of the loader for the number of batches. But with a dynamic split, a fast worker
-# receives more batches and a slow one fewer. tqdm would then drop the bar of a fast worker, and never fill
-# that of a slow one.
+# receives more batches, and a slow worker fewer. tqdm would then drop the bar of a fast worker, and never
+# fill the bar of a slow worker.
 
 
 def bars_over(loader: object) -> Sequence[Any]:

@@ -1,17 +1,17 @@
-"""`log`, with which a script logs metrics, and what it has logged since the worker's last push.
+"""`log`, with which a script logs metrics, and the values that it has logged since the worker's last push.
 
-A value is read when the script calls `log` if it is in the memory of the CPU. If it is on another device, reading it
-would wait for this device, so a copy is kept there and read at the next push. A push waits for the device anyway,
-because the gradient must have been computed.
+A value in the memory of the CPU is read when the script calls `log`. Reading a value on another device would wait for
+this device, so a copy is kept on the device and read at the next push. A push waits for the device anyway, because the
+gradient must have been computed.
 
-Most scripts log the loss of an iteration either before its `step()` or right after it. Which of these a script does
-is known from what it has done since the last step: if it has drawn a batch or has begun to compute, the value belongs
-to the coming step; else to the last one.
+Most scripts log the loss of an iteration either before its `step()` or right after it. If the script has drawn a batch
+or has begun to compute since the last step, the value belongs to the coming step; otherwise, it belongs to the last
+step.
 
-What a script logs right after its `step()` belongs to the push that has just been made. So the record of this
-iteration, and what the guard sees of it, wait for the next push. Of several losses, the best one counts: what the
-script has logged, what a closure has returned, or a guess at the tensor on which `backward()` was called
-(`train/forward.py`). What a script logs with a framework is added by the framework's integration.
+A value that a script logs right after its `step()` belongs to the push that has just been made. So the record of this
+iteration, and the guard's observation of it, wait for the next push. The loss of an iteration is the loss that the
+script has logged; otherwise, the result of a closure; otherwise, a guess: the tensor on which `backward()` was called
+(`train/forward.py`). The integration of a framework adds the values that a script logs with the framework.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .forward import Guess, guess_of, keep, read
 from .session import OfSession, Session, current
 
 MOST_UNREAD = 1000
-"""Number of values after which those of the same progress are merged, so that the memory stays bounded."""
+"""If there are more values than this, values of the same progress are merged, so that the memory stays bounded."""
 
 NOTHING, FOLLOWS = Settled(), Settled(follows=True)
 
@@ -45,14 +45,15 @@ def log(**metrics: Any) -> None:
     """Log metrics, such as `paceline.log(loss=loss, accuracy=0.9)`.
 
     Any worker may call this function at any time: in each iteration or sometimes, before the first step, during an
-    evaluation, and after the last step. The values of all workers are merged over the progress of the job: within a
-    bucket of its samples, the mean counts, weighted by the numbers of samples of the workers' steps. A metric that
-    was logged only inside `paceline.evaluating()`, or only by the main worker, is not merged with those of others.
-    The result is in `history` of the run's result, and in `metrics.jsonl` in the run directory.
+    evaluation, and after the last step. The values of all workers are merged over the progress of the job: all values
+    within a bucket of the job's samples become their mean, weighted by the numbers of samples of the workers' steps.
+    Values that were logged only inside `paceline.evaluating()`, or only by the main worker, are not merged with the
+    values of other workers. The result is in `history` of the run's result, and in `metrics.jsonl` in the run
+    directory.
 
     The metric `loss` is shown as the loss of the worker. Log the loss of the iteration, either before `step()` or
-    between `step()` and the next batch: the guard of the run looks at it. What a closure of `step()` returns is
-    logged as `loss` by itself, unless the script logs `loss`.
+    between `step()` and the next batch: the guard of the run looks at this loss. If the script does not log `loss`, the
+    result of a closure of `step()` is logged as `loss`.
 
     The call does not wait for a device. A tensor is copied, so it may be changed afterwards. Outside a run, the call
     only checks its arguments.
@@ -85,8 +86,8 @@ class _Entry(NamedTuple):
     Attributes:
         noted: the value, and where and when it was logged.
         unread: the value if it has yet to be read, so that `noted` does not contain it; else None.
-        is_loss: True if it may be the loss of one iteration. What frameworks log may be a mean over several.
-        repeats: True if it was logged by a closure, which logs it again if it is restarted.
+        is_loss: True if the value may be the loss of one iteration. A framework may log a mean over several iterations.
+        repeats: True if a closure has logged the value. If the closure is restarted, it logs the value again.
     """
 
     noted: Noted
@@ -96,12 +97,12 @@ class _Entry(NamedTuple):
 
 
 class MetricLog:
-    """What the script of one worker has logged since the worker's last push.
+    """The values that the script of one worker has logged since the worker's last push.
 
     Any thread may add values. Only the thread that trains may call the other methods.
 
     Args:
-        guess: notices the loss of scripts that log none, and what the script does.
+        guess: notices the loss of scripts that log no loss, and what the script does.
     """
 
     def __init__(self, guess: Guess) -> None:
@@ -115,7 +116,7 @@ class MetricLog:
         self._evaluated: tuple[int, int] | None = None
 
     def add(self, session: Session, metrics: Mapping[str, Any], *, of_iteration: bool = True) -> None:
-        """Add what the script has logged. See `log`.
+        """Add values that the script has logged. See `log`.
 
         Args:
             session: the session of the worker.
@@ -138,7 +139,7 @@ class MetricLog:
             self._compact()
 
     def add_legal(self, session: Session, metrics: Mapping[Any, Any]) -> None:
-        """Add what a framework has logged, except for what is not legal: libraries also log texts and pictures."""
+        """Add values that a framework has logged, except for illegal values: libraries also log texts and pictures."""
         for name, value in metrics.items():
             with suppress(UsageError):
                 self.add(session, {name: value}, of_iteration=False)
@@ -162,7 +163,7 @@ class MetricLog:
             self._guess.in_closure = False
 
     def restart(self) -> None:
-        """Drop what a closure has logged that was aborted and is restarted."""
+        """Drop the values that were logged by a closure that was aborted and is restarted."""
         with self._draining:
             for _ in range(len(self._entries)):
                 if not (entry := self._entries.popleft()).repeats:
@@ -171,12 +172,12 @@ class MetricLog:
     def settle(
         self, session: Session, *, result: float | None = None, has_closure: bool = False, sets: int = 1
     ) -> Settled:
-        """Read everything that was logged since the last push, before the next one.
+        """Before the next push, read all values that were logged since the last push.
 
         Args:
             session: the session of the worker.
-            result: the number that the closure of the step has returned; None if there is none. If it belongs only to
-                a part of the gradient, it is no loss.
+            result: the number that the closure of the step has returned; None if there is none. If this number belongs
+                only to a part of the gradient, it is not a loss.
             has_closure: True if the step has a closure.
             sets: number of parameter sets that the script trains.
         """
@@ -209,7 +210,7 @@ class MetricLog:
         return Settled(noted, loss, loss is None and self._follows, earlier_loss, shown, guessed)
 
     def settle_rest(self) -> Settled:
-        """Read everything that was logged since the last push, when no other push follows."""
+        """If no other push follows, read all values that were logged since the last push."""
         entries = self._drain()
         losses = [entry.noted for entry in entries if entry.is_loss and entry.noted.late]
         return Settled([entry.noted for entry in entries], earlier_loss=_mean(losses))
@@ -222,7 +223,7 @@ class MetricLog:
         return [entry if entry.unread is None else _read(entry, entry.unread) for entry in entries]
 
     def _compact(self) -> None:
-        """Merge the values that belong together, because a script logs very much between two pushes."""
+        """Merge the values that belong together, because a script logs very many values between two pushes."""
         entries = self._drain()
         for kind in sorted({entry[2:] for entry in entries}):
             merged = merge(entry.noted for entry in entries if entry[2:] == kind)
@@ -319,4 +320,4 @@ def _short(value: object) -> str:
 
 
 metrics_of = OfSession(lambda session: MetricLog(guess_of(session)))
-"""Returns what the script of a session's worker has logged since its last push."""
+"""Returns the values that the script of a session's worker has logged since its last push."""

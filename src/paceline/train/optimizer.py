@@ -68,19 +68,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     In a worker of a run, the first forward pass with gradients enabled registers the model and copies worker 0's
     weights into it, so workers may start with different weights. If a script computes its first gradient without
-    calling a module that holds one of the parameters, this happens at the first `step()`, which then drops the
-    gradient of a worker whose weights differed. Each step pushes the worker's gradients to the servers and pulls the
-    new weights; the run's synchronization model decides when pushes are applied and pulls are answered. After that
-    first forward pass, weights may change only inside `step()`. Outside a run, this class behaves exactly like the
-    wrapped optimizer.
+    calling a module that holds one of the parameters, the model is registered at the first `step()`. This step then
+    drops the gradient of each worker whose weights differed from worker 0's. Each step pushes the worker's gradients to
+    the servers and pulls the new weights; the run's synchronization model decides when pushes are applied and pulls are
+    answered. After that first forward pass, weights may change only inside `step()`. Outside a run, this class behaves
+    exactly like the wrapped optimizer.
 
-    A script may wrap several optimizers, for example for a GAN, in the same order in all workers. They must train
-    different parameters. Each step of any of them is one iteration, and changes only the weights of its own
-    parameters. An optimizer may also be created after training has begun, for example for the next fold of a
+    A script may wrap several optimizers, for example for a GAN, in the same order in all workers. The optimizers must
+    train different parameters. Each step of any optimizer is one iteration, and changes only the parameters of this
+    optimizer. An optimizer may also be created after training has begun, for example for the next fold of a
     cross-validation, and `add_param_group` may add parameters. At the first forward pass or step that uses the new
-    parameters, each worker waits until all live workers have added the same ones, and receives the initial weights of
-    the live worker with the lowest index. If a later optimizer trains parameters of one earlier optimizer, it takes
-    them over, and the state of the earlier optimizer is dropped.
+    parameters, each worker waits until all live workers have added the same parameters, and receives the initial
+    weights of the live worker with the lowest index. If a later optimizer trains parameters of one earlier optimizer,
+    the later optimizer takes them over, and the state of the earlier optimizer is dropped.
 
     This class shares the wrapped optimizer's `param_groups` and sends their hyper-parameters with every push, so
     learning-rate schedulers need no change. Do not call the wrapped optimizer's own `step()`.
@@ -91,11 +91,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             `torch.optim`, `paceline.LARS`, or any other class that passes a short test (see
             `paceline.register_elementwise` and `paceline.register_tensorwise`). Outside a run, any optimizer works.
         model: the module to train, or several modules that hold the optimizer's parameters together. Default: the
-            outermost module that holds all of them. Required if there is no such module, or more than one.
+            outermost module that holds all of these parameters. Required if there is no such module, or more than one.
 
     Raises:
         ConfigurationError: in a run, the optimizer cannot run on slices of the parameters; the message says why.
-        UsageError: `optimizer` is a `DistributedOptimizer`, or no `torch.optim.Optimizer`.
+        UsageError: `optimizer` is a `DistributedOptimizer`, or is not a `torch.optim.Optimizer`.
 
     Example:
         >>> import paceline, torch
@@ -114,8 +114,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise UsageError(
                 f"DistributedOptimizer got a {type(optimizer).__name__}, expected a torch.optim.Optimizer. If it is "
-                "built around an optimizer, wrap that one, or use a class that does both, such as AdamWScheduleFree "
-                "instead of ScheduleFreeWrapper."
+                "built around an optimizer, wrap the inner optimizer, or use a class without an inner optimizer, such "
+                "as AdamWScheduleFree instead of ScheduleFreeWrapper."
             )
         session = current()
         # the class that the servers run; outside a run, any optimizer will do
@@ -125,20 +125,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._share_groups()
         # the modules to train, if they are given
         self._given = () if model is None else _modules(model)
-        # while training begins: the modules that have been found, because the search looks at all existing objects
+        # while training begins: the modules that were found, kept because the search looks at all existing objects
         self._found: tuple[nn.Module, ...] = ()
         self._session = session
         self._training: WorkerTraining | None = None  # created by the first forward pass of a run
-        # How the gradient of the next step is clipped; at most one. This is a list that is changed in place, because
-        # Lightning and Fabric wrap an optimizer in an object that reads its attributes, but has its own assignments.
+        # How the gradient of the next step is clipped: a list of at most one entry. The list is changed in place,
+        # because Lightning and Fabric wrap an optimizer in an object that reads the optimizer's attributes, but keeps
+        # assignments to itself.
         self._clip: list[Clip] = []
         self.schedule_watch = ScheduleWatch(session) if session is not None else None
         self._overflow_watch = OverflowWatch(session) if session is not None else None
         self.marks = Marks(session) if session is not None and session.workers > 1 else None
         self._set_index = 0  # index of this optimizer among those of the script
-        self._evaluates = False  # True if the script has called `eval()` of an optimizer with modes last
-        # True if a graph may hold initial weights of a model whose shapes are not all known, which must not change
-        # before the step.
+        self._evaluates = False  # True if the script has last called `eval()`, not `train()`
+        # True if an autograd graph may hold initial weights of a model whose shapes are not all known. These weights
+        # must not change before the step.
         self._begins_at_step = False
         self._takes_step = False  # True while `step` begins to train the parameters
         # If training begins at the step: copies of the buffers from before the first forward pass, by `id`
@@ -180,9 +181,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 loss. SpecSync can abort and restart a computation only if it runs in a closure. Without a closure,
                 the current gradients of the parameters are pushed.
             samples: number of samples from which the gradient was computed. Default: the number of samples that have
-                been drawn from the distributed loader since the last step, except those of which no gradient was
-                computed; if there are none and the script has several optimizers, the samples of the step before this
-                one, which are not counted twice.
+                been drawn from the distributed loader since the last step, except samples from which no gradient was
+                computed. If there are none and the script has several optimizers, the default is the number of samples
+                of the step before, and these samples are not counted twice.
             weight: weight of the gradient when pushes are averaged. Default: `samples`. If the loss is a mean over
                 something else, such as tokens, give their number; if the loss is a sum, give 1. Outside a run, the
                 weight has no effect.
@@ -194,11 +195,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             ConfigurationError: the model or its parameters are not supported. Only the first forward pass or step
                 with new parameters raises this error.
-            NonFiniteGradientError: a gradient contains NaN or inf, and the run does not skip it. Nothing was pushed.
+            NonFiniteGradientError: a gradient contains NaN or inf, and the run does not skip such gradients. Nothing
+                was pushed.
             WeightsChangedError: weights have been edited or moved since the last step.
             UsageError: the groups were replaced, or no longer hold the same parameters as when training began, or
                 `samples` is not a positive integer, or `weight` is not a number >= 0, or a `GradScaler` has passed a
-                closure, or a graph of the accelerator's operations is captured.
+                closure, or a graph of the accelerator's operations is being captured.
         """
         if samples is not None and (isinstance(samples, bool) or not isinstance(samples, int) or samples < 1):
             raise UsageError(
@@ -276,7 +278,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._overflow_watch.look(overflows=overflows)
         if scaling is not None and not overflows:
             unscale(self._parameters(), scaling.scale)
-            if clip is not None:  # when its norm was computed, the gradient may have been scaled
+            if clip is not None:  # the gradient may have been scaled when its norm was computed
                 clip = _clip_to(clip.max_norm, gradient_norm(self._parameters()))
         # A closure that ran after training had begun has computed new gradients.
         stale = self._set_index in self._training.stale and computed
@@ -308,20 +310,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         super().zero_grad(set_to_none)
         if not set_to_none and self._session is not None:
-            self._session.core.data.drop()  # removed gradients are noticed when the next ones are accumulated
+            self._session.core.data.drop()  # removed gradients are noticed when new gradients are accumulated
 
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         """Limit the norm of the gradient that the next step applies, over all parameters of this optimizer.
 
         Call this method between `backward()` and `step()`, or in the closure of `step()`, after `backward()`. In a
-        run, each worker sees only its own gradient, but the servers may apply the mean of several. This method clips
-        what is applied: the mean if the synchronization model averages, else the worker's gradient. So under BSP, a
-        run with clipping equals a single process on the joint batch. `torch.nn.utils.clip_grad_norm_` would clip each
-        worker's gradient before the mean, which is not the same. Outside a run, the two are the same.
+        run, each worker sees only its own gradient, but the servers may apply the mean of several gradients. This
+        method clips the gradient that is applied: the mean if the synchronization model averages, else the worker's
+        gradient. So under BSP, a run with clipping equals a single process on the joint batch.
+        `torch.nn.utils.clip_grad_norm_` would clip each worker's gradient before the mean is computed, which gives
+        another result. Outside a run, this method and torch's function do the same.
 
         If the loss is scaled by a `GradScaler`, call `scaler.unscale_(optimizer)` first, as for torch's own function.
-        In a run, the method knows the scale without this call, too.
+        In a run, this call is not necessary, because the method knows the scale.
 
         The method does not change `p.grad` in a run. If it is called several times before a step, the smallest
         `max_norm` counts; if workers pass different values, the value of the most advanced worker counts. `LARS`
@@ -380,22 +383,25 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def editing(self, *, private: bool = False) -> AbstractContextManager[None]:
         """Return a context in which the weights may be edited between two steps.
 
-        All workers run the block. The edit of one worker takes effect in all of them: at the end of the block, the
-        values that it has changed replace those at the servers, and every worker continues with the result. Values
-        that are set to what they were before are not changed. The optimizer's state, such as momentum, is kept.
+        All workers run the block. The edit of one worker takes effect in all workers: at the end of the block, the
+        values that this worker has changed replace the values at the servers, and every worker continues with the
+        result. A value that is equal before and after the block does not count as changed. The optimizer's state, such
+        as momentum, is kept.
 
-        An edit counts as an iteration, but not as an update. If all workers are kept in lockstep, as under `bsp`, all
-        of them see the edit after the same iteration, and the edit is that of the worker with the lowest index. Under
-        other models, it is that of the worker that enters the block first; updates that others cause while that
-        worker is inside the block are lost for the parameters that it changes, and other workers may compute a few
-        more gradients with the weights from before the edit. If the block raises an exception, the edit is undone.
+        An edit counts as an iteration, but not as an update. If the sync model keeps all workers in lockstep, as `bsp`
+        does, all workers see the edit after the same iteration, and the edit is that of the worker with the lowest
+        index. Under other models, the edit is that of the worker that enters the block first. While this worker is
+        inside the block, updates by other workers are lost for the parameters that the block changes. Other workers may
+        compute a few more gradients with the weights from before the edit. If the block raises an exception, the edit
+        is undone.
 
-        With `private=True`, the edit is that of this worker alone, and the weights are restored at the end of the
-        block. This is for a gradient at other weights than those of the step, as in sharpness-aware minimization, and
-        for evaluating averaged weights. Only the workers that need it run such a block.
+        With `private=True`, the edit takes effect in this worker alone, and the weights are restored at the end of the
+        block. Use such a block to compute a gradient at other weights than those of the step, as in sharpness-aware
+        minimization, or to evaluate averaged weights. Only the workers that need the block run it.
 
-        Outside a run, and before training has begun, the context has no effect. But if `private` is True, it restores
-        the weights of this optimizer outside a run, and training begins with it in a run.
+        If `private` is False, the context has no effect outside a run and before training has begun. If `private` is
+        True, the context restores the weights of this optimizer outside a run as well. In a run, training begins with a
+        private block if it has not begun before.
 
         Args:
             private: True for an edit that ends with the block.
@@ -413,11 +419,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             ...         _ = parameter.clamp_(-0.01, 0.01)
         """
         self._require_current("editing()")
-        # The parameters of this optimizer may be trained already, by one that it replaces.
+        # The parameters of this optimizer may be trained already, by an optimizer that this one replaces.
         training = training_of(self._session)
         if private:
             if self._session is not None and self._forward_hook is not None and not self._awaits_shapes():
-                # The first gradient may be computed inside the block, and training must not begin with its weights.
+                # The first gradient may be computed inside the block, and training must not begin with the block's
+                # weights.
                 if training is not None:
                     training.require_not_idle("editing(private=True)")
                 _begin(self._session)
@@ -428,7 +435,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state in the format of the wrapped optimizer's own `state_dict()`.
 
-        In a run, the state is fetched from the servers. It is in the mode in which the optimizer is here.
+        In a run, the state is fetched from the servers. It is the state for the mode, training or evaluation, that the
+        optimizer has in this worker.
         """
         self._require_current("state_dict()")
         own = self._wrapped.state_dict()
@@ -462,7 +470,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters. After training has begun, all workers must add the same groups.
 
-        See the description of the class: the parameters begin with the first forward pass or step that uses them.
+        See the description of the class: the training of the parameters begins with the first forward pass or step that
+        uses them.
 
         Args:
             param_group: dict with the parameters (key `"params"`) and hyper-parameters that differ from the defaults.
@@ -478,11 +487,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def __getattr__(self, name: str) -> Any:
         """Return a public attribute of the wrapped optimizer that this class does not have.
 
-        A method can be called only outside a run: in a run, the servers hold the optimizer's state, so the method
-        would change this worker's weights, or a state that is not used. If the class has both `train` and `eval`, as
-        schedule-free optimizers do, these may be called in a run, too: `eval()` sets the model in this worker to the
-        weights that the class's own `eval()` gives with the current weights and state of the servers, and `train()`
-        to those of the last step again. Meanwhile, `step()` and `editing()` are refused.
+        A method can be called only outside a run: in a run, the servers hold the optimizer's state, so the method would
+        change only this worker's weights, or a state that is not used. If the class has both `train` and `eval`, as
+        schedule-free optimizers do, these two methods may also be called in a run. `eval()` sets the model in this
+        worker to the weights that the class's own `eval()` gives with the current weights and state of the servers.
+        `train()` sets the model to the weights of the last step again. Between the two calls, `step()` and `editing()`
+        raise an error.
         """
         wrapped = self.__dict__.get("_wrapped")
         if wrapped is None or name.startswith("_"):
@@ -502,7 +512,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return refuse
 
     def _set_mode(self, *, evaluates: bool) -> None:
-        """Set the parameters to the weights that are evaluated, or to those that are trained."""
+        """Set the parameters to the weights for evaluation, or to the weights in training."""
         self._require_current("eval()" if evaluates else "train()")
         wrapped: Any = self._wrapped
         if self._training is None:
@@ -538,12 +548,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if training is not None and training.sets[self._set_index].owner is not self._wrapped:
             raise UsageError(
                 f"{call} was called, but another DistributedOptimizer that was created later has taken over this "
-                "optimizer's parameters, and its state has been dropped. Use the other one, or give the optimizers "
-                "different parameters."
+                "optimizer's parameters, and the state of this optimizer has been dropped. Use the later optimizer, or "
+                "give the optimizers different parameters."
             )
 
     def _wait_for_forward(self, session: Session) -> None:
-        """Train this optimizer's parameters from the first forward pass on that may compute gradients of them."""
+        """Begin to train this optimizer's parameters in the first forward pass that may compute their gradients."""
         add_untrained(session, self)
         self._forward_hook = before_each_forward(session, self._before_forward)
 
@@ -554,7 +564,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._forward_hook is None:
             return
         if (training := training_of(session)) is not None and training.is_idle:
-            return  # the script evaluates; the step that follows begins to train them
+            return  # the script evaluates; the step that follows begins to train the parameters
         if can_compute_gradients(session, module, self._new_parameters()):
             if self._begins_at_step:
                 return
@@ -627,7 +637,7 @@ def _as_number(loss: object) -> float | None:
 
 @contextmanager
 def _restoring(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Return a context after which the parameters have the values from before it."""
+    """Return a context at whose end the parameters are set to the values that they had at its beginning."""
     before = [parameter.detach().clone() for parameter in parameters]
     try:
         yield
@@ -662,7 +672,7 @@ def _begin(session: Session) -> None:
         if set_index is None or set_index in indices:
             set_index = len(sets)
         indices.append(set_index)
-        sets[set_index : set_index + 1] = [optimizer.parameter_set()]  # replaces one, or comes last
+        sets[set_index : set_index + 1] = [optimizer.parameter_set()]  # replaces a set, or comes last
     if training is None:
         begin_resumed(session)
         first = {key: value for optimizer in found for key, value in optimizer._first_buffers.items()}

@@ -25,18 +25,18 @@ def partition(
     """Divide a dataset among workers whose data differ, and return the indices of the samples of each worker.
 
     Every sample belongs to exactly one worker. The result depends only on the arguments, so all workers of a live run
-    and of a simulation compute the same one, and each of them keeps its own data in all epochs. Load this data with
-    an ordinary `DataLoader`, not with `paceline.distribute`, which would hand it out to all workers.
+    and of a simulation compute the same division, and each worker keeps its own data in all epochs. Load this data with
+    an ordinary `DataLoader`, not with `paceline.distribute`, which would divide it among all workers.
 
     Args:
         labels: the label of each sample, in one dimension.
         workers: number of workers.
         dirichlet: concentration of the mixture of labels. The samples of each label are divided in proportions that
-            are drawn from a symmetric Dirichlet distribution. 0.1 gives a worker few labels, and 100 gives it all of
-            them almost equally (Hsu, Qi and Brown, 2019).
+            are drawn from a symmetric Dirichlet distribution. 0.1 gives a worker samples of few labels, and 100 gives
+            it almost equally many of all labels (Hsu, Qi and Brown, 2019).
         shards: number of pieces for each worker. The samples are sorted by label and cut into `workers * shards`
-            pieces of equal size, up to one sample, which are dealt out at random (McMahan and others, 2017). Give
-            either `dirichlet` or `shards`.
+            pieces, whose sizes differ by at most one sample. The pieces are dealt out at random (McMahan and others,
+            2017). Give either `dirichlet` or `shards`.
         seed: random seed.
 
     Returns:

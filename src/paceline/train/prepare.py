@@ -72,14 +72,15 @@ def prepare(
 
     This is the same as `DistributedOptimizer(optimizer, model=model)` for each optimizer and `distribute(loader)` for
     each loader. In addition, a scheduler that is stepped in every iteration follows the job's progress, instead of
-    the iteration count of one worker. So write the schedule for a single process. One of its steps is one batch of
-    the first of the given loaders, whichever worker uses it. In a loop that only `paceline.epochs(updates=...)` ends,
-    it is one update. Without a loader, it is one update in a loop with `updates` or `minutes`, and the samples of one
-    step in a loop with `samples`; in any other loop, each call is one step. The schedule then fits any number of
-    workers, even if a fast one performs more iterations than a slow one. In one iteration, the schedule may advance
-    by several steps or by none, and it stops quietly at its end. A scheduler that is stepped once per epoch works as
-    usual. The state of a scheduler may be loaded before or after this call. Outside a run, the loaders and the
-    schedulers are returned unchanged.
+    the iteration count of one worker. So write the schedule for a single process. A step of the schedule is one batch
+    of the first of the given loaders, whichever worker uses this batch. In a loop that only
+    `paceline.epochs(updates=...)` ends, a step is one update. If no loader is given, the step depends on the loop: with
+    `updates` or `minutes`, a step is one update; with `samples`, a step is as many samples as the worker uses in one
+    iteration; in any other loop, each call is one step. The schedule then fits any number of workers, even if a fast
+    worker performs more iterations than a slow one. In one iteration, the schedule may advance by several steps or by
+    none. At its end, it stops without an error. A scheduler that is stepped once per epoch works as usual. The state of
+    a scheduler may be loaded before or after this call. Outside a run, the loaders and the schedulers are returned
+    unchanged.
 
     The workers' weights become the same in the first forward pass with gradients enabled, not in this call. Until
     then, a script may still initialize or load weights; see `DistributedOptimizer`.
@@ -87,7 +88,7 @@ def prepare(
     In a run, the first call of this function or of `distribute` also seeds the random generators of torch, Python and
     NumPy in each worker except worker 0, so that dropout, augmentation and noise differ between workers.
 
-    Do not pass a loader for evaluation, unless each worker is meant to evaluate on a part of the data.
+    Pass a loader for evaluation only if each worker is to evaluate on a part of the data.
 
     Args:
         parts: modules to train (an optimizer may train several of them), optimizers to wrap (see
@@ -164,7 +165,7 @@ def _is_loader(part: Any) -> bool:
 
 
 def models_of(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> Sequence[nn.Module] | None:
-    """Return the first model that contains all parameters of an optimizer, or all models that contain some.
+    """Return the first model that contains all parameters of an optimizer, or all models that contain some of them.
 
     Return None if no models are given.
 
@@ -210,7 +211,7 @@ def follow(
     *,
     joint: bool = False,
 ) -> Any:
-    """Let a scheduler follow the progress of the job, also if it was created after its optimizer was distributed.
+    """Let a scheduler follow the progress of the job, even if it was created after its optimizer was distributed.
 
     Args:
         scheduler: the scheduler.
@@ -237,10 +238,10 @@ def follow(
 def follow_as_written(
     scheduler: LRScheduler, optimizer: DistributedOptimizer, loader: DistributedLoader[Any] | None
 ) -> Any:
-    """Let a scheduler follow the job whose schedule is written for a loader as it was before it was distributed.
+    """Let a scheduler follow the job if its schedule is written for the loader that the script gave to `distribute`.
 
-    One of its steps is a batch of that loader: a joint batch if its batches are divided among the workers, else a batch
-    of any worker. See `follow`.
+    A step of the schedule is a batch of that loader: a joint batch if the loader's batches are divided among the
+    workers, else a batch of any worker. See `follow`.
     """
     if loader is None:
         return follow(scheduler, optimizer, None)

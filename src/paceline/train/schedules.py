@@ -1,18 +1,19 @@
 """Learning-rate schedules that follow the progress of the job instead of the iteration count of one worker.
 
 A schedule that is stepped once per iteration, such as `OneCycleLR(total_steps=epochs * len(loader))`, assumes that
-the script makes all iterations of training. In a run, the workers share them, and a fast worker performs more of them
-than a slow one.
+the script makes all iterations of training. In a run, the workers share these iterations, and a fast worker performs
+more iterations than a slow one.
 
-What the job has done is measured in the unit for which such a schedule is written:
+The progress of the job is measured in the unit for which such a schedule is written:
 
     the data     batches of the loader that was given to `prepare`
     the loop     updates, or samples, since the beginning of a loop `paceline.epochs(updates=...)` or `(samples=...)`
 
-The job knows how many units all workers together have done. A worker knows how many of them are its own, and how
-often it has stepped the scheduler for them. So each call advances the schedule to the step that a single process
-would have reached after all of these units. Steps are counted from where the schedule was when the measuring began,
-so a state that the script loads is continued, whatever the number of the first epoch is.
+The job knows how many units all workers together have done. A worker knows how many of these units are its own, and how
+often it has stepped the scheduler for its own units. So each call advances the schedule to the step that a single
+process would have reached after all of these units. Steps are counted from the step that the schedule had reached when
+the measuring began. So the schedule goes on from a state that the script has loaded, and the number of the first epoch
+does not matter.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ log = logging.getLogger("paceline.train.schedules")
 
 
 class Reached(NamedTuple):
-    """What has been done since the measuring began, in the unit of a schedule.
+    """The number of units of a schedule that have been done since the measuring began.
 
     Attributes:
         job: number of units that all workers have done.
-        own: how many of them this worker has done.
+        own: how many of these units this worker has done.
     """
 
     job: int
@@ -53,7 +54,7 @@ class Reached(NamedTuple):
 
 
 class ScheduledData:
-    """The data for which a schedule is written, from the next pass over it on.
+    """The data for which a schedule is written, from the next pass over the data on.
 
     Args:
         position: how far the script has progressed through the data.
@@ -70,7 +71,7 @@ class ScheduledData:
         self.first: int | None = None
         self._length = length
         self._joint = joint
-        # what had been done when the schedule began: passes, batches of the epoch, and batches that were drawn
+        # the progress when the schedule began: passes, batches of the epoch, and batches that were drawn
         self._passes, self._begun, self._drawn = len(position.passes), 0, position.drawn
         if position.in_pass:
             self._passes, self._begun = self._passes - 1, self._batches
@@ -97,7 +98,7 @@ class ScheduledLoop(NamedTuple):
     loop: Loop
 
     def reached(self) -> Reached | None:
-        """Return what has been done since the loop began; None if the unit cannot be counted, or nothing was done."""
+        """Return the progress since the loop began; None if the unit cannot be counted, or if there is no progress."""
         done, limits = self.loop.done(), self.loop.limits
         if done is None:
             return None
@@ -109,11 +110,12 @@ class ScheduledLoop(NamedTuple):
 class JobScheduler:
     """Wraps a scheduler, so that it follows the progress of the job if the script steps it in every iteration.
 
-    If the script passes over a distributed loader, a call of `step()` belongs to an iteration if it happens during a
-    pass, and the optimizer has made at most one step since the last call. Otherwise, every call in a loop that counts
-    updates or samples does. Such a call steps the wrapped scheduler as often as necessary to reach the step that
-    corresponds to the progress of the job (see the description of this module). Any other call steps the wrapped
-    scheduler once. All other attributes are those of the wrapped scheduler.
+    If the script passes over a distributed loader, a call of `step()` belongs to an iteration under two conditions: the
+    call happens during a pass, and the optimizer has made at most one step since the last call. If there is no such
+    loader, every call in a loop that counts updates or samples belongs to an iteration. A call that belongs to an
+    iteration steps the wrapped scheduler as often as necessary to reach the step that corresponds to the progress of
+    the job (see the description of this module). Any other call steps the wrapped scheduler once. All other attributes
+    are those of the wrapped scheduler.
 
     Args:
         scheduler: the scheduler to wrap.
@@ -139,7 +141,8 @@ class JobScheduler:
         self._watch = watch
         self._marks = marks
         self._optimizer_steps = 0  # since the last call of `step`
-        # What has been measured last, the number of calls that belonged to it, and the steps that they have made.
+        # The data or the loop that was measured last, the number of calls that belonged to it, and the steps that these
+        # calls have made.
         self._measured: ScheduledData | ScheduledLoop | None = None
         self._calls = 0
         self._steps = 0
@@ -172,10 +175,11 @@ class JobScheduler:
         self._advance(reached)
 
     def begin_at(self, step: int) -> None:
-        """Let the wrapped scheduler go on from a step, before it is stepped for what is measured.
+        """Let the wrapped scheduler go on from a step, before it begins to follow the job.
 
         Raises:
-            ConfigurationError: the scheduler is no `LambdaLR`. Others have loaded the length of their schedule, too.
+            ConfigurationError: the scheduler is not a `LambdaLR`. Other schedulers have also loaded the length of their
+                schedule.
         """
         if not isinstance(self._scheduler, LambdaLR):
             raise ConfigurationError(
@@ -193,9 +197,9 @@ class JobScheduler:
 
     @property
     def place(self) -> tuple[int, int | None]:
-        """The number of steps that have been made for what is measured now, and the epoch in which the data began.
+        """The number of steps for the data or the loop that is measured now, and the first epoch of the data.
 
-        A worker that joins late sets these two after it has loaded the state of the wrapped scheduler.
+        A worker that joins late sets both after it has loaded the state of the wrapped scheduler.
         """
         measured = self._measure()
         steps = self._steps if self._measured in (None, measured) else 0
@@ -213,7 +217,7 @@ class JobScheduler:
         return getattr(self._scheduler, name)
 
     def _measure(self) -> ScheduledData | ScheduledLoop | None:
-        """Return what the schedule follows now; None if each call is one step."""
+        """Return the data or the loop that the schedule follows now; None if each call is one step."""
         loop, data = active_loop(self._session), self._data
         if loop is not None:
             epochs, time_s, updates, samples = loop.limits
@@ -266,10 +270,11 @@ def _steps_of(scheduler: LRScheduler) -> int:
 
 
 class ScheduleWatch:
-    """Warns once if the learning rate follows a worker's own iterations, but the job's are counted.
+    """Warns once if the learning rate follows a worker's own iterations, although the job's iterations are counted.
 
-    This is so if the data is split dynamically, or if a loop without a distributed loader ends after a number of
-    updates, of samples or of minutes, under a sync model that does not keep all workers in lockstep.
+    The job's iterations are counted if the data is split dynamically. The job's iterations are also counted if the sync
+    model does not keep all workers in lockstep, and a loop without a distributed loader ends after a number of updates,
+    of samples or of minutes.
 
     Args:
         session: this worker's session.
@@ -278,12 +283,12 @@ class ScheduleWatch:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._warned = session.workers == 1
-        # the pass or loop of the last step, and its learning rates
+        # the pass or loop of the last step, and the learning rates of this step
         self._last: tuple[object, list[object]] = None, []
         self._changes = 0  # number of steps in a row with other learning rates than the step before
 
     def dismiss(self) -> None:
-        """Warn no more."""
+        """Do not warn from now on."""
         self._warned = True
 
     def look(self, groups: Sequence[HyperParameters]) -> None:
@@ -296,7 +301,7 @@ class ScheduleWatch:
         if position is not None and position.dynamic:
             place = position, len(position.passes)
         elif latest_position(self._session) is None and loop is not None and not self._session.core.lockstep:
-            # An epoch is what the loop makes of it, so the learning rate may well change from one to the next.
+            # The loop decides what an epoch is, so the learning rate may well change from one epoch to the next.
             text, allowed = IN_LOOP, 1
             place = loop if loop.limits.epochs is None else None
         rates: list[object] = [group.get("lr") for group in groups]
@@ -322,8 +327,8 @@ IN_LOOP = (
 
 # -- The marks at which a worker reports the hyper-parameters of an optimizer. See `paceline.core.agreement`
 #
-# A report costs a small message, so there is one every `MARKED_STEPS` steps, and one in each epoch. In
-# between, a step costs a few comparisons.
+# A report costs a small message, so a worker reports only every `MARKED_STEPS` steps, and once in each epoch.
+# All other steps cost a few comparisons.
 
 Groups = tuple[HyperParameters, ...]
 
@@ -331,8 +336,9 @@ Groups = tuple[HyperParameters, ...]
 class Marks:
     """Decides when the hyper-parameters of one optimizer are reported.
 
-    If one prepared schedule follows the job, they are reported at steps of this schedule, where they must be the same
-    in all workers. If several do, they are not reported, because the schedules do not advance together.
+    If one prepared schedule follows the job, the hyper-parameters are reported at steps of this schedule, at which they
+    must be the same in all workers. If several schedules follow the job, the hyper-parameters are not reported, because
+    the schedules do not advance together.
 
     Args:
         session: this worker's session.
@@ -343,8 +349,8 @@ class Marks:
         self._steps = 0
         self._pass: tuple[Position, int] | None = None  # the pass of the last step, and the number of passes
         self._epoch: tuple[str, int] | None = None  # the loader and the epoch of the last step
-        self._groups: Groups = ()  # those of the last step
-        self._marked: Groups = ()  # those of the last mark
+        self._groups: Groups = ()  # the groups of the last step
+        self._marked: Groups = ()  # the groups of the last mark
         self._within = False  # True once hyper-parameters have changed within a pass
         self._followers = 0  # number of schedules that follow the job
         # step of such a schedule, and hyper-parameters at this step
@@ -359,7 +365,7 @@ class Marks:
         self._passed = step, groups
 
     def look(self, set_index: int, groups: Groups) -> HyperParametersReported | None:
-        """Return what must be reported before a step; None if the step is at no mark.
+        """Return the report to send before a step; None if the step is not at a mark.
 
         Args:
             set_index: index of the optimizer's parameter set.
@@ -382,7 +388,8 @@ class Marks:
         before, self._marked = self._marked, groups
         late = came_late(self._session)
         # Workers are at different steps within an epoch, and the state that a late worker has loaded is that of
-        # another worker. There, only what has not changed since the last mark can be compared.
+        # another worker. In both cases, only hyper-parameters that have not changed since the last mark can be
+        # compared.
         if groups != before and (late or (epoch is not None and not begins)):
             return None
         loader, number = epoch if epoch is not None else ("", None)

@@ -3,7 +3,8 @@
 The front end (`DistributedOptimizer`, `distribute`) depends only on a `Session`, so it works in the same way in a
 process of a live run and on a thread of a simulation. Without a session, a script runs as one ordinary process.
 
-Below is what the front end keeps for each session, in particular for a script that is resumed or that joins late.
+The second half of this file holds the values that the front end keeps for each session, in particular for a script that
+is resumed, and for a worker that joins late.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ from .job_model import JointModel, ParameterSet, TrainedModel, any_lazy
 
 
 class TrainingStep(NamedTuple):
-    """What a step of the optimizer pushes besides the gradients.
+    """The values that a step of the optimizer pushes besides the gradients.
 
     Attributes:
         present: one byte per parameter: 1 if the parameter has a gradient, else 0.
         groups: hyper-parameters of the optimizer's parameter groups, encoded with msgpack.
-        flags: what the push says besides its gradient, as far as the script decides it.
+        flags: the flags of the push, as far as the script decides them.
         buffers: index -> buffer, for the buffers that have changed since the last push.
         logged: what the script has logged since the last push.
-        observed: what was seen of the push, for the guard of the run.
+        observed: the observation of the push for the guard of the run; None if the guard needs none.
     """
 
     present: bytes
@@ -57,18 +58,19 @@ class TrainingStep(NamedTuple):
 
 @dataclass(slots=True)
 class Callbacks:
-    """What a session calls in the front end, which sets these functions.
+    """The functions of the front end that a session calls. The front end sets them.
 
     Attributes:
-        before_exchange: called before the session sends `gradients`, or requests new `weights`. Afterwards, nothing
-            else uses this memory until the answer.
-        on_arrived: called during `commit` when a part of the new `weights` has arrived, with the name of the vector
-            and the range of its elements; None for nothing. The range begins where the part that a shard sends
-            begins, and grows. The session changes these elements only after the next `before_exchange`.
-        frozen: returns the bytes of this worker's frozen parameter with a digest, in parts; None if there is none.
-            Set before `begin`, and before `extend`.
+        before_exchange: called before the session sends `gradients`, or requests new `weights`. From then until the
+            answer, only the session uses this memory.
+        on_arrived: called during `commit` when a part of the new `weights` has arrived, with the name of the vector and
+            the range of its elements; None to be told nothing. Each range begins at the first element that a shard
+            sends, and grows from call to call. The session does not change these elements again before the next
+            `before_exchange`.
+        frozen: returns the bytes of this worker's frozen parameter with a given digest, in parts; None if no parameter
+            has it. Set before `begin`, and before `extend`.
         on_moved: called after the session has moved `weights` to other memory.
-        state: returns what the script holds (see `worker_state`). Its argument is True if the script has ended.
+        state: returns the state of the script (see `worker_state`). Its argument is True if the script has ended.
             Called while the script waits in a call of all workers, at the beginning of `idle`, and in `finish`.
         on_finish: called when the script ends. Returns a warning, or "".
     """
@@ -82,18 +84,18 @@ class Callbacks:
 
 
 class Servers(ABC):
-    """What a worker requests from the servers besides pushes and pulls."""
+    """The requests of a worker to the servers, besides pushes and pulls."""
 
     @abstractmethod
     def fetch_model(self, digest: Callable[[FrozenSpec], str]) -> Mapping[str, torch.Tensor] | None:
         """Return the job's weights, and its buffers pooled over the workers, by their names in the `state_dict`.
 
-        A worker that joins a run in progress may call this before `begin`. It takes no part in the run until then, so
-        no other worker waits for it.
+        A worker that joins a run in progress may call this before `begin`. Until `begin`, the worker takes no part in
+        the run, so no other worker waits for it.
 
         Args:
-            digest: function that returns the digest of this worker's value of a frozen parameter; "" if it has none.
-                The job's values are included where they differ.
+            digest: function that returns the digest of this worker's value of a frozen parameter; "" if this worker has
+                no such parameter. The result includes the job's values of those frozen parameters whose digests differ.
 
         Returns:
             None if the run is only beginning, so that there is no model to read.
@@ -101,10 +103,10 @@ class Servers(ABC):
 
     @abstractmethod
     def fetch_evaluated(self) -> Mapping[str, torch.Tensor]:
-        """Return the current weights that are evaluated, by their names in the `state_dict`, in new memory.
+        """Return the current weights for evaluation, by their names in the `state_dict`, in new memory.
 
-        They differ from those that are trained if an optimizer has modes (see `shard.foreign`). May be called between
-        two iterations, and in `idle`.
+        These weights differ from the weights in training if an optimizer has modes (see `shard.foreign`). May be called
+        between two iterations, and in `idle`.
         """
 
     @abstractmethod
@@ -124,16 +126,17 @@ class Servers(ABC):
     ) -> Mapping[str, torch.Tensor]:
         """Return the initializer's values of the buffers that were added last, by their names in the `state_dict`.
 
-        In a worker that has just joined a run in progress, these are all buffers, pooled over the other workers.
+        A worker that has just joined a run in progress gets all buffers, pooled over the other workers.
 
         Args:
-            specs: these buffers.
-            own: this worker's own values of these buffers. If they are equal, the result may be {}.
+            specs: the buffers.
+            own: this worker's own values of these buffers. If these values equal the initializer's, the result may be
+                {}.
         """
 
     @abstractmethod
     def fetch_frozen(self, specs: Sequence[FrozenSpec]) -> Mapping[str, torch.Tensor]:
-        """Return the run's values of those of these frozen parameters whose own digests are others, by name.
+        """Return, by name, the run's values of the given frozen parameters that have another digest in the run.
 
         Raises:
             ConfigurationError: no worker of the run has these values any more.
@@ -143,7 +146,7 @@ class Servers(ABC):
     def keep_states(self, position: LoopPosition, states: Sequence[memoryview]) -> None:
         """Send the states of tracked objects, taken at this position, to the server of shard 0.
 
-        Their memory may change after this call.
+        The memory of `states` may change after this call.
         """
 
     @abstractmethod
@@ -151,14 +154,14 @@ class Servers(ABC):
         """Return the states that were kept last, with their position; None if there are none.
 
         Args:
-            address: the address of the server of shard 0. The session need not be connected to it yet.
+            address: the address of the server of shard 0. The session need not be connected to this server yet.
         """
 
     @abstractmethod
     def keep_worker_state(self, state: Sequence[memoryview]) -> None:
-        """Send what the script of this worker holds to the coordinator, for the cut for which it is wanted.
+        """Send the state of this worker's script to the coordinator, for the cut that needs this state.
 
-        Its memory may change after this call.
+        The memory of `state` may change after this call.
 
         Args:
             state: the bytes of the state. See `worker_state`.
@@ -166,13 +169,13 @@ class Servers(ABC):
 
     @abstractmethod
     def fetch_worker_states(self) -> tuple[bytes | bytearray | None, bytes | bytearray | None]:
-        """Return what scripts held at the cut with which the run has begun, for a worker of a resumed run.
+        """Return states of scripts at the cut with which this resumed run has begun.
 
         May be called before `begin`, like `fetch_model`.
 
         Returns:
-            The state of the worker with this index, and that of the lowest index; None for what is not known. The
-            former is None as well if this index has been used in this run before.
+            The state of the worker with this worker's index, and the state of the worker with the lowest index; None
+            for a state that is not known. The first state is also None if this index has been used in this run before.
         """
 
 
@@ -189,19 +192,20 @@ class Session(ABC):
         worker: index of this worker.
         workers: number of workers.
         split: how an epoch is divided among the workers by default.
-        batch: "equal" if all workers have batches of the same size by default, "balanced" if their sizes follow the
+        batch: "equal" if all workers have batches of the same size by default, "balanced" if the sizes follow the
             workers' speeds.
         joint_batch: True if the batch size of a loader is by default that of the joint batch of all workers.
         seed: the run's seed.
-        device: the device that is assigned to this worker; the CPU if none is.
+        device: the device that is assigned to this worker; the CPU if none is assigned.
         skips_nan: True if gradients with NaN or inf are not pushed, False if such gradients stop the run.
         resumed: number of the cut with which the run has begun; 0 if it is not resumed.
-        core: the protocol of this worker. The front end reads what the worker knows of the run, which changes between
-            iterations, and uses its data feed. It calls no method that returns requests, except in `exchange`.
-        servers: what the worker requests from the servers besides pushes and pulls.
+        core: the protocol of this worker. The front end reads from the core what the worker knows of the run, and uses
+            the core's data feed. This knowledge changes between iterations. The front end calls methods that return
+            requests only in `exchange`.
+        servers: the requests of the worker to the servers, besides pushes and pulls.
         weights: dtype -> flat vector of the weights. Filled by `begin`.
         gradients: dtype -> flat vector of the gradients. Filled by `begin`.
-        callbacks: what the session calls in the front end.
+        callbacks: the functions of the front end that the session calls.
     """
 
     servers: Servers
@@ -242,12 +246,12 @@ class Session(ABC):
     @property
     @abstractmethod
     def observes(self) -> bool:
-        """True if `commit` should be told what was seen of the push. May change between iterations."""
+        """True if `commit` needs an observation of the push. May change between iterations."""
 
     @property
     @abstractmethod
     def encodes_weights(self) -> bool:
-        """True if weights may be encoded on their way to this worker, and so differ from those of the servers.
+        """True if weights may be encoded on their way to this worker, and so differ from the weights of the servers.
 
         The weights that `refresh` pulls are not encoded.
         """
@@ -310,12 +314,13 @@ class Session(ABC):
 
         Args:
             model: the extended model.
-            weights: name -> flat vector with the initial weights of the new parameters. Those of one worker are used.
+            weights: name -> flat vector with the initial weights of the new parameters. The job uses those of one
+                worker.
             buffers: the values of the buffers that the model did not have before.
             state_of: function that returns a shard's part of the new parameters' initial optimizer state.
 
         Returns:
-            "", or the reason why the model was not extended: the workers' calls differ.
+            "" if the model was extended; otherwise the reason why not, which is how the workers' calls differ.
         """
 
     def weights_edited(self) -> bool | None:
@@ -361,7 +366,7 @@ class Session(ABC):
 
     @abstractmethod
     def sit_out(self) -> None:
-        """Push without a gradient and pull, because this worker has no part in a joint batch of the others."""
+        """Push without a gradient and pull, because this worker has no part in a joint batch of the other workers."""
 
     @abstractmethod
     def idle(self) -> AbstractContextManager[None]:
@@ -399,7 +404,7 @@ class Session(ABC):
     def watched(self) -> tuple[Stopwatch, int] | None:
         """Return the stopwatch of this worker, and the current time in ticks.
 
-        None if the time of what this thread does now is not measured, or is outside of training in any case.
+        None if the time that this thread spends now is not measured, or never counts as training.
         """
         return None
 
@@ -421,7 +426,7 @@ class Session(ABC):
 
     @abstractmethod
     def observe(self, observed: Observation, noted: Sequence[Noted] = ()) -> None:
-        """Report at once what was seen of a push, and what the script has logged if no other push follows."""
+        """Report the observation of a push at once. If no push follows, `noted` has the values that were logged."""
 
     @abstractmethod
     def combine(
@@ -429,8 +434,8 @@ class Session(ABC):
     ) -> Combined:
         """Wait until all other workers have made the same call, and return its result.
 
-        If this worker is in training and the sync model does not keep all workers in lockstep, it may push without a
-        gradient and pull meanwhile, because other workers may wait for it.
+        If this worker is in training and the sync model does not keep all workers in lockstep, this worker may push
+        without a gradient and pull meanwhile, because other workers may wait for its push.
 
         Args:
             call: the call and the structure of its argument, in words; the same in all workers.
@@ -445,7 +450,7 @@ class Session(ABC):
 
 
 class _OfThread(threading.local):
-    """The session of each thread. Threads without one find the class attribute, which is faster than no attribute."""
+    """The session of each thread. Threads without one use the class attribute, because failed look-ups are slow."""
 
     session: Session | None = None
 
@@ -532,12 +537,12 @@ Value = TypeVar("Value")
 
 
 class OfSession(Generic[Value]):
-    """A value for each session. It is made when it is first asked for, and exists as long as its session.
+    """A value for each session. The value is made when it is first requested, and exists as long as its session.
 
-    A value may refer to other objects, but not to its session, which would then never be freed.
+    A value may refer to other objects, but not to its session: with such a reference, the session would never be freed.
 
-    Some values are asked for several times in each step. A process usually has one session, so the last session and
-    its value are remembered, which is much faster than to look for it.
+    Some values are requested several times in each step. A process usually has one session, so this object remembers
+    the last session and its value. This is much faster than a look-up.
 
     Args:
         make: makes the value for a session.
@@ -564,7 +569,7 @@ class OfSession(Generic[Value]):
         return iter(list(self._values.values()))
 
 
-# -- Objects whose state can be saved and loaded, as torch's schedulers, modules and some loaders have it ----
+# -- Objects whose state can be saved and loaded, such as torch's schedulers, modules and some loaders -------
 
 METHODS = ("state_dict", "load_state_dict")
 
@@ -577,14 +582,14 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: Any, /) -> Any: ...
 
 
-# -- What the script of a resumed run gets back, until it has reached the place where the earlier run was ----
+# -- The state that the script of a resumed run gets back, until it has reached the place of this state ------
 
 
 class BatchSite(NamedTuple):
     """The place at which a script asks for its next batch.
 
     Attributes:
-        stream: name of the stream of epochs from which the batch is; "" if the script has no distributed loader.
+        stream: name of the stream of epochs to which the batch belongs; "" if the script has no distributed loader.
         epoch: number of the epoch in this stream.
     """
 
@@ -593,14 +598,15 @@ class BatchSite(NamedTuple):
 
 
 class _Resumption:
-    """What a script gets back in a worker of a resumed run.
+    """The state that a script gets back in a worker of a resumed run.
 
     Attributes:
         begun: True once the state has been asked for.
-        state: what the script held; None if there is nothing to restore, or not any more. See `worker_state`.
-        restored: the state that was put back last, until the script gets a batch; None if there is none.
-        repeats: True while the script goes through a batch only to have its variables again. See `repeated`.
-        buffers: the buffers that the model of this worker had, by their descriptions, until training begins.
+        state: the state of the script; None if there is nothing to restore, or nothing more to restore. See
+            `worker_state`.
+        restored: the state that was restored last, until the script gets a batch; None if there is no such state.
+        repeats: True while the script repeats a batch only to set its variables again. See `repeated`.
+        buffers: the values that the buffers of this worker's model had, by their descriptions, until training begins.
     """
 
     def __init__(self) -> None:
@@ -611,12 +617,12 @@ class _Resumption:
         self.buffers: Mapping[str, torch.Tensor] = {}
 
     def take_buffers(self, specs: Iterable[BufferSpec]) -> dict[str, torch.Tensor]:
-        """Return and forget those of these buffers that the model of this worker had, by name."""
+        """Return and forget the values that these buffers of this worker's model had, by name, if they are known."""
         had, self.buffers = self.buffers, {}
         return {spec.name: had[str(spec)] for spec in specs if str(spec) in had}
 
     def lies_beyond(self, place: BatchSite) -> bool:
-        """True if the script was in a later epoch of the same stream when it held the state."""
+        """True if the script was in a later epoch of the same stream when the state was taken."""
         return (
             self.state is not None
             and place.stream == self.state["place"][0]
@@ -624,7 +630,7 @@ class _Resumption:
         )
 
     def take_at(self, place: BatchSite) -> Mapping[str, Any] | None:
-        """Return and forget the state if the script is where it was, or further on; else None."""
+        """Return and forget the state if the script has reached the place of the state; else return None."""
         if self.state is None:
             return None
         before = BatchSite(*self.state["place"])
@@ -635,7 +641,7 @@ class _Resumption:
 
 
 resumption_of = OfSession(lambda _: _Resumption())
-"""Returns what the script of a session's worker gets back."""
+"""Returns the state that the script of a session's worker gets back."""
 
 
 # -- The job's model in a worker that joins a run in progress, until this worker trains ----------------------
@@ -708,8 +714,8 @@ def came_late(session: Session) -> bool:
 def hold_job_model(session: Session | None, *, newest: bool = False) -> None:
     """If a worker joins a run in progress and has not trained yet, set its models to the job's weights and buffers.
 
-    Tensors that the job's model does not have, or has with another shape or dtype, are not changed. If the worker
-    trains such a model, it is refused.
+    Tensors that the job's model does not have, or has with another shape or dtype, are not changed. A worker that
+    trains such a model is refused.
 
     Args:
         session: the session of the worker; None outside a run.

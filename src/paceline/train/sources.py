@@ -1,7 +1,7 @@
-"""What `distribute` splits: the items of a loader or another iterable, and how batches are made from them.
+"""The data that `distribute` splits: the items of a loader or another iterable, and how they become batches.
 
 A `DataLoader` is split by the indices that its sampler yields, so that each worker loads only its own part. Any other
-iterable is split by the objects that it yields: every worker must produce all of them, and keeps only its own part.
+iterable is split by the objects that it yields: every worker must produce all objects, and keeps only its own part.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ class DataSource(Protocol):
         """Return an iterable over all items of a new epoch."""
 
     def load(self, batches: Iterable[list[Any]], generator: torch.Generator | None) -> Iterable[Any]:
-        """Return an iterable over what the script receives for each batch of items.
+        """Return an iterable over the objects that the script receives, one for each batch of items.
 
         Args:
             batches: the batches of items.
-            generator: generator for the seeds of the loader's processes; None for the loader's own.
+            generator: generator for the seeds of the loader's processes; None for the loader's own generator.
         """
 
     def samples(self, items: list[Any]) -> int | None:
@@ -210,7 +210,7 @@ class ItemSource:
         return self._items
 
     def load(self, batches: Iterable[list[Any]], generator: torch.Generator | None) -> Iterable[Any]:
-        # Every worker must produce the same batches, so their seeds are the same as well.
+        # Every worker must produce the same batches, so the seeds of all workers are the same as well.
         return _Each(batches)
 
     def samples(self, items: list[Any]) -> int | None:
@@ -250,7 +250,7 @@ def _in_order(loader: L) -> L:
 
 
 def _stateful(items: Iterable[Any]) -> Stateful | None:
-    """Return the iterable itself, or the dataset of a loader without processes, if it can go on from a state."""
+    """Return the iterable, or the dataset of a loader without processes, if it can go on from a state; else None."""
     dataset = items.dataset if isinstance(items, DataLoader) and items.num_workers == 0 else None
     for each in (items, dataset):
         if all(callable(getattr(each, method, None)) for method in METHODS):
@@ -296,8 +296,7 @@ class DataStream:
         epoch: number of the last pass that has begun, counted from 0; -1 before the first one.
         first: number of the pass that is epoch 0 for `set_epoch`; None if this is not known, because the worker has
             joined late.
-        skipped: number of passes that the job had begun, and that this worker does not make, because it has joined
-            late.
+        skipped: number of passes that the job had begun before this worker joined, and that this worker does not make.
     """
 
     def __init__(self, number: int, name: str) -> None:

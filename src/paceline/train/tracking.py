@@ -1,7 +1,7 @@
 """`track`, which names objects whose state belongs to the job, such as a scheduler or averaged weights.
 
 The states are sent to the server of shard 0 at the end of each epoch (see `paceline.epochs` and
-`core.data_ledger`). A worker that joins a run in progress loads them when its loop begins.
+`core.data_ledger`). A worker that joins a run in progress loads these states when its loop begins.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ def track(**objects: Stateful) -> None:
     """Let the state of some objects belong to the job, so that a worker that joins late continues with it.
 
     A worker that joins a run in progress runs the script from its first line. It gets the weights and the model's
-    buffers from the job, but other objects of the script are new in it: a learning-rate scheduler, averaged weights,
-    a loss scaler. Name these objects after you have created them, and before the loop over `paceline.epochs`:
+    buffers from the job, but other objects of its script are new: a learning-rate scheduler, averaged weights, a loss
+    scaler. Name these objects after you have created them, and before the loop over `paceline.epochs`:
 
-    - At the end of each epoch, one worker sends their states to a server: the worker with the lowest index of those
-      that are in training. If this worker is lost, the next one does so from the next epoch on. The states at the end
-      of the loop are sent by the first worker that ends it, and again by workers with lower indices, so they are not
-      lost with any worker.
+    - At the end of each epoch, one worker sends the states to a server: the worker with the lowest index of those that
+      are in training. If this worker is lost, the worker that then has the lowest index sends the states from the next
+      epoch on. The states at the end of the loop are sent by the first worker that ends the loop, and again by workers
+      with lower indices. So these states are not lost if one worker is lost.
     - A worker that joins late loads the states when its loop over `paceline.epochs` begins. For a scheduler, it also
       takes over the hyper-parameters that the scheduler has set, such as the learning rate. The states are those at
-      the beginning of the epoch in progress. A scheduler that is stepped in every iteration then follows the job's
-      position in the epoch if it was prepared with `paceline.prepare`.
+      the beginning of the epoch in progress. If a scheduler was prepared with `paceline.prepare` and is stepped in
+      every iteration, it then follows the job's position in the epoch.
     - The run saves the states that it has kept last in `tracked.pt` in its run directory, with the number of epochs
       that were complete. `torch.load` reads this file.
 

@@ -57,8 +57,8 @@ EDITING_PRIVATELY = "optimizer.editing(private=True)"
 UNABORTABLE = (
     "the sync model aborts computations on outdated weights and restarts them, but this script calls step() without "
     "a closure, when the gradients are already computed. So nothing is aborted: spec-sync behaves as its base model "
-    "(asp by default), and ringmaster drops outdated gradients only when they arrive. To let them be aborted, "
-    "put zero_grad(), the forward pass and backward() into a function that returns the loss, and call: "
+    "(asp by default), and ringmaster drops outdated gradients only when they arrive. To let the sync model abort "
+    "computations, put zero_grad(), the forward pass and backward() into a function that returns the loss, and call: "
     "loss = optimizer.step(closure)"
 )
 """Warning about a script whose computations cannot be aborted."""
@@ -82,7 +82,7 @@ class WorkerTraining:
     Attributes:
         stale: the sets with gradients that were computed with weights that differed from the initializer's weights.
             The first push of such a set must not contain these gradients.
-        graph_begun: True if a module that holds trained parameters has been called in this iteration, as far as it is
+        graph_begun: True if a module that holds trained parameters has been called in this iteration, as far as is
             known. Only set while there are parameters that are not trained yet.
 
     Raises:
@@ -104,11 +104,11 @@ class WorkerTraining:
         self._thread = threading.get_ident()
         self._inside = ""  # one of the three contexts above, if the script is in one
         self._evaluated: set[int] = set()  # the sets whose optimizers are in evaluation mode
-        # The sets whose last push had NaN in its gradient. The guard of the run must learn of the next one, too.
+        # The sets whose last push had NaN in its gradient. The guard of the run must learn of the next push as well.
         self._had_nan: set[int] = set()
-        # what was seen of the last push, if the guard is told of it when the script has logged its loss
+        # the observation of the last push, if it is sent to the guard after the script has logged the push's loss
         self._unobserved: Observation | None = None
-        # set -> its parameters without a new gradient when it was last looked whether the model has them
+        # set -> its parameters that had no new gradient at the last check that the model still has them
         self._missing: dict[int, list[int]] = {}
         self.stale: set[int] = set()
         self.graph_begun = False
@@ -150,7 +150,7 @@ class WorkerTraining:
         return bool(self._inside)
 
     def set_of(self, parameters: Sequence[torch.Tensor]) -> int | None:
-        """Return the only set to which some of these parameters belong already; None if there is none, or several."""
+        """Return the set to which some of these parameters belong already; None if there is no such set, or several."""
         places = zip(self._trained.parameters, self._trained.spec.layout.parameters, strict=True)
         wanted = set(map(id, parameters))
         found = {place.set_index for parameter, place in places if id(parameter) in wanted}
@@ -159,8 +159,8 @@ class WorkerTraining:
     def extend(self, sets: Sequence[ParameterSet]) -> None:
         """Train further parameters: wait for the other workers to add them, and copy one worker's weights.
 
-        The other parameters keep their weights. But if the worker has pushed and pulled while it waited, they have
-        the new ones, unless the script has already used the earlier ones in this iteration.
+        The other parameters keep their weights if the worker has not pulled while it waited, or if the script has
+        already used these weights in this iteration. Otherwise, they have the newly pulled weights.
 
         Args:
             sets: the parameter sets, which may have further parameters or another optimizer. Further sets may follow.
@@ -191,13 +191,13 @@ class WorkerTraining:
         if refused := session.extend(trained.spec, initial, list(trained.buffers.added.values()), state_of):
             raise UsageError(f"The workers' calls differ: {refused}")
         if session.core.iteration == iteration or self.graph_begun:
-            # The weights that the worker has pulled with its last step. A graph may hold them.
+            # Keep the weights that the worker pulled with its last step, because an autograd graph may hold them.
             self._weights.keep_in(session.weights, pulled)
         remove_now(session)
         new = trained.spec.buffers_beyond(before.spec), trained.spec.frozen_beyond(before.spec)
         self._train(trained, weights, added, *new)
         for index, parameter in enumerate(before.parameters):
-            if parameter.grad is not None:  # it is in the session's former memory, which is freed now
+            if parameter.grad is not None:  # this gradient is in the session's former memory, now freed
                 self._gradients.adopt(index)
 
     def _train(
@@ -209,7 +209,7 @@ class WorkerTraining:
         new_frozen: Sequence[FrozenSpec],
         first_buffers: Mapping[int, torch.Tensor] = MappingProxyType({}),
     ) -> None:
-        """Take over the weights of the session, and train with its memory from now on.
+        """Take over the session's weights, and train with the session's memory from now on.
 
         Args:
             trained: what the script trains.
@@ -230,7 +230,7 @@ class WorkerTraining:
             initial = {**session.servers.fetch_initial_buffers(new_buffers, own)}
             initial |= resumption_of(session).take_buffers(new_buffers)
             if first_buffers and not (replaced or session.core.updates or session.resumed):
-                # What a forward pass with the job's weights has changed is a statistic of this worker.
+                # Buffers that a forward pass with the job's weights has changed are statistics of this worker.
                 own_statistics = trained.buffers.differing_from(first_buffers)
                 initial = {name: value for name, value in initial.items() if name not in own_statistics}
                 trained.buffers.send_again(own_statistics)
@@ -312,12 +312,12 @@ class WorkerTraining:
             )
 
     def _require_in_model(self, set_index: int) -> None:
-        """Check that the model still uses the parameters of a set: the gradients of others would be missing silently.
+        """Check that the model still uses the parameters of a set. If it did not, gradients would silently be missing.
 
-        The model is only looked at if other parameters than before have no new gradient.
+        The model is only examined if the parameters without a new gradient are not those of the last check.
 
         Raises:
-            UsageError: the model has other parameters in the places of some.
+            UsageError: the script has replaced parameters of the model by new ones.
         """
         missing = self._gradients.not_accumulated(set_index)
         if missing == self._missing.get(set_index, []):
@@ -326,10 +326,10 @@ class WorkerTraining:
         if replaced := self._trained.replaced(missing):
             names = ", ".join(map(repr, replaced[:3])) + (", ..." if len(replaced) > 3 else "")
             raise UsageError(
-                f"The optimizer holds {len(replaced)} parameters that the model no longer has: {names}. It has new "
-                "ones in their places, from load_state_dict(..., assign=True), a new layer or a conversion. So the "
-                "optimizer would train nothing there. Load without assign=True, or create and prepare a new "
-                "optimizer after the change."
+                f"The optimizer holds {len(replaced)} parameters that the model no longer has: {names}. The model has "
+                "new ones in their places, from load_state_dict(..., assign=True), a new layer or a conversion. So the "
+                "optimizer would train nothing there. Load without assign=True, or create and prepare a new optimizer "
+                "after the change."
             )
 
     def describe(self, parameter: torch.Tensor) -> str:
@@ -383,7 +383,7 @@ class WorkerTraining:
         self._session.hold_back(droppable=False)
 
     def _await_gradients(self) -> None:
-        self._gradients.computed()  # a backward pass that has failed
+        self._gradients.computed()  # in case a backward pass has failed
         self._stager.await_gradients()
 
     def commit(
@@ -455,7 +455,7 @@ class WorkerTraining:
             clip = None
         elif scale_gradients is not None:
             if clip is not None:
-                # The norm of the scaled gradients is another one, so the clipping precedes the scaling.
+                # Scaling changes the norm of the gradients, so the clipping precedes the scaling.
                 self._gradients.scale(clip.factor, selected)
                 clip = None
             scale_gradients()
@@ -476,7 +476,7 @@ class WorkerTraining:
         self.graph_begun = False
 
     def _in_turn(self, observed: Observation | None, logged: Settled, *, is_nan: bool) -> Observation | None:
-        """Return the observation that is due now: the one before, if the loss of each push is known after it.
+        """Return the observation to send now: that of the previous push, if losses are known only after their pushes.
 
         A gradient with NaN is reported at once.
         """
@@ -493,18 +493,18 @@ class WorkerTraining:
         return observed
 
     def sit_out(self, pushes: int) -> None:
-        """Make the pushes of a joint batch in which this worker has no part, without a gradient.
+        """Make the pushes for a joint batch in which this worker has no part. They have no gradient.
 
-        If it is not known how many pushes the others make with it, because the script accumulates gradients, draws
-        batches ahead or loads them on a thread of its own, none are made. Then the workers need no longer have the
-        same number of iterations when they make a call together.
+        No pushes are made if it is not known how many pushes the other workers make with this batch, because the script
+        accumulates gradients, draws batches ahead or loads them on a thread of its own. From then on, workers need not
+        have the same number of iterations when they make a call together.
 
         Args:
             pushes: number of pushes that the script makes for each batch; 0 if it is not known.
         """
         session = self._session
         if not session.core.lockstep:
-            return  # no worker waits for them
+            return  # no worker waits for these pushes
         if not pushes or session.core.data.has_drawn or self._inside or threading.get_ident() != self._thread:
             session.exchange(session.core.become_uneven)
             return
@@ -552,14 +552,14 @@ class WorkerTraining:
         self.refresh()
 
     def with_modes(self, *, training: bool = True) -> list[int]:
-        """Return the sets whose optimizers have modes. If `training` is True, those in training mode only."""
+        """Return the sets whose optimizers have modes. If `training` is True, return only the sets in training mode."""
         found = [index for index, each in enumerate(self.sets) if has_modes(type(each.owner))]
         return [index for index in found if not (training and index in self._evaluated)]
 
     def fetch_evaluated(self, sets: Sequence[int]) -> dict[int, torch.Tensor]:
-        """Fetch the current weights of these sets that are evaluated: index of each parameter -> its values.
+        """Fetch the current weights for evaluation of these sets: index of each parameter -> its values.
 
-        They are in new memory on the device of the model. Nothing is fetched if `sets` is empty.
+        The weights are in new memory on the device of the model. Nothing is fetched if `sets` is empty.
         """
         if not sets:
             return {}
@@ -571,7 +571,7 @@ class WorkerTraining:
         }
 
     def state_in_mode(self, set_index: int, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return the `state_dict()` of a set's optimizer in its present mode, given that in training mode."""
+        """Return the `state_dict()` of a set's optimizer in its present mode, given the one in training mode."""
         if set_index not in self._evaluated:
             return state_dict
         each, weights = self.sets[set_index], self._weights.copies()
@@ -580,7 +580,7 @@ class WorkerTraining:
         return evaluated_state(each.owner, copies, state_dict)
 
     def evaluate(self, set_index: int) -> None:
-        """Set the parameters of a set to the weights that are evaluated, until `train`.
+        """Set the parameters of a set to the weights for evaluation, until `train` is called.
 
         Raises:
             UsageError: the script evaluates or edits the model.
@@ -638,7 +638,7 @@ class WorkerTraining:
 
     @contextmanager
     def editing_privately(self) -> Iterator[None]:
-        """Return a context after which the weights are those from before it."""
+        """Return a context at whose end the weights are set to what they were at its beginning."""
         self.require_not_idle("editing(private=True)")
         self._require_training_mode("editing(private=True)")
         self._weights.require_unchanged()
@@ -670,7 +670,7 @@ class WorkerTraining:
         return combined
 
     def pooled_buffers(self) -> Mapping[str, torch.Tensor]:
-        """Return the model's buffers, pooled over the workers; {} if this worker's have not changed in training."""
+        """Return the model's buffers, pooled over the workers; {} if training has not changed this worker's buffers."""
         return self._session.servers.fetch_buffers() if self._trained.buffers.have_changed else {}
 
     def buffers(self) -> dict[str, torch.Tensor]:
@@ -711,7 +711,7 @@ class WorkerTraining:
         return " ".join(filter(None, words))
 
     def _after_forward(self, module: nn.Module, inputs: object, output: object) -> None:
-        """Notice if the first output of a batch is a part of a gradient. See `core/lease.py`."""
+        """Notice whether the first output from a batch contributes to a gradient. See `core/lease.py`."""
         if torch.is_grad_enabled():
             guess_of(self._session).computes = True
         batch = self._session.core.data.newest
@@ -740,7 +740,7 @@ _trainings: WeakKeyDictionary[Session, ref[WorkerTraining]] = WeakKeyDictionary(
 
 
 def watch_script() -> None:
-    """Wrap the functions of torch that tell a session what the script does with losses and gradients."""
+    """Wrap functions of torch, so that a session learns what the script does with losses and gradients."""
     watch_clipping()
     watch_backward()
     watch_scalers()
@@ -748,7 +748,7 @@ def watch_script() -> None:
 
 
 def unwatch_script() -> None:
-    """Restore what `watch_script` has wrapped."""
+    """Restore the functions that `watch_script` has wrapped."""
     unwatch_steps()
     unwatch_scalers()
     unwatch_backward()
@@ -767,21 +767,21 @@ REMEDIES = {
     "": "Wrap the optimizer: model, optimizer, loader = paceline.prepare(model, optimizer, loader). Call only the "
     "step() of the optimizer that prepare returns.",
 }
-"""What the name of a module on the stack begins with, when an optimizer makes a step -> how it is distributed."""
+"""Beginning of the name of a module on the stack when an optimizer makes a step -> how to distribute this optimizer."""
 
 
 def how_to_distribute(frame: FrameType | None) -> str:
-    """Return what to do about an optimizer that makes a step in this frame and is not distributed."""
+    """Return how to distribute an optimizer that makes a step in this frame."""
     modules = []
     while frame is not None:
         modules.append(str(frame.f_globals.get("__name__")))
         frame = frame.f_back
-    # The first framework counts, because a trainer may use the others.
+    # The first framework in the table counts, because a trainer may use the later ones.
     return next(REMEDIES[start] for start in REMEDIES if any(each.startswith(start) for each in modules))
 
 
 def watch_steps() -> None:
-    """Let the first step of an optimizer say so if training has not begun, because no optimizer is distributed."""
+    """Warn at the first step of an optimizer if training has not begun, because then no optimizer is distributed."""
     global _steps_watch
     _steps_watch = register_optimizer_step_post_hook(_look_at_step)
 

@@ -1,23 +1,25 @@
-"""A model's parameters as views of flat vectors, the stager, which moves these, and the detection of edits.
+"""A model's parameters as views of flat vectors, the stager of weights and gradients, and the detection of edits.
 
 Once training has begun, the servers hold the weights, and a worker's weights may change only inside `step()` and
 `editing()`: any other edit would make the worker diverge silently. Most edits change a parameter's version counter,
 memory address or strides. In-place edits through `.data` change none of the three, so a sample of the weights is also
 compared with a copy.
 
-Such a change is no error if the weights are restored before the step. Scripts do this that climb to other weights
-for a second gradient (sharpness-aware minimization, adversarial training), or that evaluate averaged weights. The
-values are compared with the truth, if it is at hand: the servers' memory if the worker reads its weights there, the
-session's memory if the parameters are on another device, a sample that contains all elements, or a copy. A copy in
-every step would cost too much. So copies are made for the first few steps, before a call of `load_state_dict`, and in
-each step once a script has restored its weights. Without the truth, a large parameter on the CPU that was edited in
-place counts as changed.
+An edit is no error if the weights are restored before the step. Scripts make such edits to compute a second gradient at
+other weights (sharpness-aware minimization, adversarial training), or to evaluate averaged weights. The values are
+compared with the truth, which is the weights of the last pull. The truth is at hand in the servers' memory if the
+worker reads its weights there, and in the session's memory if the parameters are on another device. Otherwise, it may
+be at hand in a sample that contains all elements, or in a copy. A copy in every step would cost too much. So copies are
+made for the first few steps, before a call of `load_state_dict`, and in each step once a script has restored its
+weights. Without the truth, a large parameter on the CPU that was edited in place counts as changed.
 
 Between `eval()` and `train()` of an optimizer with modes (see `shard.foreign`), its parameters are *apart*: in other
-memory, with the weights that are evaluated. They may not be edited there, and pulls do not change them.
+memory, with the weights for evaluation. The script may not edit parameters that are apart, and pulls do not change
+them.
 
-A script that subtracts what it has added restores its weights up to rounding. This is no error, either, if the
-weights at which it has computed the gradient explain the difference. The weights are then those of the last pull.
+A script that adds something to its weights and subtracts it again restores the weights only up to rounding. The
+remaining difference is no error, either, if it is within the rounding error of the weights at which the script has
+computed the gradient. The script then continues with the weights of the last pull.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ SAMPLE_SIZE = 16_384
 
 
 WATCHED_PULLS = 3
-"""Number of pulls after which a script that restores its weights in each step is known to do so."""
+"""After this number of pulls, it is known whether a script restores its weights in each step."""
 
 
 class Weights:
@@ -64,8 +66,8 @@ class Weights:
         self._kept: list[torch.Tensor] | None = None  # copy of each parameter as of the last pull
         self._pulls = 0
         self._restores = False  # True if the script has changed its weights and restored them
-        self._subtracts = False  # True if it has restored them up to rounding
-        # index -> copy of a parameter with which a gradient was computed, if it may differ from the last pull
+        self._subtracts = False  # True if the script has restored its weights only up to rounding
+        # index -> copy of a parameter with which a gradient was computed, if the copy may differ from the last pull
         self._used: dict[int, torch.Tensor] = {}
         # index -> version counter of each parameter that `set_apart` has set to other values
         self._apart: dict[int, int] = {}
@@ -79,9 +81,9 @@ class Weights:
                 view.copy_(parameter.detach().reshape(-1))
 
     def use(self, stager: Stager) -> list[int]:
-        """Point each parameter at its part of the stager's vectors. Return those whose values differ, by index.
+        """Point each parameter at its part of the stager's vectors. Return the indices of parameters that differ.
 
-        A graph that holds a parameter stays usable unless the values of this parameter change.
+        An autograd graph that holds a parameter stays usable unless the values of this parameter change.
         """
         self._stager = stager
         vectors = stager.weights
@@ -209,7 +211,7 @@ class Weights:
                 raise change_error(self._layout.parameters[index], "was edited after the optimizer's eval(),")
 
     def _are_in_place(self) -> bool:
-        """Return True if each parameter is at its place. This takes a tenth of the time of `_moved`."""
+        """Return True if each parameter is at its place. This check takes a tenth of the time of `_moved`."""
         try:
             return all(map(torch.Tensor.is_set_to, self._parameters, self._views))
         except RuntimeError:  # a parameter is on a device, or has a format, that cannot be compared
@@ -268,7 +270,7 @@ class Weights:
             self._subtracts = True
 
     def _is_rounded(self, index: int, value: torch.Tensor) -> bool:
-        """Return True if a value differs from the truth as after adding something and subtracting it again."""
+        """Return True if a value differs from the truth only by the rounding of an addition and a subtraction."""
         true, used = self._views[index], self._used.get(index)
         if used is None or value.dtype != true.dtype or value.device != true.device or same(used, true):
             return False
@@ -278,13 +280,13 @@ class Weights:
     def _require_probably_restored(
         self, moved: Sequence[int], suspects: Sequence[int], *, differs: bool
     ) -> None:
-        """Check the weights as far as possible without those of the last pull."""
+        """Check the weights as far as possible if the weights of the last pull are not known."""
         for index in moved:
             parameter, view = self._parameters[index], self._views[index]
             equal = parameter.dtype == view.dtype and same(parameter, view)
             if not equal and (not differs or parameter.dtype != view.dtype):
                 raise self._error_of_edit(index, moved, suspects)
-            if not equal:  # it was edited in its place before it was moved, perhaps to earlier values
+            if not equal:  # the parameter was edited in place before it was moved, perhaps to old values
                 view.copy_(parameter.detach())
         if self._sample_differs():
             raise self._error_of_edit(suspects[0] if suspects else -1, moved, suspects)
@@ -296,7 +298,7 @@ class Weights:
     def _error_of_edit(
         self, index: int, moved: Sequence[int], suspects: Sequence[int]
     ) -> WeightsChangedError:
-        """Return the error for a parameter that differs from the last pull; -1 if it is not known which one does."""
+        """Return the error for a parameter that differs from the last pull; -1 if it is not known which parameter."""
         if index in moved:
             change = "was moved or replaced (model.to(...), .data = ...)"
         elif index in suspects:
@@ -338,7 +340,7 @@ class Weights:
     def give_back(self, values: Sequence[torch.Tensor]) -> None:
         """Set the parameters to the values of the last pull after the script has changed them for itself.
 
-        A graph that holds a changed parameter can no longer be used.
+        An autograd graph that holds a changed parameter can no longer be used.
         """
         changed = [
             parameter
@@ -386,8 +388,8 @@ class Weights:
 OUTSIDE_STEP = (
     "outside step() after training had started. Since the first forward pass with gradients enabled, the servers "
     "hold the weights. Make such changes before that pass, or in all workers inside `with optimizer.editing():`, "
-    "which makes them known to the servers. If the script restores the weights before the next step, put both inside "
-    "`with optimizer.editing(private=True):`."
+    "which makes them known to the servers. If the script restores the weights before the next step, put the change "
+    "and the restoring inside `with optimizer.editing(private=True):`."
 )
 
 
@@ -420,13 +422,13 @@ def shape_error(parameter: Parameter, shape: torch.Size) -> WeightsChangedError:
 # flat vectors on the device, which are copied to and from those of the session (`Copying`). This module is
 # the only place where weights and gradients change memory.
 #
-# `Copying` copies gradients while the backward pass is still running (see `device.py`). Weights are
-# copied to the device in pieces, while the rest of a pull still travels, and what remains after it. The
-# device waits for these copies before it computes anything else, and the host waits for them before the
-# session uses its memory again (`Callbacks.before_exchange`).
+# `Copying` copies gradients while the backward pass is still running (see `device.py`). Weights are copied to
+# the device in pieces: some while the rest of a pull is still arriving, and the remaining ones after the
+# pull. The device waits for these copies before it computes anything else, and the host waits for them before
+# the session uses its memory again (`Callbacks.before_exchange`).
 
 PIECE_BYTES = 4 * 1024 * 1024
-"""Minimum size, in bytes, of a piece of the weights that is copied while later ones still travel."""
+"""Minimum size, in bytes, of a piece of the weights that is copied while later pieces are still arriving."""
 
 LARGE_BYTES = 2 * 1024 * 1024
 """Minimum size, in bytes, of a gradient that is copied with `memmove`."""
@@ -446,10 +448,10 @@ class Stager(Protocol):
     copies_early: bool
 
     def follow(self, weights: Vectors) -> None:
-        """Use these vectors as those of the session, which has moved its weights."""
+        """Use these vectors from now on as the session's weights, because the session has moved its weights to them."""
 
     def weights_pulled(self, set_index: int | None) -> None:
-        """Copy the session's weights to the parameters; those of one parameter set if `set_index` is not None."""
+        """Copy the session's weights to the parameters; only those of one parameter set if `set_index` is not None."""
 
     def weights_edited(self) -> bool | None:
         """Return True if the script has changed `weights` since the last pull, None if this is not known."""
@@ -458,27 +460,27 @@ class Stager(Protocol):
         """Undo all changes by the script to `weights` since the last pull. Return False if this is not possible."""
 
     def true_values(self, index: int) -> torch.Tensor | None:
-        """Return a parameter's values as of the last pull, on whatever device; None if they are not known."""
+        """Return a parameter's values as of the last pull, on any device; None if they are not known."""
 
     def gradient_ready(self, index: int) -> Sequence[int]:
-        """Record that a gradient has been computed, which may change until `deliver`.
+        """Record that a gradient has been computed. The gradient may change until `deliver`.
 
         Returns:
-            The parameters whose gradients the session's vectors contain now, and did not before.
+            The parameters whose gradients have come into the session's vectors since the last call.
         """
 
     def await_gradients(self) -> None:
-        """Return when the gradients have been computed."""
+        """Wait until the gradients have been computed."""
 
     def keep_close(self) -> None:
-        """Return when everything has been computed that the script had started before the call before this one.
+        """Wait until the device has computed everything that was started before the previous call of this method.
 
-        What a device has to compute cannot be taken back. So a computation that may be aborted calls this again and
-        again.
+        Work that a device has been given cannot be taken back. So a computation that may be aborted calls this method
+        repeatedly.
         """
 
     def deliver(self, set_index: int | None) -> None:
-        """Return when the session's vectors contain `gradients`; those of one parameter set if it is not None."""
+        """Wait until the session's vectors contain `gradients`, or only those of one set if `set_index` is not None."""
 
     def begin_next(self) -> None:
         """Record that the gradients from now on belong to the next push."""
@@ -566,8 +568,8 @@ class Copying:
         self._unregister_weights = finalize(self, self._queue.register(memory, only_read=True))
         self._true = weights
         self._true_views = parameter_views(self._layout, weights)
-        # vector, and index of the first element of a part that one shard sends -> index of the first of its elements
-        # that has not been copied although those before it have arrived
+        # (vector, index of the first element of a part that one shard sends) -> index of the first element of this part
+        # that has not been copied
         self._copied: dict[tuple[str, int], int] = {}
         self.weights_pulled(None)
 
@@ -646,7 +648,7 @@ def _on_device(layout: Layout, device: torch.device) -> Vectors:
 
 
 def _set(views: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    """Set each view to a value. A view that has it already is not written, so that its version stays the same."""
+    """Set each view to a value. A view that has its value already is not written, so its version stays the same."""
     for view, value in zip(views, values, strict=True):
         if not same(view, value):
             view.copy_(value)

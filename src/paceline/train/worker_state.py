@@ -1,18 +1,18 @@
-"""What the script of one worker holds between two batches, so that another run of the script can go on from there.
+"""The state of one worker's script between two batches, from which another run of the script can go on.
 
 The weights and the states of the optimizers are at the servers. The script has the rest: the random generators, its
 own buffers, the hyper-parameters that it has set, the states of its schedulers and loss scalers, and the objects that
 it tracks. All of these fit together when the script asks for its next batch. At any earlier moment, a scheduler or an
 average of the weights may not have made the step that follows `optimizer.step()`.
 
-A script may also wait, in `barrier()` or `reduce()` or until others have added parameters, or evaluate the model
-while the others go on. A cut does not wait for the end of that. So a script that waits gives what it holds at this
-moment. What a script holds that evaluates is copied at the beginning of the evaluation. Nothing is copied at any
-other time.
+A script may also wait (in `barrier()`, in `reduce()`, or until other workers have added parameters), or evaluate the
+model while the other workers go on. A cut does not wait until the script asks for its next batch. So a script that
+waits gives its state at this moment. The state of a script that evaluates is copied at the beginning of the evaluation.
+At all other times, no state is copied.
 
 A resumed script runs from its first line and so creates the same objects. Their states are replaced when the script
 has reached the same place: when it asks for its next batch in the same epoch of the same loader, after the loader has
-drawn the seed of its processes. Until then, whatever the script does to these objects is overwritten. Buffers are
+drawn the seed of its processes. All changes that the script makes to these objects before are overwritten. Buffers are
 replaced when training begins, which happens later: in the first forward pass.
 
 Tracked objects are the same in all workers and may be large. So only the state of the main worker contains them.
@@ -46,7 +46,7 @@ ANYWHERE = BatchSite("", 0)
 """The place of a script without a distributed loader."""
 
 MOST_STEPS = 64
-"""Number of steps without a further batch after which a script is taken to have its batches from elsewhere."""
+"""After this number of steps without a further batch, a script is assumed to get its batches from elsewhere."""
 
 NOT_USED = (
     "This run is resumed, so it goes on with the weights, the optimizer state and the place in the data of its own "
@@ -54,22 +54,22 @@ NOT_USED = (
 )
 
 OF_PLACE = ("place", "optimizers", "schedulers", "scalers", "loaded")
-"""What follows the progress of training, and so belongs to one place in the script."""
+"""The entries of a state that follow the progress of training, and so belong to one place in the script."""
 
 OF_ONE: dict[str, Any] = {"generators": None, "loader": None, "buffers": {}}
-"""What differs between workers, so that another worker does not go on from it."""
+"""The entries of a state that differ between workers, and the values with which another worker goes on."""
 
 
 def capture(
     session: Session, place: BatchSite, loader: Mapping[str, Any] | None = None, *, tracked: bool = True
 ) -> list[memoryview]:
-    """Return what the script of a worker holds, as bytes. The memory of tensors on the CPU is not copied.
+    """Return the state of a worker's script, as bytes. The memory of tensors on the CPU is not copied.
 
     Args:
         session: the session of the worker.
         place: where the script is.
-        loader: what the loader holds from which the script asks for a batch; None if there is none.
-        tracked: True to include what the script tracks.
+        loader: the state of the loader from which the script asks for a batch; None if there is no loader.
+        tracked: True to include the states of tracked objects.
     """
     training = training_of(session)
     with generators_lock:
@@ -99,22 +99,23 @@ def at_boundary(
 ) -> Callable[[], None]:
     """Note that the script of a worker is between two batches.
 
-    If the job is cut, its state is taken now. The result is a function that gives this state. It must be called when
-    the script gets a further batch, which may take random numbers, and not at the end of an epoch: what follows the
-    last batch may be an evaluation, and the state is then given by the call with which this begins.
+    If the job is cut, the script's state is taken now. The result is a function that gives this state to the job. Call
+    this function when the script gets a further batch, because the script may then draw random numbers. Do not call it
+    at the end of an epoch: an evaluation may follow the last batch, and the call that begins the evaluation then gives
+    the state.
 
-    The state is wanted in which the script is when it computes its next gradient. So it is given again if the script
-    asks for a batch at another place before.
+    A cut needs the state in which the script computes its next gradient. So the state is given again if the script asks
+    for a batch at another place before it computes this gradient.
 
     Args:
         session: the session of the worker.
         place: where the script is.
-        loader: method that returns what the loader holds from which the script asks for a batch; None if there is
-            none.
+        loader: method that returns the state of the loader from which the script asks for a batch; None if there is no
+            loader.
     """
     kept = _kept(session)
     kept.place, kept.steps = place, 0
-    # A stream notices by its dataset's end that the next one takes its place, so the loader may not live on here.
+    # A new dataset takes over a stream once the old dataset is freed, so nothing here may keep the loader alive.
     kept.loader = None if loader is None else WeakMethod(loader)
     if not session.cut or kept.last == (now := (session.cut, session.core.iteration, place)):
         return lambda: None
@@ -146,11 +147,11 @@ def after_step(session: Session, *, loads: bool) -> None:
 
 
 def state_now(session: Session, *, ended: bool = False) -> list[memoryview]:
-    """Return what the script of a worker holds now, between two batches or in a call. See `capture`.
+    """Return the present state of a worker's script, between two batches or in a call. See `capture`.
 
     Args:
         session: the session of the worker.
-        ended: True if the script has ended. Its place is then behind its last epoch.
+        ended: True if the script has ended. The place of the script is then after its last epoch.
     """
     kept = _kept(session)
     place = kept.place
@@ -162,10 +163,10 @@ def state_now(session: Session, *, ended: bool = False) -> list[memoryview]:
 
 
 def begin_resumed(session: Session) -> bool:
-    """Take over what the script of a worker of a resumed run held, and return True; return False in any other run.
+    """In a resumed run, take over the earlier state of the worker's script, and return True; otherwise, return False.
 
     Raises:
-        UsageError: the script tracks other objects than it did.
+        UsageError: the script tracks other objects than in the earlier run.
     """
     resumption = resumption_of(session)
     if session.resumed and not resumption.begun:
@@ -179,10 +180,10 @@ def begin_resumed(session: Session) -> bool:
 
 
 def _skip_finished_passes(session: Session, state: Mapping[str, Any] | None) -> None:
-    """Begin with the pass in which the earlier run was, because the script leaves out the earlier ones by itself.
+    """Begin with the pass in which the earlier run was, because the script itself leaves out the earlier passes.
 
-    A script that loads the state of an optimizer only in a resumed run begins its own loop with a later epoch. If it
-    tells the loader the number of this epoch, the loader needs no help.
+    A script that loads the state of an optimizer only in a resumed run begins its own loop with a later epoch. If the
+    script tells the loader the number of this epoch, no pass need be skipped here.
     """
     if state is None or state["loaded"]:
         return
@@ -192,16 +193,16 @@ def _skip_finished_passes(session: Session, state: Mapping[str, Any] | None) -> 
 
 
 def resume_with(session: Session, own: bytes | bytearray | None, main: bytes | bytearray | None) -> None:
-    """Let the script of a worker go on from what it held in an earlier run. See `restore`.
+    """Let the script of a worker go on from the state that it had in an earlier run. See `restore`.
 
     Args:
         session: the session of the worker.
         own: what `capture` has returned in the worker with the same index; None if there was no such worker.
-        main: what it has returned in the main worker; None if this is not known.
+        main: what `capture` has returned in the main worker; None if this is not known.
 
     Raises:
         ProtocolError: the bytes are not those of states.
-        UsageError: the script tracks other objects than it did.
+        UsageError: the script tracks other objects than in the earlier run.
     """
     of_main: dict[str, Any] = {} if main is None else decode_states(main)
     if own is None:
@@ -209,7 +210,7 @@ def resume_with(session: Session, own: bytes | bytearray | None, main: bytes | b
     else:
         state = {**decode_states(own), "tracked": of_main.get("tracked")}
         if of_main and state["place"] != of_main["place"]:
-            # The job goes on where the main worker was. What this worker held belongs to another moment.
+            # The job goes on where the main worker was. This worker's state belongs to another moment.
             state |= {key: of_main[key] for key in OF_PLACE} | {"loader": None}
     if "place" not in state:
         return
@@ -222,15 +223,15 @@ def resume_with(session: Session, own: bytes | bytearray | None, main: bytes | b
 def restore(
     session: Session, place: BatchSite, go_on: Callable[[Mapping[str, Any]], None] = lambda loader: None
 ) -> None:
-    """Restore what the script of a worker held, if the script has reached the place where it was.
+    """Restore the state of a worker's script if the script has reached the place at which the state was taken.
 
     Args:
         session: the session of the worker.
         place: where the script is.
-        go_on: function that restores what the loader held.
+        go_on: function that restores the state of the loader.
 
     Raises:
-        UsageError: the script tracks other objects than it did.
+        UsageError: the script tracks other objects than in the earlier run.
     """
     resumption = resumption_of(session)
     if (state := resumption.take_at(place)) is not None:
@@ -240,15 +241,16 @@ def restore(
 
 @contextmanager
 def repeated(session: Session, go_on: Callable[[Mapping[str, Any]], None]) -> Iterator[None]:
-    """Return a context in which a resumed script goes through a batch only to have its variables again.
+    """Return a context in which a resumed script repeats a batch only to set its variables again.
 
-    A run may be cut while its script evaluates the model after the last batch of an epoch. The resumed script comes
-    to the evaluation again, although nothing is left of the epoch. It may use a variable there that it sets for each
-    batch. So it goes through one batch, in which its steps do nothing. Afterwards, all that it holds is put back.
+    A run may be cut while its script evaluates the model after the last batch of an epoch. The resumed script comes to
+    the evaluation again, although nothing is left of the epoch. The evaluation may use a variable that the script sets
+    for each batch. So the script repeats one batch, in which its steps do nothing. At the end of the context, the state
+    of the script is restored.
 
     Args:
         session: the session of the worker.
-        go_on: function that restores what the loader held.
+        go_on: function that restores the state of the loader.
     """
     resumption = resumption_of(session)
     held = resumption.restored or resumption.state
@@ -264,7 +266,7 @@ def repeated(session: Session, go_on: Callable[[Mapping[str, Any]], None]) -> It
 
 
 def _put_back(session: Session, state: Mapping[str, Any], go_on: Callable[[Mapping[str, Any]], None]) -> None:
-    """Let the script hold again what it held. See `restore`."""
+    """Restore the states of the script's objects. See `restore`."""
     if state["tracked"] is not None:
         load_states(session, state["tracked"], RESUMED)
     # The script may have fewer of these objects now than it had, because it creates some of them later.
@@ -288,7 +290,7 @@ def _optimizers(session: Session) -> list[torch.optim.Optimizer]:
 
 
 def sendable(session: Session, name: str, state: Any) -> Any:
-    """Return a state; None if it cannot be sent, which is said once."""
+    """Return a state; None if it cannot be sent. A warning then says so once."""
     try:
         encode_states({name: state})
     except UsageError as error:
@@ -300,13 +302,13 @@ def sendable(session: Session, name: str, state: Any) -> Any:
 
 
 class _Kept:
-    """Where the script of a worker is, and what has been given of its state.
+    """Where the script of a worker is, and which of its states has been given.
 
     Attributes:
-        last: what was given last: for which cut, before which iteration, and from which place.
-        place: where the script has asked for a batch last.
-        loader: the method that returns what the loader holds from which it has asked.
-        steps: number of steps since then.
+        last: the state that was given last: for which cut, before which iteration, and from which place.
+        place: the place at which the script has last asked for a batch.
+        loader: the method that returns the state of the loader that the script has asked for it.
+        steps: number of steps since the script has last asked for a batch.
     """
 
     def __init__(self) -> None:
@@ -320,13 +322,13 @@ _kept = OfSession(lambda _: _Kept())
 
 
 class _Names(set[str]):
-    """Names of which something has been said. A plain set cannot be a value of `OfSession`, which refers weakly."""
+    """Names for which a warning was logged. A plain set cannot be a value of `OfSession`, which has weak references."""
 
 
 _said = OfSession(lambda _: _Names())
 
 
-# -- The states of the objects that a script tracks, and of schedulers with what they have set. See `tracking`
+# -- The states of the objects that a script tracks, and of schedulers with their settings. See `tracking`
 
 SCHEDULERS = (JobScheduler, LRScheduler)
 
@@ -342,11 +344,11 @@ def tracked_states(session: Session) -> dict[str, object]:
 
 
 class _Source(NamedTuple):
-    """Where states come from that are loaded into tracked objects, in words for an error.
+    """The origin of states that are loaded into tracked objects, in words for an error message.
 
     Attributes:
-        reason: why they are loaded.
-        remedy: what to do if the objects do not accept them.
+        reason: why the states are loaded.
+        remedy: what to do if the objects do not accept the states.
     """
 
     reason: str
@@ -358,15 +360,15 @@ RESUMED = _Source("this run is resumed", "Resume it with the same script")
 
 
 def load_states(session: Session, states: Mapping[str, Any], source: _Source = LATE) -> None:
-    """Load the states that the job has kept into the tracked objects, and later into those that are tracked later.
+    """Load the states that the job has kept into the tracked objects, and into later objects once they are tracked.
 
     Args:
         session: the session of the worker.
         states: the states by name. See `tracked_states`.
-        source: where they come from.
+        source: where the states come from.
 
     Raises:
-        UsageError: the job does not track an object that this script tracks, or the state of another object.
+        UsageError: the job does not track an object that this script tracks, or the object does not accept its state.
     """
     tracked = tracked_of(session)
     tracked.kept, tracked.source = states, source
@@ -409,11 +411,11 @@ class Tracked:
 
 
 tracked_of = OfSession(lambda _: Tracked())
-"""Returns what the script of a session's worker tracks."""
+"""Returns the objects that the script of a session's worker tracks."""
 
 
 def state_of(thing: Any) -> dict[str, object]:
-    """Return the state of an object and, for a scheduler, what it has set in its optimizer."""
+    """Return the state of an object and, for a scheduler, the hyper-parameters of its optimizer."""
     state = {"state": thing.state_dict()}
     if isinstance(thing, SCHEDULERS):
         state["groups"] = hyper_parameters(thing.optimizer)
@@ -423,7 +425,7 @@ def state_of(thing: Any) -> dict[str, object]:
 
 
 def hyper_parameters(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:
-    """Return the hyper-parameters in each parameter group of an optimizer, including those of schedulers."""
+    """Return the hyper-parameters in each parameter group of an optimizer, including entries of schedulers."""
     return [
         {key: value for key, value in group.items() if _is_hyper_parameter(key, value)}
         for group in optimizer.param_groups
@@ -447,7 +449,7 @@ def set_state(thing: Any, state: Mapping[str, Any]) -> None:
 
 
 def set_hyper_parameters(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Set hyper-parameters that `hyper_parameters` has returned, in the parameter groups that an optimizer has."""
+    """Set hyper-parameters that `hyper_parameters` has returned, in the parameter groups of an optimizer."""
     for group, values in zip(optimizer.param_groups, groups, strict=False):
         for key, value in values.items():
             if isinstance(group.get(key), torch.Tensor):
