@@ -444,7 +444,7 @@ class TrainerJob:
 
     @contextmanager
     def translated(self, checkpoint: Any) -> Iterator[Any]:
-        """Return a context with a folder of links to a checkpoint of the trainer. `translate_steps` changes this folder.
+        """Return a context with a folder of links to the files of a checkpoint. `translate_steps` changes this folder.
 
         Args:
             checkpoint: the argument of `train`. If it names no checkpoint, the context has the argument itself.
