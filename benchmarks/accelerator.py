@@ -55,9 +55,9 @@ class AcceleratorRow(msgspec.Struct, frozen=True):
     batch: int
     plain_s: float  # time of a step of plain PyTorch
     paceline_s: float  # time of a step with one worker
-    sent_s: float  # time, in a step, of the copies of gradients to the host
+    sent_s: float  # time that the copies of gradients to the host take in a step
     sent_hidden: float  # share of `sent_s` in which kernels of the training ran
-    received_s: float  # time, in a step, of the copies of weights to the device
+    received_s: float  # time that the copies of weights to the device take in a step
     received_hidden: float
 
 
@@ -81,7 +81,7 @@ Device = Annotated[
 def measure(
     tell: TellShare, device: Device = "cuda", rounds: Rounds = 3, models: Sequence[LanguageModel] = MODELS
 ) -> list[Figures[AcceleratorRow]]:
-    """Compare a training step on an accelerator with plain PyTorch, and measure how much of the copies is hidden.
+    """Compare a training step on an accelerator with plain PyTorch, and measure how much copying overlaps with kernels.
 
     Needs a device with streams, such as cuda.
     """

@@ -34,9 +34,9 @@ from .harness import Benchmark, Columns, Figures, Rounds, in_turns, live, marked
 
 WORKERS = 3
 BATCH = 8
-BATCHES = 12  # of each worker in an epoch, if their shares are equal
+BATCHES = 12  # number of batches of each worker in an epoch, if all workers have equal shares
 EPOCHS = 5
-SAMPLE_S = 0.02  # time to compute with one sample: long, so that other programs on the machine matter little
+SAMPLE_S = 0.02  # compute time of one sample, so long that other programs on the machine matter little
 GOAL = 0.1  # largest permitted error of a promise
 
 

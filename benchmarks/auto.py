@@ -88,7 +88,7 @@ def clusters(each: int = EACH) -> Iterator[Cluster]:
 
 
 def _times(kind: str, number: int, slow: bool, draw: random.Random) -> Times:
-    """Return the compute times of a worker. The larger the number, the more unequal the workers are."""
+    """Return the compute times of a worker. The larger `number` is, the more unequal the workers are."""
     degree = number / 9
     nearly = Uniform(low=0.97, high=1.03)
     match kind:
@@ -108,7 +108,7 @@ def _times(kind: str, number: int, slow: bool, draw: random.Random) -> Times:
 
 
 def _changing(number: int, slow: bool, draw: random.Random) -> Iterator[float]:
-    """Yield times whose kind changes once or twice."""
+    """Yield compute times whose distribution changes during the run."""
     steady = 3.0 if slow else 1.0
     first, last = (
         ((1.0, 0.5), (steady, 0.5), (1.0, 0.0), (steady, 0.0))[number % 4],

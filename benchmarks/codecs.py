@@ -20,7 +20,7 @@ GOAL_MS, GOAL_SUMS = 20.0, 5.0
 
 
 class CodecRow(msgspec.Struct, frozen=True):
-    """The processor times of encoding and decoding values with one codec, and of a sum of as many values."""
+    """The processor times of encoding and of decoding values with one codec, and of adding up as many values."""
 
     what: str
     encode_ms: float
@@ -44,9 +44,10 @@ COLUMNS: Columns[CodecRow] = {
 
 @Benchmark(minutes=0.5, quick={"rounds": 1})
 def measure(tell: TellShare, rounds: Rounds = 15) -> list[Figures[CodecRow]]:
-    """Time the encoding and decoding of 25 MB on one core: in ms, in ns per value, and in sums of as many values.
+    """Time the encoding and decoding of 25 MB on one core.
 
-    A difference of weights includes the addition to the base at both ends, and the checksums of both bases.
+    The times are shown in ms, in ns per value, and as multiples of the time to sum as many values. The times for a
+    difference of weights include the addition to the base at both ends, and the checksums of both bases.
     """
     rows = []
     for number, codec in enumerate(names := [name for name, each in CODECS.items() if each.dtypes]):

@@ -1,8 +1,8 @@
 """Light workers: many workers, and one server, in one process that computes nothing.
 
-Workers and server use the cores of `paceline.core`, so the coordinator receives what real workers and servers would
-send: over one connection per worker, one per machine, and one for the server. Messages between the workers and the
-server stay in this process.
+Workers and server use the cores of `paceline.core`, so the coordinator receives the same messages as from real workers
+and servers. The messages arrive over one connection per worker, one per machine, and one for the server. Messages
+between the workers and the server stay in this process.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ def allow_descriptors(needed: int) -> None:
 
 
 def beside(stack: ExitStack, function: Callable[..., object], *arguments: object) -> Connection:
-    """Call a function in a process of its own, until the stack is closed. Its last argument is the end of a pipe.
+    """Call a function in a process of its own, and return one end of a pipe. The process ends when the pipe is closed.
 
-    Return the other end of the pipe.
+    The last argument of the function is the other end of the pipe. The pipe is closed with the stack.
     """
     spawn = multiprocessing.get_context("spawn")
     pipe, end = spawn.Pipe()
@@ -136,7 +136,7 @@ class CrowdReport(msgspec.Struct, frozen=True):
 
 
 class Crowd:
-    """The workers, machines and the server, with their connections. Use it as a context manager.
+    """The workers, machines and the server, with their connections. Use the object as a context manager.
 
     Args:
         place: where the coordinator is, and who joins it.

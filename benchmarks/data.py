@@ -32,7 +32,7 @@ WORKERS = (1, 4)
 PROCESSES = (0, 2)  # numbers of worker processes of the loader
 BATCH = 16
 BATCHES = 100  # number of batches in an epoch, for each worker
-STEP_S = 0.005  # time for which a gradient is computed
+STEP_S = 0.005  # compute time of a gradient
 ADDED_GOAL = 0.01  # of `STEP_S`
 SHARE_GOAL = 0.1  # of one core
 ASKING = 1000  # number of workers that ask the coordinator
@@ -55,7 +55,7 @@ class LoaderRow(msgspec.Struct, frozen=True):
     """The time per batch of a distributed loader, compared with the plain loader.
 
     Each pass over the distributed loader is compared with the pass over the plain loader before it. All times are
-    medians over these pairs of passes, of all workers.
+    medians over these pairs of passes in all workers.
     """
 
     workers: int

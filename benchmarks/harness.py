@@ -1,13 +1,13 @@
-"""The harness: what a benchmark declares, and the code around a measurement that all benchmarks share.
+"""The harness: how a benchmark is declared, and the code that all benchmarks share around their measurements.
 
 A benchmark is a function `measure(tell, ...)` with a `Benchmark` as its decorator. The function returns a list of
 `Figures`: rows, and the columns of the table that shows the rows. From this function, the harness makes a command of
-`python -m benchmarks`. The arguments of the function whose type names an option, such as `Rounds`, are the options of
+`python -m benchmarks`. If the type of an argument names an option, such as `Rounds`, the argument becomes an option of
 the command. Every command also has these options:
 
 - `--quick` measures something small. This shows only that the benchmark works.
 - `--json` prints JSON lines: one with the conditions of the measurement, and one for each row.
-- `--against COMMIT` measures this commit and another one in turn, and prints the ratios of all numbers.
+- `--against COMMIT` measures this checkout and COMMIT in turn, and prints the ratios of all numbers.
 
 The harness must not know what is measured. The speed of a machine varies by half from hour to hour, so a benchmark
 measures all cases within one run, in turns (see `in_turns`), and compares medians.
@@ -442,7 +442,7 @@ def _option(name: str, annotation: Any, default: object) -> inspect.Parameter:
 
 
 def _as_parsed(annotation: Any) -> Any:
-    """Hide the type of an option with a parser from typer, which would read a sequence in its own way."""
+    """Hide an option's type from typer if the option has a parser: typer would read a sequence in its own way."""
     kind, option = get_args(annotation)[:2]
     return Annotated[Any, option] if option.parser is not None else Annotated[kind, option]
 
@@ -491,7 +491,7 @@ def _show(
 
 
 class Compared(msgspec.Struct, frozen=True):
-    """A number that was measured with both commits: the medians over their runs, and the ratio of each pair of runs."""
+    """A number that was measured with both commits: its median for each commit, and its ratio in each pair of runs."""
 
     what: str
     before: float
@@ -559,7 +559,7 @@ def _numbers_of(root: Path, name: str, options: Sequence[str]) -> dict[str, floa
 
 
 def numbers_in(text: str) -> dict[str, float]:
-    """Return all numbers with a fraction in some JSON values. Their names are made of the keys and values beside them.
+    """Return all numbers with a fraction in JSON values. A number's name consists of the keys and values around it.
 
     >>> numbers_in('[{"sync": "bsp", "workers": 2, "median_us": 3.5}]\\n{"rounds": 3}')
     {'bsp 2 median_us': 3.5}

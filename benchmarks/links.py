@@ -95,7 +95,7 @@ class LinksRow(msgspec.Struct, frozen=True):
 
 
 class DelayRow(msgspec.Struct, frozen=True):
-    """The median delay of both shards in milliseconds, if the link of the second server is slower by a factor."""
+    """The median delay of each shard in milliseconds, if the link of the second server is `slower` times slower."""
 
     slower: int
     delays_ms: tuple[float, float]
@@ -128,7 +128,7 @@ COLUMNS: Columns[LinksRow] = {
 }
 DELAY_COLUMNS: Columns[DelayRow] = {
     "links of the servers": lambda row: (
-        "equal" if row.slower == 1 else f"that of shard 1 {row.slower} times slower"
+        "equal" if row.slower == 1 else f"the link of shard 1 is {row.slower} times slower"
     ),
     "shard 0": lambda row: f"{row.delays_ms[0]:.0f}",
     "shard 1": lambda row: f"{row.delays_ms[1]:.0f}",
@@ -146,7 +146,7 @@ Wire = Annotated[
     typer.Option(
         "--wire",
         metavar="<bf16|int8|int4>",
-        help="Compare this format of gradients and weights with float32 instead, with two and four workers and the "
+        help="Instead, compare this format of gradients and weights with float32, with two and four workers and the "
         "first of the sizes. This takes about 4 minutes on links of 250mbit, and does not need iperf3.",
     ),
 ]

@@ -108,7 +108,10 @@ def measure(
 
 
 def train(duration_s: float) -> None:
-    """Train a small network on random data for a given time. As this reads the real clock, it cannot be simulated."""
+    """Train a small network on random data for a given time.
+
+    The function reads the real clock, so it cannot run in a simulation.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model=model)

@@ -1,4 +1,4 @@
-"""`python -m benchmarks slicing`: whole tensors compared with even slices, and servers with threads of one server.
+"""`python -m benchmarks slicing`: compares whole tensors with even slices, and several servers with several threads.
 
 If an optimizer needs whole tensors, as Muon does, the shards get tensors whose updates cost about the same. The
 layout is that of a transformer: Muon trains the matrices of its layers, and AdamW the embedding and the vectors.
@@ -121,7 +121,7 @@ class _Shard(NamedTuple):
 
 @Benchmark(minutes=3, quick={"rounds": 1, "width": 32})
 def measure(tell: TellShare, rounds: Rounds = 15, width: int = 512, layers: int = 10) -> list[Figures[Any]]:
-    """Compare steps on slices of whole tensors with steps on even slices, and servers with threads of one server.
+    """Compare slices of whole tensors with even slices, and several servers with one server that has several threads.
 
     The steps of the shards are timed one after the other, and all ways of slicing take turns. The measured processor
     time hardly depends on other programs. Servers that run at the same time are timed by the clock.
@@ -177,7 +177,7 @@ def measure(tell: TellShare, rounds: Rounds = 15, width: int = 512, layers: int 
 
 
 def _predictions(layout: str, model: ModelSpec, rounds: int) -> list[PredictionRow]:
-    """Predict steps with several shards from the step of one shard, and time these steps."""
+    """From the step of one shard, predict steps with several shards. Time these steps, too."""
     [alone], whole_ms = model.sliced(1, "auto"), _slowest_ms(model, 1, rounds)
     report = StepsTimed((StepTime(0, 0, whole_ms / 1e3),), share=0.5)
     cost = StepCost.of(model, [alone], {0: report}, slicing="auto", block=1, servers=1, cores_of=None)

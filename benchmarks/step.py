@@ -1,8 +1,8 @@
 """The processor time that a step costs a worker, without the processor time of the script itself.
 
 The models have tensors of 64 numbers, whose gradients come from one autograd function, so that the script's own share
-is small. Each case is measured in processes of its own, and the best block of iterations counts. The time for which a
-worker polls for an answer is left out, because it depends on the servers.
+is small. Each case is measured in processes of its own, and its result is the time of the fastest block of iterations.
+The time for which a worker polls for an answer is left out, because it depends on the servers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m benchmarks unequal`: the speedup of a training loop over BSP if one of four workers is slow.
+"""`python -m benchmarks unequal`: how much faster other sync models are than BSP if one of four workers is slow.
 
 The loop is that of the README: a number of epochs over a distributed loader. One worker takes three times as long for
 a batch as the others. The time under each sync model, and under BSP with balanced batches, is measured live and in a

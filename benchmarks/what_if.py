@@ -2,8 +2,8 @@
 
 Workers and a server are on machines of their own: network namespaces with a rate-limited link each. A live run with
 four workers is recorded. From the run directory, `Cluster.from_run(...).with_(...)` predicts how long the same training
-takes on the same machines, with half the bandwidth, and with twice the workers. Live runs of each kind show whether
-the predictions are right.
+takes in three cases: on the same machines, with half the bandwidth, and with twice the workers. Live runs of each case
+show whether the predictions are right.
 
 The workers mostly sleep: each iteration has a random length, which is different in each run. So two cores suffice for
 eight workers. About a third of an iteration is spent on transfers, because all workers share the link of the server.
@@ -40,7 +40,7 @@ PACE_S = (0.3, 0.3, 0.4, 0.6)
 """Mean length of an iteration of each recorded worker, without transfers. Additional workers repeat these lengths."""
 
 JITTER = 0.2
-INPUTS, OUTPUTS = 1024, 1280  # of the only layer, which has 5 MB of parameters
+INPUTS, OUTPUTS = 1024, 1280  # size of the only layer, which has 5 MB of parameters
 SYNCS = ("bsp", "asp")
 
 
@@ -105,9 +105,9 @@ def measure(
     iterations: int = 24,
     syncs: Sequence[str] = SYNCS,
 ) -> list[Figures[WhatIfRow]]:
-    """Predict runs with half the bandwidth and with twice the workers from a recorded run, and measure them live.
+    """From a recorded run, predict a run with half the bandwidth and another run with twice the workers.
 
-    Requires root privileges and the commands ip and tc.
+    Then measure these runs live. Requires root privileges and the commands ip and tc.
     """
     if not 0 < queue_ms <= 1000:
         raise ConfigurationError(f"queue_ms is {queue_ms:g}, expected more than 0 and at most 1000.")

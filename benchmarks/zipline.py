@@ -108,7 +108,7 @@ NOTES = (
     "In the goals, times of solve_periodic include the prediction, but ratios do not. For the ratios, solve and the "
     "plain sort receive the matrix of end times, and solve_periodic receives the last push and the interval of each "
     "worker. The plain sort sorts all end times, takes a running maximum and picks one end time per worker. "
-    "Only solve checks its input, which takes a large part of its time if the input is small.",
+    "Only solve checks its input. If the input is small, this check takes a large part of the time of solve.",
 )
 
 

@@ -1,4 +1,4 @@
-"""The sections "The same by `paceline study`" of two pages, which compare their numbers with those of a study.
+"""Sections "The same comparison by `paceline study`" of two pages, which compare their numbers with those of a study.
 
 The runs of a page are trained many at once along recorded schedules, those of a study one by one in the simulator.
 The studies are in `reproductions/studies`, and what they have written is in `reproductions/results`, without cells
@@ -90,8 +90,8 @@ def _agreement(p_values: Mapping[Place, float], outside: Sequence[Place]) -> str
     return (
         f"After Holm's correction for the {count} comparisons, {len(surely) or 'none'} of the differences "
         f"{'is' if len(surely) == 1 else 'are'} significant. Without the correction, {count - len(outside)} of the "
-        f"intervals include 'no difference'. The others are those of {named or 'none'}; about {0.05 * count:.0f} "
-        "such intervals are to be expected by chance."
+        f"intervals include 'no difference'. The other intervals are those of {named or 'none'}; by chance alone, "
+        f"about {0.05 * count:.0f} of the intervals would exclude 'no difference'."
     )
 
 
@@ -123,9 +123,9 @@ data and the seeds are the same. This command repeats the study, which takes 7 m
 
     paceline study reproductions/studies/same-accuracy.toml --out DIR
 
-Its results are in `reproductions/results/study-same-accuracy`. The following table shows the mean final
-accuracies over {seeds} seeds in percent, in the table and in the study, and their difference with its 95 %
-interval, paired by seed:
+The results of the study are in `reproductions/results/study-same-accuracy`. The following table shows the mean
+final accuracies over {seeds} seeds in percent, in the table and in the study, and their difference with its 95
+% interval, paired by seed:
 
 ACCURACIES
 
@@ -179,7 +179,7 @@ def of_same_accuracy(results: Mapping[tuple[object, ...], Result]) -> list[str]:
     )
     times = table(["", *head], [[f"`{name}`", *(sooner(c, name) for c in clusters)] for name in relaxed])
     return [
-        "## The same by `paceline study`",
+        "## The same comparison by `paceline study`",
         "",
         *_laid_out(text, {"ACCURACIES": accuracies, "TIMES": times}),
     ]
@@ -280,13 +280,14 @@ DIGITS = """\
 `paceline study` asks for `digits` which model reaches 0.05 of the initial loss soonest, each with its own best
 rate. On the page, all settings are trained together along recorded schedules, and the best rates and momenta
 are searched for. In the study, each run is simulated alone, and each model has five rates and one momentum: a
-grid around the best ones of the page. The network, the seeds and the random times of the workers are the same.
-This command repeats the study, which takes 10 minutes of computing time:
+grid around the values that are best on the page. The network, the seeds and the random times of the workers are
+the same. This command repeats the study, which takes 10 minutes of computing time:
 
     paceline study reproductions/studies/evidence-digits.toml --out DIR
 
-Its results are in `reproductions/results/study-evidence-digits`. The tables show the mean time to the target
-over {seeds} seeds on the page and in the study, the quotient of both, paired by seed, and the ratios to `bsp`:
+The results of the study are in `reproductions/results/study-evidence-digits`. The tables show the mean time to
+the target over {seeds} seeds on the page and in the study, the quotient of both, paired by seed, and the ratios
+to `bsp`:
 
 TABLES
 
@@ -333,7 +334,7 @@ def of_digits(cells: Sequence[Cell], found: Mapping[Key, Comparison]) -> list[st
         seeds=seeds,
         agreement=_agreement({key: ratio.p for key, ratio in quotients.items()}, outside),
     )
-    return ["### The same by `paceline study`", "", *_laid_out(text, {"TABLES": lines})]
+    return ["### The same comparison by `paceline study`", "", *_laid_out(text, {"TABLES": lines})]
 
 
 def _seconds(runs: Sequence[Run]) -> list[float]:

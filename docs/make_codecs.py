@@ -40,23 +40,22 @@ TARGET = ROOT / "docs" / "reference" / "codecs.md"
 SEEDS = {"digits-mlp": 6, "digits-cnn": 6, "text-gpt": 8}
 
 QUESTION = (
-    "What do the codecs of "
-    "[`--wire`](../how-to/slow-links.md) cost in the quality "
-    "of the result? Each run is compared with a run with float32 that has the same seed, the same batches in the same "
-    "order, and the same hyper-parameters. A *cell* is a problem with an optimizer, some workers and a codec. The goal "
-    "is met if at most 0.5 points of accuracy, or 1 % of the loss, are lost."
+    "What do the codecs of [`--wire`](../how-to/slow-links.md) cost in the quality of the result? Each run is "
+    "compared with a float32 run that has the same seed, the same batches in the same order, and the same "
+    "hyper-parameters. A *cell* is a problem with an optimizer, some workers and a codec. The goal is met if at most "
+    "0.5 points of accuracy, or 1 % of the loss, are lost."
 )
 
 METHOD = (
     "*Problems.* `digits-mlp`: 64-64-10 network on scikit-learn's digits; `digits-cnn`: two convolutions with "
-    "BatchNorm on the same images. Joint batch 128. 600 images are learned, and the accuracy is that on the other "
+    "BatchNorm on the same images. Joint batch 128. 600 images are learned, and the accuracy is measured on the other "
     "1,197: with more images to learn from, nearly all runs get the same few images wrong, regardless of the codec. "
-    "`text-gpt`: a transformer with one layer and about 60,000 parameters on the bytes of Python's standard "
-    "library, joint batch 16 sequences of 64 bytes. The loss is measured on the 8,192 bytes that follow.",
+    "`text-gpt`: a transformer with one layer and about 60,000 parameters on the bytes of Python's standard library, "
+    "joint batch 16 sequences of 64 bytes. The loss is measured on the 8,192 bytes that follow.",
     "*Optimizers.* `sgd`: momentum 0.9. `adamw`: betas 0.9 and 0.95, weight decay 0.1. `muon`: Muon for the four "
     "matrices inside `text-gpt`, and the same AdamW for the rest, only with four workers and three codecs. The "
     "learning rates are near the best ones of a single process with float32 and other seeds. They fall to 0 over the "
-    "200 joint steps of a run, or the 5,000 of the long one.",
+    "200 joint steps of a run, or over the 5,000 joint steps of the longest runs.",
     "*Workers.* All of them share the joint batch. The sync model is `bsp` unless another one is named. *Balanced*: "
     "one of four workers is three times slower, and has a third of the samples of each other worker. *Replaced*: "
     "one of four workers is lost in the middle of the run, and another joins ten steps later. Runs under `asp` are "
@@ -75,7 +74,7 @@ LIMITS = (
     "noise that rounding adds.",
     "The results show little of the benefit of feedback, because these problems are mostly learned without "
     "feedback, too.",
-    "The cells of a problem with an optimizer share their runs with float32, so their errors are not independent.",
+    "The cells of a problem with an optimizer share their float32 runs, so their errors are not independent.",
 )
 
 

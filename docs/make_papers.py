@@ -41,10 +41,11 @@ whether our number agrees, by the rules of `reproductions/verdicts.py`:
 Where training is involved, a small network, small data and virtual time stand in for the paper's network, data and
 machines, and the same number is given in two ways: with all models at the same learning rate, as in the papers, and
 with each model at its own best learning rate, as a user who tunes the models would see it. Brackets contain 95 %
-intervals over seeds. Where the paper draws the input of ZipLine at random, they contain the interval of nine tenths
-of our inputs. "..." is an open end, because runs did not reach the target. A number without brackets has no interval:
-it is a count, one simulation without training, or a time on the machine that is named in the result. Where the paper
-only says "faster" or "similar", the number is "above 1" or "about 1".
+intervals over seeds. Where the paper draws the input of ZipLine at random, the brackets contain the interval in which
+the results for nine tenths of our inputs lie. In an interval, "..." is an open end, because some runs did not reach
+the target. A number without brackets has no interval: it is a count, one simulation without training, or a time on
+the machine that is named in the result. Where the paper only says "faster" or "similar", the number is "above 1" or
+"about 1".
 
     python -m reproductions --list       # every number with its verdict
     python -m reproductions NAME...      # make an exhibit: its text, numbers and picture
@@ -71,8 +72,8 @@ class Headline(NamedTuple):
 NOT_YET = "There is no kept result yet."
 BY_SEED = "The runs differ more by seed than by model."
 CHAOS = (
-    "The runs differ more by seed than by model. At twice this rate, it depends on the seed whether a run with 40 "
-    "workers converges; at four times this rate, no run converges."
+    "The runs differ more by seed than by model. At twice the learning rate, it depends on the seed whether a run "
+    "with 40 workers converges; at four times this rate, no run converges."
 )
 FRESHER = "Restarted computations use fresher weights, which saves more time than the restarts cost."
 NO_FRESHER = "Restarts cost nearly as much time as fresher weights save, or more."
@@ -162,7 +163,7 @@ HEADLINES = (
         "lazy-faster",
         {
             "contradicts": (
-                "Under SSP, workers at their bound are as slow as the slowest worker with both kinds of execution. "
+                "With both kinds of execution, workers at their bound under SSP are as slow as the slowest worker. "
                 "The cost of a delayed pull for the server is not simulated."
             )
         },
@@ -183,8 +184,9 @@ HEADLINES = (
         "pssp-faster",
         {
             "agrees in direction": (
-                "At its bound, a fast worker waits in each step under SSP, and in half of them under PSSP. The time is "
-                "the mean over the workers, as in Table IV: the slowest workers take the same time under both."
+                "At its bound, a fast worker waits in each step under SSP, and in half of them under PSSP. The time "
+                "is the mean over the workers, as in Table IV: the slowest workers take the same time under both "
+                "models."
             )
         },
     ),

@@ -44,10 +44,11 @@ TARGET = ROOT / "docs" / "models" / "same-accuracy.md"
 TARGET_OF_RESULTS = TARGET.with_name("same-accuracy-results.md")
 
 QUESTION = (
-    "Does a script learn the same under every sync model with the hyper-parameters that it has? Each relaxed model "
-    "trains several problems with hyper-parameters that were tuned for `bsp` only, for as many epochs as `bsp`, once "
-    "with the hyper-parameters as they are (*raw*) and once *translated*, which is the default of a run. A *cell* is "
-    "a problem in a cluster under a model at one learning rate, with the mean over the seeds."
+    "Does a script with unchanged hyper-parameters learn the same under every sync model? Under each of the other "
+    "models, several problems are trained with hyper-parameters that were tuned for `bsp` only, for as many epochs as "
+    "`bsp`, once with the hyper-parameters as they are (*raw*), and once with *translated* hyper-parameters, which "
+    "are the default of a run. A *cell* is a problem in a cluster under a model at one learning rate, with the mean "
+    "over the seeds."
 )
 
 PROBLEM_LINES = (
@@ -61,8 +62,8 @@ PROBLEM_LINES = (
     "from other files.",
     "`ratings`: factorization of a matrix of 12,000 ratings with noise, SGD without momentum, joint batch 240, 10"
     " epochs. Mean squared error on other ratings.",
-    "`quadratic-8`, `-64`, `-256`: noisy quadratics with 4,096 coordinates whose curvatures differ by up to this "
-    "factor, SGD with momentum 0.9, joint batch 128, 110 joint steps. The exact loss.",
+    "`quadratic-8`, `-64`, `-256`: noisy quadratics with 4,096 coordinates whose curvatures differ by up to the "
+    "factor in the name, SGD with momentum 0.9, joint batch 128, 110 joint steps. The exact loss.",
     "`digits-mlp-...`: the network of `digits-mlp` with other optimizers, only under `asp` and `elastic-bsp` in the "
     "cluster steady 3x with 4 and 16 workers: SGD without momentum, with Nesterov's momentum and weight decay, and "
     "with momentum 0.98 (`slow`); Adam, AdamW with betas 0.9 and 0.95, RMSprop, Adagrad, NAdam, Adamax; and Lion, a "
@@ -76,17 +77,18 @@ PROBLEM_LINES = (
 )
 
 REASONS = (
-    "`rennala` drops every gradient whose weights are outdated. If a mean has as many gradients as there are "
-    "workers, these are 40 to 46 % of the gradients in the cluster steady 3x. An update makes up for dropped "
-    "gradients only up to a whole step, so an epoch moves the weights less far than under `bsp`. At small rates, "
-    "training needs this distance in every epoch, so little is learned.",
+    "`rennala` drops every gradient whose weights are outdated. If a mean has as many gradients as there are workers, "
+    "40 to 46 % of the gradients are dropped in the cluster steady 3x. An update makes up for dropped gradients only "
+    "up to a whole step, so an epoch moves the weights less far than under `bsp`. At small rates, training needs this "
+    "distance in every epoch, so little is learned.",
     "`drop-stragglers` and `ringmaster` drop gradients, too. Their updates make up for the distance, but not for "
     "the noise: a mean of three gradients has 4/3 of the noise of a mean of four. This matters where the loss is "
     "mostly noise: on the quadratics, at the best rate and half of it.",
     "The correction for delayed gradients makes momentum lag behind by half of the delay, which costs about 0.5 m / "
-    "(1 - m) joint steps at the beginning: 4.5 for a momentum of 0.9, and 25 for 0.98 (`digits-mlp-slow`), of 112. "
-    "Without this correction, larger steps oscillate: on `quadratic-256` at the best rate, with 16 workers under "
-    "`asp` in the cluster steady 3x, the loss is 8 % above that of `bsp`, instead of 10 % below it.",
+    "(1 - m) joint steps at the beginning, where m is the momentum: 4.5 of 112 joint steps for a momentum of 0.9, and "
+    "25 for 0.98 (`digits-mlp-slow`). Without this correction, larger steps oscillate: on `quadratic-256` at the best "
+    "rate, with 16 workers under `asp` in the cluster steady 3x, the loss is 8 % above that of `bsp`, instead of 10 % "
+    "below it.",
     "Adamax divides by the largest recent gradient. The noise of a single push is larger than that of a joint "
     "gradient, so the steps of Adamax are shorter. For optimizers that divide by a mean of squares, the noise is "
     "taken into account. Optimizers that normalize their updates, such as Muon, Adafactor and Lion, receive a "
@@ -122,10 +124,10 @@ METHOD = (
     "loss at the best rate, and by at most 1 point or 2 % at half and a quarter of this rate. A run has learned "
     "nothing (*lost*: a cell with such a run) if its accuracy is at most 0.15, or its loss is at least 0.9 on the "
     "quadratics, 1 on `ratings` or 3.15 on `text-gpt`, or not finite.",
-    "*Time.* The quality is computed 40 times in a run. The time to `bsp`'s quality is the virtual time at which "
-    "the mean over the seeds first reaches `bsp`'s final quality at the same rate, less the bound, for both "
-    "models. All runs of a cell have the same schedule, so this time depends on when the schedule slows down which "
-    "worker, most of all in the cluster *pauses* (see the last section of the results).",
+    "*Time.* The quality is computed 40 times in a run. For both models, the time to `bsp`'s quality is the virtual "
+    "time at which the mean over the seeds first reaches `bsp`'s final quality at the same rate, less the bound. All "
+    "runs of a cell have the same schedule, so this time depends on when the schedule slows down which worker, most "
+    "of all in the cluster *pauses* (see the last section of the results).",
 )
 
 
@@ -164,10 +166,10 @@ def completeness(results: Sequence[Result]) -> str:
     models = ", ".join(f"`{model}`" for model in GPT_MODELS)
     places = ", ".join(f"{cluster} with {workers} workers" for cluster, workers in GPT_PLACES)
     return (
-        f"{len(results)} results with {runs} training runs, which have taken {hours:.1f} hours of one core. {left}"
-        f"The GPT is trained only under {models}, and only in these clusters: {places}. Its runs take much longer "
-        f"than all others. With {MANY} workers, all models are trained in the cluster {next(iter(CLUSTERS))}, and "
-        f"only {', '.join(f'`{model}`' for model in MODELS_OF_MANY)} in the others."
+        f"There are {len(results)} results with {runs} training runs, which have taken {hours:.1f} hours of one core. "
+        f"{left}The GPT is trained only under {models}, and only in these clusters: {places}. Its runs take much "
+        f"longer than all others. With {MANY} workers, all models are trained in the cluster {next(iter(CLUSTERS))}, "
+        f"and only {', '.join(f'`{model}`' for model in MODELS_OF_MANY)} in the other clusters."
     )
 
 
@@ -215,8 +217,8 @@ def texts() -> dict[Path, str]:
         lines += [*textwrap.wrap(paragraph, 118), ""]
     lines += [
         *textwrap.wrap(
-            "The following commands repeat the table and write these pages. If the first one is stopped, it continues "
-            "where it was stopped:",
+            "The following commands repeat the table and write these pages. If the first command is stopped and "
+            "started again, it continues where it was stopped:",
             118,
         ),
         "",

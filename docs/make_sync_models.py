@@ -82,9 +82,10 @@ The right synchronization model depends on how your workers differ, and on the n
 following table summarizes [When it pays](when-it-pays.md), which compares 18 contenders in 11 simulated
 clusters, with intervals. The problem is a noisy quadratic, for which the expected loss is known exactly; it is
 not a neural network, so treat the recommendations as a starting point. A ratio is the time that a model takes
-to a target loss, divided by the time of `bsp`, each with its own best settings. The comparisons have different
-sizes of batches and numbers of workers. The brackets contain the number of comparisons in which the model is
-better, of ties, and of those in which it is worse. A tie means that the data does not show a difference.
+to reach a target loss, divided by the time of `bsp`, each with its own best settings. The comparisons have
+different sizes of batches and numbers of workers. The three numbers in brackets count the comparisons in which
+the model is better, the ties, and the comparisons in which the model is worse. A tie means that the data does
+not show a difference.
 
 """
 

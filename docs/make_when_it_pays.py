@@ -58,10 +58,10 @@ METHOD = """\
 *Problem.* Noisy quadratics: the loss is a sum over eight curvatures from 1 to 1/64, and the covariance of the
 gradient's noise is proportional to the curvature. Given the order in which gradients are computed and applied, which
 the simulator records, the expected loss of SGD with momentum follows exactly, without sampling
-(`reproductions/evidence/quadratics.py`). So differences between seeds are differences between the random times of the
-workers only. The loss begins at 1. The size of a batch is stated in units of the *critical batch*, at which noise and
-curvature slow down a step equally when the loss is 0.1: a worker's batch is 0.1, 1 or 10 of them ("each"), or the
-batches of all workers together are 1 or 10 critical batches ("in all").
+(`reproductions/evidence/quadratics.py`). So results differ between seeds only because the random times of the workers
+differ. The loss begins at 1. The size of a batch is stated in units of the *critical batch*, at which noise and
+curvature slow down a step equally when the loss is 0.1: a worker's batch is 0.1, 1 or 10 critical batches ("each"),
+or the batches of all workers together are 1 or 10 critical batches ("in all").
 
 *Clusters.* One server, and a latency of 0.02 s. A gradient takes about 1 s. *Steady 2x* and *steady 4x*: a quarter of
 the workers always take 2 or 4 times as long. *Jitter*: log-normal times with sigma 0.5. *Pauses*: each worker is 10
@@ -70,8 +70,9 @@ direction. *Equal*: 40 workers that differ by up to 3 % at random.
 
 *Tuning.* For each measure, each contender uses its own best learning rate, momentum (0, 0.5 or 0.9) and parameters of
 its own. Learning rates differ by a factor of the square root of 2. Each contender starts with 48 settings, however
-many parameters it has, and more learning rates are added until the best one is not at an end. Settings are chosen by
-the median over three seeds. A setting with which the loss rises above 2 with any of these seeds is rejected.
+many parameters it has, and more learning rates are added until the best rate is neither the smallest nor the largest
+one. Settings are chosen by the median over three seeds. If the loss of a setting rises above 2 with any of these
+seeds, the setting is rejected.
 
 *Evaluation.* 16 other seeds. Contenders are paired by seed. A ratio is the geometric mean of the ratios of a
 contender's results to those of `bsp`, with a 95 % interval (Student's, on the logarithms). If a result is "never",
@@ -94,10 +95,10 @@ LET_THE_RUN_CHOOSE = """\
 
 `--sync auto` begins with `bsp` and balanced batches, and changes to another model at the beginning of an epoch if
 that saves at least 10 % of the time per epoch ([details](../how-to/choose-a-model.md#let-the-run-choose)). `python -m
-benchmarks auto` simulates it on 60 clusters of 4 to 16 workers, with 24 epochs of 30 iterations each, and compares
-the time until all data is used with the times under `bsp`, `bsp` with balanced batches, `drop-stragglers`, `ssp`,
-`elastic-bsp` and `asp`. An epoch is assumed to be worth the same under each model, which is the aim of translated
-hyper-parameters. Dropped data is not counted as used.
+benchmarks auto` simulates such runs on 60 clusters of 4 to 16 workers, with 24 epochs of 30 iterations each. It
+compares the durations of these runs, until all data is used, with the durations under `bsp`, `bsp` with balanced
+batches, `drop-stragglers`, `ssp`, `elastic-bsp` and `asp`. An epoch is assumed to be worth the same under each model,
+which is the aim of translated hyper-parameters. Dropped data is not counted as used.
 
 | ten clusters each | behind the best fixed choice | time / `bsp` | time / `bsp balanced` | changes |
 |---|---|---|---|---|
@@ -118,8 +119,8 @@ RESERVATION = (
 )
 
 CANNOT = (
-    "whether this holds for the networks that people train: the problems are quadratics and the small ones in [On "
-    "real problems](when-it-pays-on-problems.md), trained by SGD.",
+    "whether these results hold for the networks that people train: the problems here are quadratics and the small "
+    "problems in [On real problems](when-it-pays-on-problems.md), trained by SGD.",
     "whether late gradients may be dropped if workers hold different data. Here, all workers draw from the same "
     "data, the best case for `drop-stragglers`, `rennala` and `ringmaster`.",
     "anything about ratios between 0.9 and 1.1, even if they are significant: neighboring learning rates differ by "
@@ -157,12 +158,12 @@ PROBLEMS = {
 """The problems of the studies that follow the quadratics, in the order of the page."""
 
 REAL = (
-    "These studies follow the same protocol, with six contenders that were fixed before any result was known. There "
-    f"are two clusters ({TWO[0]}; {TWO[1]}), and each worker has a fixed batch. Settings are chosen by the time to the "
-    "second target, with a constant learning rate, and used for all measures. The tuning begins with 18 settings (9 "
-    "for the language models), and the evaluation uses 16 seeds (8 for the language models). The loss is measured "
-    "on held-out data, and a target is a share of the loss at the beginning. Holm's correction covers all "
-    "comparisons of a problem."
+    "These studies follow the protocol of [When it pays](when-it-pays.md#how-it-was-measured), with six contenders "
+    f"that were fixed before any result was known. There are two clusters ({TWO[0]}; {TWO[1]}), and each worker has a "
+    "fixed batch. Settings are chosen by the time to the second target, with a constant learning rate, and used for "
+    "all measures. The tuning begins with 18 settings (9 for the language models), and the evaluation uses 16 seeds "
+    "(8 for the language models). The loss is measured on held-out data, and a target is a share of the loss at the "
+    "beginning. Holm's correction covers all comparisons of a problem."
 )
 
 
@@ -260,8 +261,8 @@ def findings(page: Page) -> list[str]:
         *real,
         f"*With the same number of gradients* instead of the same time, ratios of losses: "
         f"{at_equal_gradients(('asp', 'spec-sync', 'rennala', 'drop-stragglers'))}.",
-        "*A check*: a contender should not be faster in a cluster with more inequality. It is, by more than the "
-        f"noise, in {len(helped)} of {checked} pairs of *steady 2x* and *steady 4x*: {_names(helped)}. In "
+        "*A check*: a contender should not be faster in a cluster with more inequality. It is faster, by more than "
+        f"the noise, in {len(helped)} of {checked} pairs of *steady 2x* and *steady 4x*: {_names(helped)}. In "
         "expectation, a slow worker's outdated gradients disturb less if there are fewer of them, so the ratios of "
         "these models at 2x do not hold for other degrees of inequality.",
     ]
@@ -372,11 +373,11 @@ def texts() -> dict[Path, str]:
         "# When it pays",
         "",
         *textwrap.wrap(
-            f"{len(CONTENDERS)} contenders in {len(PLACES)} simulated clusters, with {len(BATCHES)} sizes of "
-            "batches, on a problem whose expected loss is known exactly. A ratio is a contender's time to a loss of "
-            "0.1, divided by that of `bsp`, each with its own best settings. The brackets contain the number of "
-            "comparisons in which the contender is better, of ties (the interval contains 1, or the difference is "
-            "not significant), and of those in which it is worse.",
+            f"This page compares {len(CONTENDERS)} contenders in {len(PLACES)} simulated clusters, with "
+            f"{len(BATCHES)} sizes of batches, on a problem whose expected loss is known exactly. A ratio is a "
+            "contender's time to a loss of 0.1, divided by that of `bsp`, each with its own best settings. The three "
+            "numbers in brackets count the comparisons in which the contender is better, the ties (the interval "
+            "contains 1, or the difference is not significant), and the comparisons in which the contender is worse.",
             118,
         ),
         "",
@@ -413,8 +414,8 @@ def texts() -> dict[Path, str]:
         "",
         *textwrap.wrap(
             'Mean ranks over all clusters, sizes of batches and seeds (1 is the best, and "never" shares the last '
-            "rank), and the numbers of comparisons with `bsp` in which the contender is better, of ties, and of "
-            "those in which it is worse:",
+            "rank), and the numbers of comparisons with `bsp`: those in which the contender is better, ties, and "
+            "those in which the contender is worse:",
             118,
         ),
         "",

@@ -231,9 +231,9 @@ TEXT = """
 DDP with NCCL keeps everything on the devices: they send their gradients to each other, and each of them computes the
 whole update. In Paceline, servers on CPUs hold the weights. This lets unequal devices of any kind train together, and
 costs copies and time on the CPUs. **If all devices are equal, use DDP with NCCL**: Paceline sends as many bytes as
-its all-reduce, and copies them to the host and back besides. Otherwise, add up the costs of a step. A copy that runs
-during the backward pass is *hidden*: it takes no additional time. P is the size of the weights in bytes, 4 for each
-weight.
+the all-reduce of DDP, and also copies these bytes to the host and back. Otherwise, add up the costs of a step. A copy
+that runs during the backward pass is *hidden*: it takes no additional time. P is the size of the weights in bytes, 4
+for each weight.
 
 - *Gradients to the host:* P / 25 GB/s over PCIe 4.0 x16 (nominal). A gradient is copied as soon as it is complete, so
 these copies are hidden as far as the backward pass is long enough. Nothing is hidden if the device has no streams, or
@@ -250,12 +250,13 @@ With 100 million weights ({gigabytes:.1f} GB), a copy over PCIe takes {device_ms
 takes {ethernet_ms:.0f} ms in each direction. Over shared memory, there is no link between workers and servers.
 
 **Codecs.** With `--wire int8`, the links take a quarter of the time, and with `int4`, a seventh. But gradients and
-weights are encoded and decoded on the CPUs, which takes this time on one core (`python -m benchmarks codecs`):
+weights are encoded and decoded on the CPUs. The table shows how long this takes on one core (`python -m benchmarks
+codecs`):
 
 ENCODING
 
 Gradients are encoded and decoded during the backward pass, as far as it is long enough. Each server encodes its part
-of the weights after the update, and each worker decodes all of them. So with one core for each process, codecs save
+of the weights after the update, and each worker decodes all weights. So with one core for each process, codecs save
 little over 10-gigabit Ethernet, and cost time over faster links. [Over slower links](#on-slow-links), codecs save
 most of the time.
 
@@ -298,10 +299,11 @@ copies:
 | 29.4 million | 32 | 38.3 ms | 56.2 ms | 1.47 | 2.2 ms | 84 % | 2.4 ms |
 | 29.4 million | 128 | 142.9 ms | 161.1 ms | 1.13 | 2.2 ms | 91 % | 2.2 ms |
 
-The copies use the whole bandwidth of PCIe (55 GB/s). Copies of gradients are hidden behind the backward pass. Those
-of weights are not, because the next forward pass waits for all weights. The rest is the time of the servers.
+The copies use the whole bandwidth of PCIe (55 GB/s). Copies of gradients are hidden behind the backward pass. Copies
+of weights are not hidden, because the next forward pass waits for all weights. The rest of the difference to plain
+PyTorch is the time of the servers.
 
-If a script for DDP gives slow devices smaller batches, and weights their losses accordingly, then DDP with NCCL has
+If a script for DDP gives slow devices smaller batches, and scales their losses accordingly, then DDP with NCCL has
 the advantage of balanced batches, too, and is the right choice in all rows. But NCCL cannot connect devices of
 different kinds, such as those of CUDA and ROCm, and DDP has to start again when a machine leaves or joins. In these
 cases, Paceline is the choice, and the table shows its costs.

@@ -92,11 +92,12 @@ ALGORITHMS: dict[str, list[Line]] = {
             "scheduler 4-6",
             "on a notification, note the push, and test later",
             "sync.spec_sync:Speculator.started",
-            "The time begins with the worker's next computation, which may have to wait first (over `ssp`).",
+            "ABORT_TIME begins with the worker's next computation, which may have to wait first if the base model is "
+            "`ssp`.",
         ),
         Line(
             "scheduler 7-10",
-            "order a restart if more pushes of others came in than the rate allows",
+            "order a restart if the other workers have pushed more often than the rate allows",
             "sync.spec_sync:Speculator.timer_fired",
             "An iteration is restarted at most once.",
         ),
@@ -138,9 +139,9 @@ ALGORITHMS: dict[str, list[Line]] = {
             "13-19",
             "take the next end times; each replaces the one of the same worker in Z",
             "zipline.zipline:_candidates",
-            "Line 14 first removes the earliest end time from Z, and lines 15 to 19 take others until Z is complete "
-            "again, for which line 16 may find no end time left. Here, as in the text of section 5.2 and in Fig. 7, Z "
-            "stays complete.",
+            "Line 14 first removes the earliest end time from Z, and lines 15 to 19 add other end times until Z is "
+            "complete again. But line 16 may find no end time that is left. Here, as in the text of section 5.2 and "
+            "in Fig. 7, Z stays complete.",
         ),
         Line(
             "10-12, 20-24",
@@ -156,8 +157,8 @@ ALGORITHMS: dict[str, list[Line]] = {
 BETWEEN_THE_LINES = """
 These differences are not visible in the pseudo-code, or concern models without pseudo-code:
 
-- `bsp`: Table III of FluentPS describes it with conditions, and applies N gradients one by one. Here, a shard
-  applies their mean once, so that momentum and Adam see one gradient per round, as in one process.
+- `bsp`: Table III of FluentPS describes this model with conditions, and applies N gradients one by one. Here, a
+  shard applies their mean once, so that momentum and Adam see one gradient per round, as in one process.
 - `ssp`: Ho and others (2013) let a worker read from its own cache, which may be up to s iterations old. Here, each
   pull gets the newest weights, as in FluentPS. So weights are never older than SSP permits.
 - `pssp`, `dynamic-pssp`: the paper draws at each shard. Here, all shards draw the same number for an iteration, so

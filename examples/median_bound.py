@@ -1,4 +1,4 @@
-"""A bound that adapts to the median: no worker starts an iteration more than `ahead` ahead of the median worker.
+"""A bound that adapts to the median: no worker is more than `ahead` iterations ahead of the median worker.
 
 Under SSP, the slowest worker holds up all other workers. Here, slow workers hold up no other worker as long as more
 than half of the workers keep pace with each other.

@@ -17,7 +17,7 @@ class MergeLate(SyncModel, frozen=True):
     """Merging of late pushes.
 
     Attributes:
-        late: staleness in updates from which a push is late.
+        late: smallest staleness, in updates, of a push that counts as late.
         most: number of late pushes that are merged at once.
         wait_s: longest time in seconds that a late push waits for other late pushes.
     """

@@ -24,7 +24,7 @@ BYTES = 256
 CONTEXT = 64  # bytes in a sequence
 TEXT_BYTES = 4_000_000
 VALIDATION = 128  # sequences that are not trained on
-WARM_UP = 0.1  # part of the steps in which the learning rates rise
+WARM_UP = 0.1  # share of the steps in which the learning rates rise
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--optimizer", choices=["muon", "adamw"], default="muon", help="Default: muon.")

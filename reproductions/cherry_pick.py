@@ -55,7 +55,7 @@ def cherry_pick(
     The results are also written to `cherry-pick.json` in the run directory.
 
     Args:
-        setting: setting for SpecSync, without an abort time and rate. All trials have its learning rate and momentum.
+        setting: setting for SpecSync, without abort time and rate. All trials have this learning rate and momentum.
         console: console on which the table is printed.
         run_dir: directory for the results. By default, a new directory under ./runs.
         abort_times_s: abort times in the grid.

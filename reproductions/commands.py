@@ -87,7 +87,7 @@ def exhibits(
         typer.Option(
             "--again",
             help="Train only at the common learning rate, and say whether each number lies in the interval of the kept "
-            "result. The exit code is 1 if a number does not.",
+            "result. The exit code is 1 if a number lies outside.",
         ),
     ] = False,
     seeds: Annotated[

@@ -26,7 +26,7 @@ EVALUATION = 1000
 """Added to the seeds of the runs at the best rate, so that these runs do not profit from the choice of the rate."""
 
 WIDENED = 6
-"""Largest number of rates that are added for a label whose best rate is at an end."""
+"""Largest number of rates that are added for a label whose best rate is the smallest or the largest that was tried."""
 
 AT_COMMON, AT_BEST = "all models at the same rate", "each model at its own best rate"
 """How the models are compared: as in the papers, and as a user who tunes each model would."""
@@ -187,7 +187,7 @@ class Comparison(msgspec.Struct, frozen=True):
         self._draw_rates(right)
 
     def _draw_rates(self, axes: Axes) -> None:
-        """Draw the median time over the learning rate, with the quartiles. Times that are not reached are left out."""
+        """Draw the median time over the learning rate, with the quartiles. Rates that miss the target are left out."""
         drawn = []
         for number, (label, found) in enumerate(self.by_rate.items()):
             quartiles = {

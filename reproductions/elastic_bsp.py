@@ -89,7 +89,7 @@ class AccuracyFigure(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def at_one_rate(self) -> list[str]:
-        """Labels that are trained only at the common rate: of the many large R, all but the recommended one."""
+        """Labels that are trained only at the common rate: for large R, all labels except that of the recommended R."""
         return [f"ElasticBSP({r})" for r in self.lookaheads[1:] if self.lookaheads == LARGE_LOOKAHEADS]
 
 
@@ -311,7 +311,7 @@ def make(figure: AccuracyFigure, options: Options, tell: TellShare) -> Made:
 
 UPDATE_SHARE = 0.465
 """Cost u of an update, relative to a computation, with which n = 4 equal workers complete 78 epochs under ASP in the
-time of 99 epochs under BSP. ASP is limited by the server, so that the ratio is (1 + u) / (n u)."""
+time of 99 epochs under BSP. The server limits ASP, so the ratio of these epochs is (1 + u) / (n u)."""
 
 
 def _epochs(figure: AccuracyFigure, elastic: str, update_share: float) -> dict[str, float]:

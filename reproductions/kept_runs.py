@@ -1,7 +1,7 @@
 """Outcomes of training runs, kept while exhibits are made, so that a command that was stopped goes on.
 
-Exhibits with equal runs share their outcomes. A run is known by all its parameters, its cluster included, but not by
-the code that trains it: remove the file after a change of the code.
+Exhibits with equal runs share their outcomes. All parameters and the cluster identify a run, but the code that trains
+it does not: remove the file after a change of the code.
 """
 
 from __future__ import annotations

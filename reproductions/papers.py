@@ -35,7 +35,7 @@ class Quote(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         means: what the number measures, and for which network, data and number of workers.
         unit: "x" for a ratio, "%" for a percentage, another unit, or "" for a count or a fraction.
         bound: the paper's own restriction; "" if it states the number without one.
-        neutral: the value that would mean that there is no effect, for the unit "%" if the number is an effect.
+        neutral: the value that would mean that there is no effect; given if the number is an effect with the unit "%".
         absolute: True if the number depends on the paper's machines and data, so that no stand-in can confirm or
             contradict it.
         setting: True if the number is no result, but a setting or an example that the paper chose.
@@ -136,7 +136,7 @@ class QuotedTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     def base(self, row: str, column: str) -> Quote | None:
-        """Return the number with which a number is compared; None if no number is, or only with itself."""
+        """Return the number with which a number is compared; None if there is none, or if it is the same number."""
         if not self.relative_to or self.relative_to in (row, column):
             return None
         in_rows = self.relative_to in self.rows

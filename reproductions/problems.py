@@ -52,7 +52,7 @@ class Problem(msgspec.Struct, frozen=True):
     # number of training images for evaluating the loss; using all of them would take too long
     loss_count: int = 256
     # True if runs may be trained together (see `reproductions.ensembles`): the images are tensors that are
-    # used as they are, and the network has no state but its parameters, the statistics of BatchNorm apart
+    # used as they are, and the network has no state except its parameters and the statistics of BatchNorm
     stacked: bool = False
 
 

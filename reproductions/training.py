@@ -4,8 +4,8 @@ A run trains a `Problem`: a paper's network on published data, or a stand-in for
 network bandwidth and message sizes are taken from the papers.
 
 Runs that differ only in their learning rates and seeds are trained together if the problem allows this (see
-`reproductions.ensembles`). Then the result of a run depends on its seed, but the times at which its workers push are
-the same for `SHARING` consecutive seeds.
+`reproductions.ensembles`). In this case, the result of a run depends on its seed, but the times at which its workers
+push are the same for `SHARING` consecutive seeds.
 """
 
 from __future__ import annotations
@@ -222,11 +222,11 @@ def speed_up(
     reference: str,
     measure: Callable[[TrainingOutcome], Time] = lambda outcome: outcome.time,
 ) -> Ratio:
-    """Return the ratio of a reference's times to the target and those of a label, with an interval."""
+    """Return how many times as fast as a reference a label reaches the target, with an interval."""
     ours, others = (
         [measure(each) for each in outcomes if each.run.label == name] for name in (label, reference)
     )
-    # A run ends when it reaches its target. Without the target, it would last as long as a run that misses it.
+    # A run ends at its target. Without a target, it would last as long as a run that misses the target.
     end = max(time.end for time in (*ours, *others))
     ours, others = ([time._replace(end=end) for time in times] for times in (ours, others))
     return ratio_of_times(others, ours)
@@ -261,7 +261,7 @@ def _prepare(images: Mapping[str, Images]) -> None:
 
 
 def _prepare_process(images: Mapping[str, Images]) -> None:
-    """Prepare a process of the pool. A rate at which all runs diverge would warn at each of their pushes."""
+    """Prepare a process of the pool. Runs that diverge would otherwise log a warning at each push."""
     _prepare(images)
     logging.getLogger("paceline.train.training").setLevel(logging.ERROR)
 
@@ -359,7 +359,7 @@ def _share_right(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def _outcome(run: TrainingRun, schedule: Schedule, times_s: list[float], values: list[float]) -> Fields:
-    """Return the outcome of one of the runs that follow a schedule, up to the target if the run ends there."""
+    """Return the outcome of a run that follows a schedule, up to the target if the run ends at the target."""
     values = [value if math.isfinite(value) else math.inf for value in values]
     reached = run.target.reached_at(values) if run.until_target else None
     count = len(values) if reached is None else reached + 1

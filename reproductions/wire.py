@@ -1,9 +1,9 @@
 """How much quality the codecs of `--wire` cost: each run is compared with a run with float32, in virtual time.
 
 Both runs of a pair begin with the same weights and compute gradients from the same batches, in the same order. Codecs
-round as in a live run (`paceline.shard.codecs`). All workers share a joint batch. The learning rate falls to 0, and
-stays the same for ten steps at a time. The quality is the mean of the last five of 50 evaluations of the servers'
-weights. A *cell* has lost the mean of the paired differences over the seeds: more than 0 is worse than float32.
+round as in a live run (`paceline.shard.codecs`). All workers share a joint batch. The learning rate falls to 0 in
+stages of ten steps. The quality is the mean of the last five of 50 evaluations of the servers' weights. A *cell* is a
+run without its seed. Its loss of quality is the mean paired difference over the seeds: above 0 is worse than float32.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ VERDICTS = (
 
 
 class Learned(NamedTuple):
-    """A network with its data: inputs and targets, and functions of the weights. A quality is in points, or a loss."""
+    """A network with inputs and targets, and functions of its weights. A quality is accuracy in points, or a loss."""
 
     data: Sequence[Tensor]
     initial: Callable[[int], Weights]
@@ -60,7 +60,7 @@ class Learned(NamedTuple):
 
 
 def _digits(kind: type[DigitsMLP | DigitsCNN], samples: int) -> Learned:
-    """Learn from few images: with as many as in the demo, so few errors remain that no codec changes them."""
+    """Learn from few images. With as many as in the demo, too few errors would remain to show the effect of a codec."""
     images = torch.cat([digits().train_images, digits().test_images])
     labels = torch.cat([digits().train_labels, digits().test_labels])
     problem: Any = kind(demo.Digits(images[:samples], labels[:samples], images[samples:], labels[samples:]))
@@ -96,7 +96,7 @@ PROBLEMS = {
 
 
 def _muon(weights: Weights, lr: float, others: dict[str, Any]) -> list[torch.optim.Optimizer]:
-    """Return Muon for the matrices inside the network, and AdamW for the others, which is the usual way to use Muon."""
+    """Return Muon for the matrices inside the network, and AdamW for all other weights, as Muon is usually used."""
     matrices = [weights.pop(name) for name in ("attention", "mixed", "wide", "narrow")]
     muon = torch.optim.Muon(matrices, lr, weight_decay=0.0)
     return [muon, torch.optim.AdamW(weights.values(), **others)]
@@ -107,7 +107,7 @@ class Optimizer(NamedTuple):
 
     make: Callable[..., list[torch.optim.Optimizer]]
     settings: dict[str, Any]
-    rates: dict[str, float]  # of the problems that it learns
+    rates: dict[str, float]  # first learning rate for each problem
     only: Mapping[str, Sequence[str]] = {}  # places with the codecs that are tried there; empty for all
     step_s: float = 1.0  # of virtual time; a second optimizer's step takes as long as a whole joint batch
 
@@ -167,7 +167,7 @@ class Run(NamedTuple):
 
     @property
     def parameters(self) -> object:
-        """What decides its result, apart from the code."""
+        """The parameters that determine the result, apart from the code."""
         settings, rates = OPTIMIZERS[self.optimizer][1:3]
         learned = *PROBLEMS[self.problem][1:3], rates[self.problem], settings
         return *self, *learned, *PLACES[self.place][2:5]

@@ -260,7 +260,7 @@ def _cells(options: Options, tell: TellShare) -> tuple[list[Cell], list[Table]]:
 
 
 def _timed(cells: Sequence[Cell]) -> list[Cell]:
-    """Return the cells of the shapes for which the paper has times, and of the one for the naive method."""
+    """Return the cells of the shapes for which the paper has times, and of the shape for the naive method."""
     return [cell for cell in cells if cell.shape in (NAIVE_SHAPE, *TABLE_4_SHAPES)]
 
 

@@ -1,9 +1,9 @@
 """`python -m benchmarks guard`: what the guard of a run notices.
 
-Twenty divergences are planted in small training runs, with real gradients in virtual time. The guard must report each
-divergence within 20 updates of the moment at which the divergence can be seen. In twenty healthy runs, some of which
-look like a divergence for a while, the guard must report nothing. Observing and judging a push must take less than 1 %
-of a step of 5 ms.
+Twenty divergences are planted in small training runs, which compute real gradients, but in virtual time. The guard must
+report each divergence within 20 updates of the moment at which the divergence can be seen. In twenty healthy runs, some
+of which look like a divergence for a while, the guard must report nothing. Observing and judging a push must take less
+than 1 % of a step of 5 ms.
 """
 
 from __future__ import annotations

@@ -24,10 +24,8 @@ WORKERS = 4
 class Cost(msgspec.Struct, frozen=True):
     """The time on the processor of each part, in microseconds per push."""
 
-    observe_us: (
-        float  # at the worker: the norm of its weights; the check for NaN gives the norm of the gradient
-    )
-    report_us: float  # at both: a message, as if each push were reported by a message of its own
+    observe_us: float  # at the worker: the norm of the weights (the check for NaN also gives the norm of the gradient)
+    report_us: float  # at the worker and the coordinator: a message, as if each push had a message of its own
     judge_us: float  # at the coordinator
 
     @property
@@ -37,9 +35,9 @@ class Cost(msgspec.Struct, frozen=True):
 
 
 def measure_cost() -> Cost:
-    """Measure what a push costs with a model of 200,000 weights and four workers, on one thread each.
+    """Measure on one thread what a push costs with a model of 200,000 weights and four workers.
 
-    The time on the processor includes that of threads which only wait for work.
+    The time on the processor includes the time of threads that only wait for work.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

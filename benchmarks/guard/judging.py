@@ -15,10 +15,11 @@ from .scenarios import Measured, Scenario
 
 MOST_UPDATES = 20  # number of updates within which a divergence must be reported
 GROWN, KEPT = 3.0, 0.25
-"""A divergence from the first step on can be seen if the loss without noise exceeds `GROWN` times its first value. A
-later divergence can be seen if less than the share `KEPT` of the earlier decrease of this loss remains."""
+"""A divergence that begins at the first step can be seen if the loss without noise exceeds `GROWN` times its first
+value. A divergence that begins later can be seen if this loss has risen so far that less than the share `KEPT` of its
+earlier decrease remains."""
 
-LASTING = 8  # number of pushes in a row for which the loss must meet this condition
+LASTING = 8  # number of pushes in a row for which the loss must meet one of these conditions
 
 
 class Judged(msgspec.Struct, frozen=True):
@@ -36,12 +37,12 @@ class Judged(msgspec.Struct, frozen=True):
 
     @property
     def told(self) -> str:
-        """The part of the words that says what is wrong."""
+        """The part of the guard's message that says what is wrong."""
         return self.words.partition("): ")[2].partition(". ")[0]
 
     @property
     def late(self) -> int | None:
-        """The updates from when the divergence could be seen until the guard spoke; 0 if the guard spoke before."""
+        """The number of updates from the visible divergence until the guard spoke; 0 if the guard spoke before."""
         if self.said_at is None or self.visible_at is None:
             return None
         return max(0, self.said_at - self.visible_at)
@@ -71,7 +72,7 @@ def judge(scenario: Scenario, seed: int, hyperparameters: str = "raw") -> Judged
     Args:
         scenario: the scenario.
         seed: seed of the run.
-        hyperparameters: see `paceline.launch`. Default: "raw", with which each rate is that of the scenario.
+        hyperparameters: see `paceline.launch`. Default: "raw", which leaves the rates of the scenario unchanged.
     """
     measured: Measured = []
     listener, log = _Listener(), logging.getLogger("paceline.sim")

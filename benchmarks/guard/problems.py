@@ -1,4 +1,4 @@
-"""Small training problems for the guard: each makes a model, and the loss of a batch of a worker's data."""
+"""Small training problems for the guard. Each provides a model, the data of each worker, and the loss of a batch."""
 
 from __future__ import annotations
 

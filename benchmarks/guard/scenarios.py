@@ -28,7 +28,7 @@ Train = Callable[[int, Measured], None]
 
 MEASURED = 256  # number of samples on which the loss without noise is measured
 
-EQUAL = (1.0, 1.07, 0.96, 1.02)  # compute times in seconds of four machines that are about equal
+EQUAL = (1.0, 1.07, 0.96, 1.02)  # compute times in seconds of four machines that are about equally fast
 ONE_SLOW = (1.0, 1.1, 0.9, 3.0)
 
 
@@ -36,8 +36,8 @@ class Scenario(msgspec.Struct, frozen=True):
     """One run."""
 
     name: str  # what happens in the run
-    # The training function of every worker. It receives the seed of the run and a list, to which it appends the loss
-    # without noise of the weights that the worker has at each step.
+    # The training function of every worker. It receives the seed of the run and a list. At each step, it appends to
+    # the list the loss without noise of the worker's weights.
     train: Train
     sync: str = "asp"
     compute_s: tuple[float, ...] = EQUAL  # the compute time of each worker
@@ -154,7 +154,7 @@ def poisoned(batch: Batch) -> Batch:
 
 
 def spikes(every: int, factor: float) -> Callable[[int, int, torch.Tensor], torch.Tensor]:
-    """Multiply the loss of one batch of one worker now and then."""
+    """Now and then, multiply the loss of one worker's batch by a factor."""
     return lambda worker, step, loss: factor * loss if (7 * step + worker) % every == 5 else loss
 
 

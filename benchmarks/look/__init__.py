@@ -103,10 +103,10 @@ class Case(msgspec.Struct, frozen=True):
     name: str
     logs: bool = False  # True if the script calls `paceline.log` in each step
     visited: bool = (
-        False  # True if a client fetches the page as a browser does, and another client the metrics
+        False  # True if a client fetches the page as a browser does, and another client fetches the metrics
     )
-    # "requests" for 1,000 requests per second without the token beside the run; "busy" for a process that uses as
-    # much of the processor without sending requests; "" for neither.
+    # "requests" for 1,000 requests per second that lack the token; "busy" for a process that uses as much of the
+    # processor as these requests, but sends none; "" for neither.
     flood: str = ""
     goal: float | None = None  # the largest acceptable ratio; None for no limit
 
@@ -161,7 +161,7 @@ COLUMNS: Columns[LookRow] = {
 Siege = Annotated[
     bool,
     typer.Option(
-        "--siege", help="Measure what 1,000 requests per second without a token cost the run instead."
+        "--siege", help="Instead, measure what 1,000 requests per second without a token cost the run."
     ),
 ]
 

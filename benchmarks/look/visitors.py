@@ -9,7 +9,7 @@ browser and the collector are active, and which flood is active. All processes o
 clock.
 
 The program runs until it is terminated. Then the program prints how often data, metrics, and refusals were received,
-how many requests each flood has sent, and for how many seconds.
+how many requests each flood has sent, and for how many seconds the flood was active.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """Compares Paceline with MXNet's kvstore on slow links. Fig. 6 of FluentPS is a comparison with PS-Lite in MXNet.
 
 The parameters are those of ResNet-56, with one key of MXNet for each tensor. Eight workers and eight servers have a
-link each. To leave the cores of this machine to the exchange, a pass only sleeps for each layer: forward for a third of
-the time, backward for the rest. A layer's gradients are ready when its part of the backward pass ends.
+link each. To leave the cores of this machine to the exchange, the forward and the backward pass only sleep for each
+layer: the forward pass for a third of the compute time, and the backward pass for the rest. A layer's gradients are
+ready when its part of the backward pass ends.
 
 By default, MXNet has overlap: it pushes, pulls and begins the next forward pass layer by layer. MXNet chooses the
 server of a tensor by a hash. With "even", MXNET_KVSTORE_BIGARRAY_BOUND makes MXNet divide the largest convolutions,
-with three quarters of the parameters, among all servers. With "one server", all keys are on one server. PS-Lite itself
-would also put all keys on one server, because it gives each server an equal range of all possible keys.
+which have three quarters of the parameters, among all servers. With "one server", all keys are on one server. PS-Lite
+itself would also put all keys on one server, because it gives each server an equal range of all possible keys.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ class BesideRow(msgspec.Struct, frozen=True):
     """The results for one setting: medians over the rounds, and two comparisons with the first setting."""
 
     setting: str
-    communication_ms: float  # time of an iteration without the time of its passes
+    communication_ms: float  # time of an iteration minus the time of its forward and backward pass
     low_ms: float
     high_ms: float
     iteration_ms: float
-    saved: float  # fraction of the communication time
-    faster: float  # ratio of the times of iterations
+    saved: float  # fraction of the first setting's communication time that this setting saves
+    faster: float  # how many times as fast as in the first setting an iteration is
 
 
 COLUMNS: Columns[BesideRow] = {

@@ -49,7 +49,7 @@ SLOWEST_BPS = 10**6
 BURST_S = 0.001  # largest burst that may exceed the link's rate, given as the time to send it at this rate
 SMALLEST_BURST_BYTES = (
     16 * 1024
-)  # the kernel splits larger packets; an int4 message may be only a few times as large
+)  # the kernel splits larger packets; an int4 message may be only a few times as large as this
 PACKETS = 100_000  # maximum number of packets that netem can hold at a time
 
 

@@ -1,8 +1,8 @@
 """Emulated machines that can be switched off: each has its own network, processes, mounts, shared memory and name.
 
-`benchmarks.overlap.namespaces` emulates the network. The first process of a machine only waits for the end of a pipe
-that the launcher holds; further programs enter the machine. When this first process is killed, or ends because the
-launcher has ended, the kernel ends all processes of the machine at once.
+`benchmarks.overlap.namespaces` emulates the network. The first process of a machine only waits until the launcher
+closes a pipe. Further programs enter the namespaces of this process. When this first process is killed, or ends because
+the launcher has ended, the kernel ends all processes of the machine at once.
 """
 
 from __future__ import annotations

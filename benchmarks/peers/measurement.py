@@ -1,8 +1,8 @@
 """Compares Paceline with DDP, PostLocalSGD, Accelerate, torchft and hivemind on the same work (see `plan` and `work`).
 
 Three machines, each with its own network, processes, mounts and shared memory, train a small language model on the
-sources of Python's standard library. What a system needs once (the coordinator and the servers of Paceline, the
-lighthouse of torchft, the first peer of hivemind, rank 0) is on machine 0. Machine 2 is slow, or is
+sources of Python's standard library. Processes that a system needs only once (the coordinator and the servers of
+Paceline, the lighthouse of torchft, the first peer of hivemind, rank 0) are on machine 0. Machine 2 is slow, or is
 switched off and on.
 
 *Time.* The clock starts when all workers are ready for their first step. The worker on machine 0 saves its weights
@@ -395,7 +395,7 @@ def _returned_s(run: _Run, back_s: float) -> float | None:
 
 
 def evaluation() -> Any:
-    """Return a function that evaluates the weights in a file: it returns when they were saved, and their loss."""
+    """Return a function that returns when the weights in a file were saved, and the loss of these weights."""
     model = work.new_model(0)
     samples = work.Text().validation()
 

@@ -49,7 +49,7 @@ SEEDS = (1, 2, 3)
 KILLED_S, RETURNED_S = (
     3.0,
     4.0,
-)  # when machine 2 is switched off and on again, from the beginning of the training
+)  # the times at which machine 2 is switched off and on again, counted from the beginning of the training
 
 
 class Condition(NamedTuple):
@@ -145,7 +145,8 @@ class Outcome(msgspec.Struct, frozen=True, tag="outcome"):
     Attributes:
         time_s: seconds from the first step to the first weights whose validation loss is at most the target; None if
             the target was not reached.
-        sent_mb: 10**6 bytes that the three machines have sent until the target or, without it, in the whole run.
+        sent_mb: 10**6 bytes that the three machines sent until the target was reached; in the whole run if it was not
+            reached.
         lost_samples: samples that workers had computed or received, but that had no part in the weights that the
             system has agreed on (see `work`).
         loss: validation loss of the last weights.
@@ -217,7 +218,7 @@ def best_rate(outcomes: Iterable[Outcome], system: str) -> float | None:
 
 
 def left(outcomes: Sequence[Outcome]) -> Iterator[Case]:
-    """Generate the runs that are left and can be made now: first only those that choose the learning rates."""
+    """Yield the runs that are left and can be made now: at first, only the runs that choose the learning rates."""
     done = {each.case for each in outcomes}
     first = next(iter(CONDITIONS))
     tuned = [name for name, system in SYSTEMS.items() if not system.rate_of]
@@ -234,7 +235,7 @@ def left(outcomes: Sequence[Outcome]) -> Iterator[Case]:
 
 
 def quick_cases() -> list[Case]:
-    """Return a run of each system. If a system survives the loss of a machine, the run loses one."""
+    """Return a run of each system. If a system survives the loss of a machine, its run includes such a loss."""
     return [
         Case(
             name,

@@ -3,10 +3,11 @@
 Peers find each other in a distributed hash table, which they enter through the peer on machine 0. The guide recommends
 3 to 15 s of matchmaking and joint batches of thousands of samples. Here, the joint batch is that of the other systems,
 so the times are as short as possible: 0.5 s of matchmaking, and 0.05 to 0.1 s between two checks of the other peers'
-progress. Gradients are accumulated in batches of 7, so a fast peer contributes more of them. Local updates are averaged
-after 8 joint batches. On slow links, numbers have 8 bits, and 16 bits in small tensors, as in the ALBERT example.
+progress. Gradients are accumulated in batches of 7 samples, so a fast peer contributes more batches. Local updates are
+averaged after 8 joint batches. On slow links, numbers are sent in 8 bits, or in 16 bits for small tensors, as in the
+ALBERT example.
 
-If a peer is so late that it loads the state of another peer, its samples since the last average are given up.
+If a late peer loads the state of another peer, the samples of the late peer since the last average are given up.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from .work import JOINT_BATCH, Task, Text, Worker, loss_of, new_model, new_optim
 
 PART = 7  # samples of a gradient
 LOCAL_BATCHES = 8  # joint batches between two averages of local weights
-SMALL = 2**12  # elements of a tensor with 16 bits
+SMALL = 2**12  # tensors with fewer elements are sent in 16 bits
 
 
 def main() -> None:

@@ -224,7 +224,7 @@ class Worker:
             hidden.rename(self._folder / f"weights-{self._saved:05}.pt")
 
     def publish(self, name: str, text: str) -> None:
-        """Write a file atomically, for which other machines wait."""
+        """Atomically write a file for which other machines wait."""
         (self._folder / f".{name}").write_text(text)
         (self._folder / f".{name}").rename(self._folder / name)
 
@@ -246,8 +246,8 @@ class Worker:
 def lost_samples(events: Iterable[Mapping[str, Any]]) -> int:
     """Return how many samples of a machine's workers have had no part in the weights that the system has agreed on.
 
-    When a new worker is ready on the machine, the earlier worker was killed, and its samples since its last `kept` are
-    lost. The samples that are pending at the end of the run are not counted.
+    If a new worker becomes ready on the machine, the earlier worker was killed, and the samples of the earlier worker
+    since its last `kept` are lost. The samples that are pending at the end of the run are not counted.
 
     >>> told = [("ready", 0), ("computed", 7), ("kept", 0), ("computed", 7), ("ready", 0), ("computed", 5)]
     >>> lost_samples({"event": event, "samples": samples} for event, samples in told)

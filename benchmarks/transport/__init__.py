@@ -210,7 +210,7 @@ class Goal(NamedTuple):
 
 
 def update_of(optimizer: str, what: str = "update by") -> Case:
-    """Return the case of an update by this optimizer or, if `what` is `TRAFFIC`, of its memory traffic."""
+    """Return the case of an update by this optimizer or, if `what` is `TRAFFIC`, of the update's memory traffic."""
     return OPTIMIZER._replace(system=f"{what} {optimizer}")
 
 
@@ -293,7 +293,7 @@ MXNET_RATIOS = {"mxnet /\nthis": {TCP_ASP: (MXNET_ASP, TCP_ASP), TCP_BSP: (MXNET
 
 
 def figures_of(rows: Sequence[TransportRow], rounds: int) -> list[Figures[Any]]:
-    """Return the measured steps, updates and goals, as far as there are any."""
+    """Return the tables of the steps, updates and goals that were measured."""
     times_ms = times_by_case(rows)
     steps = [row for row in rows if row.optimizer is None]
     updates = [row for row in rows if row.optimizer is not None]

@@ -28,7 +28,7 @@ Mxnet = Annotated[
     typer.Option(
         "--mxnet",
         metavar="PYTHON",
-        help=f"Compare with MXNet's kvstore (PS-Lite). PYTHON is that of an environment with MXNet: {INSTALL}",
+        help=f"Compare with MXNet's kvstore (PS-Lite). PYTHON is the Python of an environment with MXNet: {INSTALL}",
         show_default=False,
     ),
 ]

@@ -16,7 +16,7 @@ from typing import Any
 
 
 class Worker:
-    """A worker with one key for each tensor. To compute a layer, it sleeps, as `beside_mxnet.Layer` does."""
+    """A worker with one key for each tensor. To compute a layer, the worker sleeps, as `beside_mxnet.Layer` does."""
 
     def __init__(self, mx: Any, task: dict[str, Any]) -> None:
         self.mx, self.task = mx, task
@@ -26,7 +26,7 @@ class Worker:
         numbers = iter(range(len(lengths)))
         self.layers = [[next(numbers) for _ in layer] for layer in task["layers"]]
         self.weights, self.gradients = ([mx.nd.zeros(length) for length in lengths] for _ in range(2))
-        self.slope = self.kv.rank + 1.0  # each worker has other gradients
+        self.slope = self.kv.rank + 1.0  # the gradients differ between workers
         self.scale = 1 / self.kv.num_workers if bsp else 1.0
         self.kv.init(list(range(len(lengths))), self.weights)
         if self.kv.rank == 0:
@@ -34,12 +34,12 @@ class Worker:
         self.kv._barrier()
 
     def exchange(self, *actions: str) -> None:
-        """Push all gradients or pull all weights, or both for each key. MXNet's engine does so in the background."""
+        """For each key, push the gradient, pull the weights, or do both. MXNet's engine does this in the background."""
         for key in range(len(self.weights)):
             self.queue(key, *actions)
 
     def queue(self, key: int, *actions: str) -> None:
-        """Push or pull one key. What the next forward pass needs first has precedence, as in Gluon."""
+        """Push or pull one key. Keys that the next forward pass needs first have priority, as in Gluon."""
         if "push" in actions:
             self.kv.push(key, self.gradients[key], priority=-key)
         if "pull" in actions:
@@ -70,7 +70,7 @@ class Worker:
             self.mx.nd.waitall()
 
     def median_s(self, *arguments: bool) -> float:
-        """Return the median time from the beginning of a step to that of the next one."""
+        """Return the median time from the beginning of a step to the beginning of the next step."""
         begun_s = []
         for _ in range(self.task["warm_up"] + self.task["iterations"]):
             begun_s.append(time.perf_counter())
@@ -80,7 +80,7 @@ class Worker:
         return median(begun_s[i + 1] - begun_s[i] for i in range(self.task["iterations"]))
 
     def require_trained(self) -> None:
-        """Raise an error unless the weights are what the pushes of all workers add up to."""
+        """Raise an error unless the weights are the result of the pushes of all workers."""
         self.kv._barrier()
         self.exchange("pull")
         steps, workers = self.task["warm_up"] + self.task["iterations"], self.kv.num_workers
@@ -97,7 +97,7 @@ def _end_with_the_launcher() -> None:
 
 
 def main() -> None:
-    """Serve until the job ends or, as a worker, measure."""
+    """A worker measures. Any other process serves until the job ends."""
     threading.Thread(target=_end_with_the_launcher, daemon=True).start()
     import mxnet as mx  # the scheduler and the servers stay in this import
 

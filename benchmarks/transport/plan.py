@@ -46,7 +46,7 @@ TURNS: tuple[tuple[Case, ...], ...] = (
     (SHM_ASP, SHM_BSP),
     (TCP_ASP, TCP_BSP),
 )
-# Only measured on request, since MXNet is installed apart.
+# Only measured on request, because MXNet must be installed separately.
 MXNET_TURNS: tuple[tuple[Case, ...], ...] = ((MXNET_ASP,), (MXNET_BSP,))
 OPTIMIZER = Case("optimizer", "shm", "asp")
 SYSTEMS = (*dict.fromkeys(turn[0].system for turn in TURNS), OPTIMIZER.system)
@@ -156,7 +156,7 @@ class Flat(nn.Module):
 
     Args:
         size_mb: size of the parameters in MB (2**20 bytes).
-        worker: index of the worker. Each worker has other gradients, as if it had other data.
+        worker: index of the worker. The gradients differ between workers, as if the workers had different data.
     """
 
     def __init__(self, size_mb: float, worker: int) -> None:

@@ -72,7 +72,7 @@ def measure_turn(turn: Turn) -> Times:
 def _run_processes(turn: Turn, out: Path) -> None:
     """Run the processes of a turn until they exit. The processes write their results into the directory `out`.
 
-    The processes are forked from one that has imported torch but has not computed anything.
+    The processes are forked from a process that has imported torch but has not computed anything.
 
     Raises:
         RunFailedError: a process failed. All other processes have been stopped.
@@ -91,7 +91,7 @@ def _run_processes(turn: Turn, out: Path) -> None:
         running = list(started)
         while running:
             connection.wait([process.sentinel for process in running])
-            # A process may end between two looks, so each exit code is read once.
+            # A process may end at any moment, so its exit code is read only once.
             codes = [(process, process.exitcode) for process in running]
             if any(code for _, code in codes):
                 tail = (out / "log").read_text(errors="replace").splitlines()[-LOG_LINES:]

@@ -77,7 +77,7 @@ def _quadratics(cells: Sequence[Cell], results: Mapping[tuple[object, ...], Resu
         costs.append(math.expm1(of_each_step * (usual - fewer)))
     return [
         f"Of the {len(outside)} translated cells with {MANY} workers that are not within the bounds, {len(own)} are "
-        "those of the quadratics at a quarter of the best rate, because of these steps: 3 samples for each worker "
+        "those of the quadratics at a quarter of the best rate, because of the missing steps: 3 samples per worker "
         "are a joint batch of 120 instead of 128, and 1,408 is no multiple of 120. At this rate, the loss is still "
         f"falling at the end. It is {_range([100 * c.lack for c in own], '.1f')} % above that of `bsp`. The missing "
         f"steps alone make it {_range([100 * cost for cost in costs], '.1f')} % higher, depending on the curvatures: "

@@ -136,19 +136,15 @@ def findings(cells: Sequence[Cell]) -> list[str]:
                 good = sum(cell.within for cell in own)
                 shares.append(f"{100 * good / len(own):.0f} % of {len(own)} {kind} cells ({good})")
         found.append(
-            f"At {words}, {' and '.join(shares)} lack at most {accuracy:g} of accuracy or {100 * loss:.0f} % of the "
-            f"loss. The goal is {100 * GOALS[factors[0]]:.0f} %."
+            f"At {words}, {' and '.join(shares)} are worse than bsp by at most {accuracy:g} of accuracy "
+            f"or {100 * loss:.0f} % of the loss. The goal is {100 * GOALS[factors[0]]:.0f} %."
         )
     for kind in ("translated", "raw"):
         own = [cell for cell in cells if cell.hyperparameters == kind]
         lost = [cell for cell in own if cell.at_chance]
         if own:
             runs = sum(cell.at_chance for cell in lost)
-            words = (
-                f" ({runs} runs; in {sum(c.untold for c in lost)} of them, nothing has been said)"
-                if lost
-                else ""
-            )
+            words = f" ({runs} runs, of which {sum(c.untold for c in lost)} did not say so)" if lost else ""
             found.append(
                 f"In {len(lost)} of {len(own)} {kind} cells, at least one run has learned nothing{words}."
             )
@@ -172,8 +168,8 @@ def findings(cells: Sequence[Cell]) -> list[str]:
     if errors:
         found.append(
             f"{len(better)} translated cells are better than bsp by more than the bound, and count as within it. The "
-            f"standard error of what a cell lacks is {median(errors):.2f} of the bound in the middle, and more than "
-            f"half of it in {sum(error > 0.5 for error in errors)} of {len(errors)} cells."
+            f"median standard error of a cell's difference to bsp is {median(errors):.2f} of the bound; this "
+            f"error is more than half of the bound in {sum(error > 0.5 for error in errors)} of {len(errors)} cells."
         )
     return found + _certainty([cell for cell in cells if cell.hyperparameters == "translated"])
 
@@ -187,10 +183,10 @@ def _certainty(cells: Sequence[Cell]) -> list[str]:
     unsure = [sum(abs(cell.lack - cell.bound) <= _half(cell) for cell in each) for each in (outside, cells)]
     return [
         f"{len(outside)} translated cells are not within the bounds: those of "
-        f"{', '.join(f'{model} ({count})' for model, count in models)}. In {unsure[0]} of them, and in "
-        f"{unsure[1] - unsure[0]} of the {len(cells) - len(outside)} others, the seeds do not decide it: the "
-        f"{100 * CONFIDENCE:.0f} % interval of what the cell lacks, from the differences between runs with the same "
-        "seed, includes the bound."
+        f"{', '.join(f'{model} ({count})' for model, count in models)}. In {unsure[0]} of these cells, and in "
+        f"{unsure[1] - unsure[0]} of the {len(cells) - len(outside)} other translated cells, the seeds do not decide "
+        f"whether the cell is within the bounds: the {100 * CONFIDENCE:.0f} % interval of its difference to bsp, from "
+        "the differences between runs with the same seed, includes the bound."
     ]
 
 
@@ -249,7 +245,7 @@ def _times(cells: Sequence[Cell]) -> Table:
     """Return by which factor bsp's final quality is reached sooner, with half of bsp's best rate."""
     clusters = list(dict.fromkeys(cell.cluster for cell in cells))
     table = plain_table(
-        "how many times sooner bsp's final quality is reached: median (least, never in so many cells)",
+        "how many times sooner bsp's final quality is reached: median (least, number of cells that never reach it)",
         "sync model",
         *(f"{cluster}\n{name}" for cluster in clusters for name in ("all epochs", *NAMES.values())),
     )
@@ -281,7 +277,7 @@ WORST = 25
 def _worst(cells: Sequence[Cell]) -> Table:
     """Return the translated cells that lack most."""
     table = plain_table(
-        f"the {WORST} translated cells that lack most, as a multiple of what they may lack",
+        f"the {WORST} translated cells that are worst compared with bsp, as a multiple of the bound",
         *("problem", "cluster", "workers", "sync model", "rate", "bsp", "translated", "at chance", "lack"),
     )
     translated = [cell for cell in cells if cell.hyperparameters == "translated"]

@@ -121,7 +121,8 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
-        # Scripts call some of these functions in each iteration, so the next access finds the attribute here.
+        # Scripts call some of these functions in each iteration. From the second access on, Python finds the attribute
+        # without calling this function.
         found = globals()[name] = getattr(import_module(f".{_HOMES[name]}", __name__), name)
         return found
     if name in __all__:

@@ -102,7 +102,7 @@ class PeerLostError(PacelineError):
 class TakenOutError(PeerLostError):
     """The run continues without this worker, because its process was stopped or its machine was silent.
 
-    Nothing that the worker has sent since then has been used.
+    Nothing that the worker has sent since it was taken out has been used.
     """
 
 
@@ -135,7 +135,7 @@ class RunFailedError(PacelineError):
 
 
 class UserCodeError(RunFailedError):
-    """A sync model or an optimizer that is not Paceline's own failed while Paceline called it.
+    """A sync model or an optimizer of the user failed while Paceline called it.
 
     Args:
         reason: what failed, where, and for which event.

@@ -1,8 +1,8 @@
 """Files that are either complete or absent, and reading that never waits.
 
-A file is written beside its place, and gets its name when its whole content is on the disk. So no reader finds an
-incomplete file, even if the disk is full, or if the writer is killed. Until a file gets its name, an earlier file of
-this name stays unchanged.
+A file is written under a temporary name in the same directory, and gets its name when its whole content is on the disk.
+So no reader finds an incomplete file, even if the disk is full, or if the writer is killed. Until a file gets its name,
+an earlier file of this name stays unchanged.
 
 Other programs may also write to the directories of runs. If a pipe has the name of a file, a reader of this file would
 wait for ever. So files of a run are opened by `open_regular`.

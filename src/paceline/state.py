@@ -4,18 +4,18 @@ A *core* is an object that decides without I/O: a worker, a server, the coordina
 A core consists of *parts*, which are objects with attributes of their own. The attributes of cores and parts are plain
 and mutable. Each attribute, here called a *field*, has one of three meanings:
 
-    decides   what the core does from now on may depend on the field. A field decides unless its class declares
+    decides   the field may determine what the core does from now on. A field decides unless its class declares
               another meaning
     history   the field is only shown or recorded. No request to the host depends on it
     fixed     the field is given when the object is made, and never assigned again: configuration, functions,
               and recorders
 
-So there are three operations:
+Three operations use these meanings:
 
 - `snapshot` returns all fields that decide and all history as one immutable value;
 - `restore` gives a new core, which was made with the same configuration, the state of a snapshot. From then on, the new
   core does what the original core does;
-- an `Outlook` returns a value that is equal for cores that do the same from now on. The exhaustive search compares
+- an `Outlook` returns a value that is equal for two cores that behave alike from now on. The exhaustive search compares
   these values.
 
 The decorator `stateful` declares which fields are history or fixed. So a new attribute decides until the class declares
@@ -135,7 +135,7 @@ def stateful(
 
 @cache
 def _declared(kind: type) -> dict[str, Field]:
-    """Return the fields by name that a class and its base classes declare."""
+    """Return, by name, the fields that a class and its base classes declare."""
     bases = reversed(kind.__mro__)
     return {name: field for base in bases for name, field in DECLARED.get(base, {}).items()}
 
@@ -256,7 +256,7 @@ class Items(msgspec.Struct, frozen=True):
 
 
 class Unhashable:
-    """A wrapper with a hash for a frozen struct without a hash, which contains a list or dict that is never changed."""
+    """A wrapper that gives a hash to a frozen struct that has none. The struct's lists and dicts are never changed."""
 
     __slots__ = ("struct",)
 
@@ -283,7 +283,7 @@ def _hashable(struct: msgspec.Struct) -> Hashable:
 
 
 def snapshot(core: object) -> StatePart:
-    """Return the state of a core, which must not be handling an event: an immutable, hashable and printable value.
+    """Return the state of a core as an immutable, hashable and printable value. The core must not be handling an event.
 
     Raises:
         TypeError: the core contains an object that cannot be a part of a value, such as an open file.
@@ -358,7 +358,7 @@ class _Restorer:
         given = {name for name, _ in state.fields}
         for field, _ in list(fields_of(thing)):
             if field.mark != "fixed" and field.name not in given:
-                delattr(thing, field.name)  # the value is that of the class
+                delattr(thing, field.name)  # the attribute of the class is used again
         for name, value in state.fields:
             made_by = declared.get(name, Field(name)).maker
             maker = getattr(thing, made_by) if made_by else None
@@ -412,9 +412,10 @@ class _Restorer:
 
 
 class Outlook:
-    """Returns a value that is equal for cores that do the same from now on. The order of dicts is ignored.
+    """Returns a value that is equal for two cores that behave alike from now on.
 
-    Fixed fields that are plain values are also compared, because one outlook may look at several cores.
+    The order of the entries of a dict is ignored. Fixed fields that are plain values are also compared, because one
+    outlook may look at several cores.
 
     Args:
         without: subjects that do not matter. A field is left out if it decides only about one of these subjects.
@@ -449,13 +450,15 @@ class Outlook:
             else self._value(shown[name] if name in shown else getattr(thing, name, None))
             for name, fixed in compared
         ]
-        if not getattr(thing, "__dict__", {}).keys() <= names:  # the class of a user may have defaults
+        if (
+            not getattr(thing, "__dict__", {}).keys() <= names
+        ):  # a class of the user may have class attributes
             late = [name for name, fixed in self._fields(thing) if not fixed and name not in names]
             found.append(frozenset((name, self._value(getattr(thing, name))) for name in late))
         return kind, *found
 
     def _fields(self, thing: object) -> list[tuple[str, bool]]:
-        """Return (name, True if fixed) of each field of an object that is compared."""
+        """Return (name, True if fixed) of each compared field of an object."""
         return sorted(
             (field.name, field.mark == "fixed")
             for field, _ in fields_of(thing)

@@ -1,12 +1,12 @@
 """Which content of a directory may be trusted: commands to run, modules to import, paths to write, addresses to serve.
 
-A run directory is data, and a copy of a run directory may come from anybody. So a launcher signs what it writes, with a
-key that only its user has. The key is a file in the user's configuration folder, which is made at its first use.
-Machines with the same home directory have the same key.
+A run directory is data, and a copy of a run directory may come from anybody. So a launcher has a key that only its user
+can read, and signs what it writes. The key is a file in the user's configuration folder. This file is made when the key
+is first needed. Machines with the same home directory have the same key.
 
 The signature is a keyed checksum (HMAC-SHA256) of a JSON object without its field `signature`. The signature does not
-depend on the order of the fields, and includes fields that only a later version knows. The signature says who has
-written the object, unlike the checksums in a checkpoint, which say that nothing was damaged.
+depend on the order of the fields, and includes fields that only a later version of Paceline knows. The signature says
+who has written the object, unlike the checksums in a checkpoint, which say that nothing was damaged.
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ def wrapped(text: str, width: int, indent: str = "") -> list[str]:
 
 
 class Sentence:
-    """A text that is wrapped between words where it is shown.
+    """A text that is wrapped between words when it is shown.
 
     Args:
         text: the text.
@@ -189,7 +189,7 @@ class Sentence:
 
 
 def run_name(sync: str, batch: str, hyperparameters: str = "raw", wire: str = "float32") -> str:
-    """Return the name of a run: its sync model, and those of its settings that are not the usual ones.
+    """Return the name of a run: its sync model, and those of its settings that differ from the usual settings.
 
     >>> run_name("bsp", "equal"), run_name("bsp", "balanced")
     ('bsp', 'bsp, balanced batches')

@@ -324,7 +324,7 @@ def test_parts_of_two_checkpoints_that_do_not_fit_are_refused(directory: Path) -
         the_first_is_used_instead(directory)
     shutil.copy(directory / "000001" / "job.json", directory / "000002" / "job.json")
     sign_again(directory / "000002")
-    assert "job.json is that of checkpoint 1" in the_first_is_used_instead(directory)
+    assert "job.json belongs to checkpoint 1" in the_first_is_used_instead(directory)
 
 
 NONSENSE: tuple[Any, ...] = (-7, 2**60, "nonsense", None, [], 0.5, {})

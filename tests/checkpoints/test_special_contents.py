@@ -131,7 +131,7 @@ def test_another_model_is_refused_by_its_first_parameter_that_differs(tmp_path: 
     for parameter, expected in (
         (
             Parameter(("weight",), (4, 3), "float32"),
-            r"has 'weight' as float32\[2, 3\], the model as float32\[4, 3\]",
+            r"has 'weight' as float32\[2, 3\], but the model needs float32\[4, 3\]",
         ),
         (Parameter(("gain",), (4,), "float32"), "has no parameter 'gain'"),
     ):

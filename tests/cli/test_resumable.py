@@ -98,7 +98,7 @@ def test_a_changed_script_is_refused_with_the_first_difference_unless_the_user_a
     assert "add --accept-changes" in words
     assert resume("--accept-changes").exit_code == 0
     (RUN / "script.py").unlink()
-    assert "is not compared with that of the run before" in resume().stderr
+    assert "is not compared with that of the previous run" in resume().stderr
 
 
 def test_a_finished_run_is_resumed_only_if_its_script_is_given_again() -> None:
@@ -153,8 +153,9 @@ def test_a_bucket_without_a_whole_checkpoint_and_the_directory_of_another_run_ar
     other = bucket.replace("bucket", "other")
     upload(Path("runs", "trial", CHECKPOINTS, LINEAGE, "000002"), other)
     result = resume(run=other)
-    assert "but runs/trial is the directory of a run with other checkpoints; name another directory" in str(
-        result.exception
+    assert (
+        "but runs/trial is the directory of a run with checkpoints elsewhere; name another directory"
+        in str(result.exception)
     )
 
 
@@ -183,8 +184,8 @@ def test_what_a_directory_of_somebody_else_says_is_not_done_unless_the_user_want
     words = refusal()
     assert words == (
         f"the directory run would decide about the command {PLANTED!r} and --import 'planted' and --tensorboard "
-        "'/elsewhere', but its run.json is not signed with your key, so somebody else may have written this; check "
-        "it, and add --trust (trust=True) if you accept it, or specify it yourself."
+        "'/elsewhere', but its run.json is not signed with your key, so somebody else may have written these "
+        "values; check them, and add --trust (trust=True) if you accept them, or specify them yourself."
     )
     # A command that is given anew is the user's. What else the directory names still is not.
     assert "about --import 'planted' and --tensorboard '/elsewhere', but" in refusal("train.py")

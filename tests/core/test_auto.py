@@ -102,7 +102,7 @@ def test_a_model_that_is_not_faster_than_bsp_is_left_again_and_not_tried_for_a_w
     speeds = {"bsp": 100.0, "asp": 150.0}
     assert epoch(auto, 0, speeds, 100.0) == "asp"
     assert epoch(auto, 1, speeds, 95.0) == "bsp"
-    assert "It was not worth it." in auto.choices[-1].reason
+    assert "asp has saved too little time." in auto.choices[-1].reason
     for number in range(2, rules.PENALTY_EPOCHS):
         assert epoch(auto, number, {"bsp": 100.0, "asp": 300.0}, 100.0) is None
 

@@ -81,8 +81,8 @@ def test_a_model_without_stale_gradients_is_preferred_unless_it_is_much_slower()
 def test_a_model_with_stale_gradients_that_is_not_much_faster_is_recommended_with_a_caution() -> None:
     found = advised(BSP, msgspec.structs.replace(ASP, times=1.5))
     assert found.text == (
-        f"Recommended: asp: 1.5 times as fast as bsp; {STALE}: check the accuracy first. With less than about 2 "
-        "times, staleness may cost more time than is saved."
+        f"Recommended: asp: 1.5 times as fast as bsp; {STALE}: check the accuracy first. Below about 2 times "
+        "the speed of bsp, staleness may cost more time than is saved."
     )
 
 

@@ -57,7 +57,7 @@ def test_a_straggler_is_named_with_the_time_that_the_others_waited_for_it() -> N
     )
     assert headline_of(known, [cause]) == (
         "4 workers trained 4,000 samples in 100 s under bsp (40.0 samples per second). What held the run back most: "
-        "the others waited for 66 % of their time for worker 3, whose batches take 3.1 times as long."
+        "the others spent 66 % of their time waiting for worker 3, whose batches take 3.1 times as long."
     )
 
 
@@ -186,9 +186,7 @@ def test_what_the_main_worker_does_after_its_last_step_is_not_training() -> None
         last_push_s={0: 40.0, 1: 40.0},
     )
     words = [cause.words for cause in causes_of(known)]
-    assert any(
-        "went on for 60 s after its last step with something other than training" in each for each in words
-    )
+    assert any("did something other than training for 60 s after its last step" in each for each in words)
 
 
 def test_workers_that_wait_for_each_other_in_turn_have_no_culprit() -> None:
@@ -201,7 +199,7 @@ def test_workers_that_wait_for_each_other_in_turn_have_no_culprit() -> None:
     [
         (
             {"wasted": 20.0},
-            "Computations of 40 s (20 % of the workers' time) came to nothing, because the sync model ",
+            "Computations that took 40 s (20 % of the workers' time) were wasted, because the sync model ",
         ),
         (
             {"paused": 20.0},
@@ -226,7 +224,7 @@ def test_nothing_is_named_if_nothing_stands_out() -> None:
     known = evidence(*(worker(index, computing=96.0, waiting=2.0, transfer=2.0) for index in range(4)))
     assert causes_of(known) == ()
     assert headline_of(known, ()).endswith(
-        "Nothing stands out that held it back: workers computed for 96 % of their time."
+        "Nothing stands out that held the run back: workers computed for 96 % of their time."
     )
 
 
@@ -310,7 +308,8 @@ def test_a_run_without_a_single_cause_says_what_its_workers_did() -> None:
     assert causes_of(known) == ()
     assert headline_of(known, ()).endswith(
         "No single cause stands out: workers computed for 22 % of their time; they waited for others for 33 %, did "
-        "something other than training for 33 %, had messages on their way for 11 %. It was too short to say more."
+        "something other than training for 33 %, had messages on their way for 11 %. The run was too short to "
+        "say more."
     )
 
 
@@ -323,8 +322,9 @@ def test_a_worker_that_evaluates_beside_training_ends_later_and_is_not_called_sl
     )
     cause, further = causes_of(known)
     assert cause.words == (
-        "Workers 1 and 2 were idle for the last 45 s (45 % of the run), because the script of worker 0 did something "
-        "other than training for 45 s longer than theirs, such as evaluating the model, and made its steps later."
+        "Workers 1 and 2 were idle for the last 45 s (45 % of the run), because the script of worker 0 spent 45 s "
+        "longer than their scripts on something other than training, such as evaluating the model, and made its steps "
+        "later."
     )
     assert "snapshot_every_s" in cause.remedies[0]
     assert not any("--batch" in remedy for each in (cause, further) for remedy in each.remedies)
@@ -340,8 +340,8 @@ def test_what_a_script_without_a_loader_does_between_two_steps_is_not_called_com
     )
     cause = only(causes_of(known))
     unknown = (
-        "The script distributes no loader, so it is not known how much of this was computing, and how much was "
-        "something else, such as evaluating the model."
+        "The script distributes no loader, so it is not known how much of this time was computing, and how "
+        "much was something else, such as evaluating the model."
     )
     assert cause.words == (
         "Worker 1 waited 33 % of its time (30 s) for worker 0, which takes 1.5 times as long from one step to the "
@@ -361,7 +361,8 @@ def test_a_script_without_a_loader_is_not_said_to_have_computed_all_the_time() -
     )
     assert headline_of(known, causes_of(known)).endswith(
         "workers spent 98 % of their time between one step and the next. The script distributes no loader, so it is "
-        "not known how much of this was computing, and how much was something else, such as evaluating the model."
+        "not known how much of this time was computing, and how much was something else, such as evaluating the "
+        "model."
     )
 
 
@@ -374,8 +375,10 @@ def test_an_evaluation_in_all_workers_is_not_that_of_one_and_belongs_in_one() ->
     assert "if paceline.is_main():" in cause.remedies[0]
     alone = evidence(worker(0, computing=40.0, outside=60.0), worker(1, computing=99.0, outside=1.0))
     cause = only(causes_of(alone))
-    assert "(61 s together, most of it worker 0)" in cause.words
-    assert cause.remedies[0].startswith("Inside paceline.evaluating(model), the other workers need not wait.")
+    assert "(61 s together, most of it in worker 0)" in cause.words
+    assert cause.remedies[0].startswith(
+        "While a worker is inside paceline.evaluating(model), the other workers "
+    )
 
 
 def test_a_worker_that_nobody_else_worked_beside_is_not_blamed() -> None:

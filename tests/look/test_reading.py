@@ -164,7 +164,7 @@ def pipe(name: str) -> Callable[[Path], None]:
     ("damage", "note"),
     [
         (remove("trace-*.jsonl"), "There are no traces of the shards"),
-        (remove("trace-shard-1.jsonl"), "Only 1 of 2 traces of shards are there"),
+        (remove("trace-shard-1.jsonl"), "The run directory contains only 1 of 2 traces of shards"),
         (remove("trace-coordinator.jsonl"), ""),
         (remove("worker-*.jsonl"), "There are no records of workers 0 to 3"),
         (remove("worker-2.jsonl"), "There are no records of worker 2"),

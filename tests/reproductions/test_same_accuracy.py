@@ -310,5 +310,5 @@ def test_it_is_said_of_which_cells_the_seeds_do_not_decide() -> None:
     ]
     *_, last = findings(cells_of({each.key: each for each in results}))
     assert last.startswith(
-        "2 translated cells are not within the bounds: those of asp (2). In 1 of them, and in 1 of"
+        "2 translated cells are not within the bounds: those of asp (2). In 1 of these cells, and in 1 of"
     )

@@ -208,7 +208,7 @@ def test_who_waits_is_said_and_what_a_kill_leads_to(
     assert line.startswith(
         "The run is waiting for worker 0" if waiting else "Worker 0 has sent nothing for 20 s"
     )
-    assert line.count("Its script may do something other than training, such as evaluating the model.") == 1
+    assert line.count("The script of worker 0 may do something other than training, such as evaluating ") == 1
     assert line.endswith(
         "Run 'kill -KILL 5912' to kill it and let the others continue. In another run, --stall-timeout SECONDS (in "
         "Python, stall_timeout=SECONDS) does so."
@@ -221,7 +221,7 @@ def test_nobody_is_told_to_kill_a_worker_whose_script_has_not_begun_to_train(
     lines = Lines(coordinator, "is running")
     lines.look(silent(1))
     [line] = lines
-    assert "Its script may still import libraries or load data." in line
+    assert "The script of worker 0 may still import libraries or load data." in line
     assert "kill" not in line
     stopped = Lines(coordinator, "is stopped")
     stopped.look(silent(1))

@@ -184,8 +184,8 @@ def test_a_slow_link_is_said_with_how_much_faster_a_codec_makes_a_step() -> None
     for common in (True, False):
         assert slow_link(advise_wire(["SGD"], "float32", common=common)) == (
             f"{begins}Try --wire int4, which rounds gradients and weights on their way: a step is then about 3.2 times "
-            "as fast (estimated from the gradients, because the way of the weights is not measured), and int4 cost no "
-            f"measurable accuracy in tests with SGD. Or use {ends}"
+            "as fast (estimated from the gradients, because the transfer of the weights is not measured), and int4 "
+            f"cost no measurable accuracy in tests with SGD. Or use {ends}"
         )
     assert ": a step is then about 2.5 times as fast (" in slow_link(advise_wire([], "float32"))
     assert ": a step is then about 1.6 times as fast (" in slow_link(advise_wire(["SGD"], "int8"))

@@ -347,7 +347,7 @@ def act(worker, iteration):
             r"It last reported in iteration \d \(its iterations usually take 0\.\d+ s\)\.", said()
         )
         assert "Worker 0 is waiting for it." in said()
-        assert f"Its process {process} is stopped." in said()
+        assert f"Process {process} of worker 1 is stopped." in said()
         assert f"Run 'kill -CONT {process}' to resume the process" in said()
         assert "--stall-timeout" in said()
         os.kill(process, signal.SIGCONT)
@@ -368,7 +368,7 @@ def act(worker, iteration):
     with running(stop, *PACE) as program:
         await_that(lambda: "waiting for server 0" in said(), "server 0 is named")
         process = processes(mark)["server 0"]
-        assert f"Its process {process} is stopped." in said()
+        assert f"Process {process} of server 0 is stopped." in said()
         os.kill(process, signal.SIGCONT)
         program.communicate(timeout=DEADLINE_S)
 

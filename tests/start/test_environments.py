@@ -95,9 +95,7 @@ def test_the_first_process_listens_where_the_others_reach_it() -> None:
 
     named = structs.replace(place, host="localhost")  # stands for a machine's name that means 127.0.1.1 on it
     assert listening_address(structs.replace(named, alone=True), "") in ("127.0.0.1", "::1")
-    with pytest.raises(
-        ConfigurationError, match=r"the other machines of the job cannot reach. Name the address"
-    ):
+    with pytest.raises(ConfigurationError, match=r"the other machines of the job cannot reach. Use --listen"):
         listening_address(named, "")
     with pytest.raises(
         ConfigurationError, match=r"'no.such.name.invalid' cannot be reached from this machine"

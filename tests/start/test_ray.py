@@ -502,7 +502,7 @@ thread.join()
     require_closed(summary(), 1)
     words = " ".join(ended.stderr.split())
     assert (
-        "about to take away its node, which serves the run. The run will go on from its newest checkpoint"
+        "about to take away the node that serves the run. The run will go on from its newest checkpoint"
         in words
     )
     assert "servers was lost: " in words

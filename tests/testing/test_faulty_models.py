@@ -257,7 +257,7 @@ AT_RUN_TIME: dict[type[Shard], str] = {
 """Machines with which a run fails, and what the error says."""
 
 FOR_EVER = """\
-a worker waits for ever, because its pull is not even answered when all others have finished:
+a worker waits for ever, because its pull is not answered even when all other workers have finished:
   worker 0, after its iteration 1, waits at shard 0 (faulty:kind=NeverLetsGo) for the sync model \
 faulty:kind=NeverLetsGo, which does not describe its delayed pulls"""
 

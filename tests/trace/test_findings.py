@@ -121,7 +121,9 @@ def test_evaluations_are_not_blamed_on_the_machine_and_the_report_says_what_the_
     sentences = sentences_of(evidence)
     assert "something other than training" in sentences[0]
     remedy = (
-        "If every worker evaluates the same data" if len(who) > 1 else "Inside paceline.evaluating(model)"
+        "If every worker evaluates the same data"
+        if len(who) > 1
+        else "While a worker is inside paceline.evaluating(model)"
     )
     assert sentences[1].startswith(remedy)
     assert not any("--batch" in each or "--sync" in each for each in sentences)

@@ -1,8 +1,9 @@
 """Copies checkpoints to and from object storage, such as a bucket, with the file systems of `fsspec`.
 
 A bucket has no directories that can be renamed. So the manifest is copied last, and a copy is whole if it has a
-manifest. The first file of a copy names the lineage. Several runs may share a bucket, like a directory (see
-`manifest`): no run looks outside of the folder of its lineage, or removes checkpoints that do not name its lineage.
+manifest. The first file of a copy names the lineage. Several runs may share a bucket, as they may share a directory
+(see `manifest`): a run never looks outside of the folder of its lineage, and removes only checkpoints that name its
+lineage.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class LineageThere(NamedTuple):
     Attributes:
         name: the identity of the lineage; "" for checkpoints of earlier versions, which name no lineage.
         numbers: the numbers of the complete checkpoints, in ascending order.
-        origin: the checkpoint of another lineage with which this lineage has begun; "" for none. See `origin_of`.
+        origin: the checkpoint with which this lineage has begun, if that checkpoint is of another lineage; else "". See
+            `origin_of`.
         run: the content of `run.json` in the newest checkpoint; b"" if there is no such file.
     """
 
@@ -139,7 +141,11 @@ def _carries(system: Any, folder: PurePosixPath, number: int, lineage: str) -> b
 
 
 def _remove(system: Any, copy: PurePosixPath) -> None:
-    """Remove a copy. The files that name its lineage are removed last, so that a later call can remove the rest."""
+    """Remove a copy.
+
+    The files that name the lineage are removed last. So if the removal is interrupted, a later call can complete the
+    removal.
+    """
     for path in system.find(str(copy)):
         if PurePosixPath(path) not in (copy / MANIFEST, copy / DRAFT) and PurePosixPath(path).name:
             system.rm_file(path)
@@ -162,7 +168,8 @@ def newest_from(
         directory: directory of all checkpoints of the run on this machine. The folder of the lineage is created in this
             directory if necessary.
         lineage: the identity of the lineage; "" for checkpoints of earlier versions, which name no lineage.
-        after: number of a checkpoint. Only newer ones are copied, for example because this machine has the older ones.
+        after: number of a checkpoint. Only newer checkpoints are copied, for example because this machine has the older
+            checkpoints.
         until: number of the newest checkpoint that may be used; None for no limit.
         use: see `reading.newest_whole`.
 
@@ -174,7 +181,8 @@ def newest_from(
     there, here = PurePosixPath(root, lineage), directory / lineage
     faults = []
     try:
-        # Among copies of an earlier version, folders of other programs may also have numbers as names (Slurm jobs).
+        # In a bucket of an earlier version, folders that are not checkpoints may also have numbers as names, such as
+        # folders of Slurm jobs.
         numbers = _numbers_at(system, str(there)) if lineage else _complete_at(system, there)
         for number in reversed(numbers):
             if until is not None and number > until:
@@ -202,7 +210,7 @@ def _fetch(
     """
     lineage, there = identity_of(here), folder / name_of(number)
     if not system.exists(str(there / MANIFEST)):
-        raise CheckpointError(f"{MANIFEST} cannot be read: it has not been copied completely")
+        raise CheckpointError(f"{MANIFEST} cannot be read: the checkpoint has not been copied completely")
     data = system.cat_file(str(there / MANIFEST))
     manifest = manifest_of(data, lineage)
     here.mkdir(parents=True, exist_ok=True)
@@ -219,7 +227,7 @@ def _fetch(
         found.require_number(number)
         use(found)
         path = here / there.name
-        if path.exists():  # this checkpoint must be damaged, because otherwise it would have been used
+        if path.exists():  # the checkpoint at this path is damaged: an intact checkpoint would have been used
             if carries(path, lineage):
                 remove(path)
             else:

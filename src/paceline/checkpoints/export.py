@@ -15,7 +15,7 @@ def export_distributed(checkpoint: str | os.PathLike[str], folder: str | os.Path
     """Write the weights and the optimizers' states of a checkpoint for `torch.distributed.checkpoint.load`.
 
     The states refer to parameters by name, like the results of `get_model_state_dict` and `get_optimizer_state_dict`.
-    The states have the names "model", "optimizer" and, if there are more optimizers, "optimizer-1" and so on.
+    The states have the names "model", "optimizer" and, if there are further optimizers, "optimizer-1" and so on.
 
     Args:
         checkpoint: directory of the checkpoint.

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint, by which damage is recognized; the names of directories; and a limit on the rate.
+"""The manifest of a checkpoint, which reveals damage; the names of directories; and a limit on the rate of writing.
 
 The manifest is written last. So a checkpoint without a manifest is not complete. Whoever can write a checkpoint can
 also write a manifest with valid checksums. So a manifest that names files outside of its directory is refused like a
@@ -30,7 +30,10 @@ FORMAT = 2
 """Number of the format of the directory. It is increased by one for a change that earlier versions cannot read."""
 
 ADDED = {2: ("lineage", "origin")}
-"""The attributes of `Manifest` that a format has added. Checksums of earlier formats do not include them."""
+"""Format -> the attributes that this format has added to `Manifest`.
+
+Checksums of earlier formats do not include them.
+"""
 
 FILE = re.compile(
     r"model\.safetensors|optimizer-[0-9]+\.pt|job\.json|workers/[0-9]+\.bin|run\.json|script\.py"
@@ -80,7 +83,8 @@ class Manifest(msgspec.Struct, frozen=True):
         optimizers: the optimizers.
         files: all other files, by their paths in the directory of the checkpoint.
         lineage: the identity of the lineage to which the checkpoint belongs; "" in format 1.
-        origin: the checkpoint of another lineage with which this lineage has begun; "" for none. See `origin_of`.
+        origin: the checkpoint with which this lineage has begun, if that checkpoint is of another lineage; else "". See
+            `origin_of`.
         sha256: checksum of this manifest with the checksum "".
     """
 
@@ -117,7 +121,7 @@ class _Owner(msgspec.Struct, frozen=True):
 
 
 def record_of(path: Path, pace: Pace) -> FileRecord:
-    """Return the size and the checksum of a file, which is read at the given pace."""
+    """Read a file at the given pace, and return its size and its checksum."""
     size_bytes, checksum = 0, hashlib.sha256()
     buffer = memoryview(bytearray(PIECE_BYTES))
     with open_regular(path) as file:
@@ -146,7 +150,7 @@ def manifest_of(data: bytes, lineage: str) -> Manifest:
 
     Args:
         data: the content of the file.
-        lineage: the lineage that the manifest must name; "" if it must name none.
+        lineage: the lineage that the manifest must name; "" if the manifest must name no lineage.
 
     Raises:
         CheckpointError: the manifest is damaged, its format is unknown, or it names another lineage.
@@ -210,7 +214,7 @@ def require_intact(folder: Path, manifest: Manifest, pace: Pace) -> None:
 
 
 def files_in(folder: Path) -> Iterable[Path]:
-    """Return the files of a checkpoint that is being written, except its mark, in the order of their names."""
+    """Return the files of a checkpoint that is being written, sorted by path, without the checkpoint's mark."""
     return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != DRAFT)
 
 
@@ -244,7 +248,7 @@ NICENESS = 10
 class Pace:
     """Sleeps after each piece of work, so that the average rate stays below a limit.
 
-    Several threads may share an object. After a pause, the rate does not exceed the limit to make up for the pause.
+    Several threads may share one `Pace`. After a pause, the rate does not exceed the limit to make up for the pause.
 
     Args:
         bytes_per_s: the limit.
@@ -273,7 +277,7 @@ class Pace:
         self._free_s = -math.inf  # time at which the work so far would have ended at the limit
 
     def spend(self, size_bytes: int) -> None:
-        """Sleep until this number of bytes, and all earlier ones, could have been written at the limit."""
+        """Sleep until this number of bytes, and all earlier bytes, could have been written at the limit."""
         with self._lock:
             now_s = self._clock_s()
             self._free_s = max(self._free_s, now_s) + size_bytes / self._bytes_per_s
@@ -294,10 +298,10 @@ def yield_to_training() -> None:
 #         000012/                         a complete checkpoint
 #         000013.partial/                 a checkpoint that is being written
 #
-# A *lineage* is a run and the runs that have resumed it in its directory. The identity of a lineage is a random text.
-# Several runs may share DIR, which may also contain other files: no run looks outside of the folder of its lineage.
-# Inside the folder, a run only removes checkpoints that name its lineage: a complete checkpoint in its manifest, a
-# checkpoint that is being written in `DRAFT`.
+# A *lineage* consists of a run and of all runs that have resumed this run in its directory. The identity of a lineage
+# is a random text. Several runs may share DIR, which may also contain other files: no run looks outside of the folder
+# of its lineage. Inside the folder, a run removes only checkpoints that name its lineage. A complete checkpoint names
+# the lineage in the manifest; a checkpoint that is being written names the lineage in the file `DRAFT`.
 #
 # Earlier versions wrote `DIR/000012`. Such checkpoints name no lineage. They can be resumed, and are never removed.
 
@@ -352,7 +356,10 @@ def origin_of(checkpoint: Path) -> str:
 
 
 def lineages_in(names: Collection[str]) -> list[str]:
-    """Return the identities among the names in a directory; "" first if there are names of an earlier version."""
+    """Return the identities among the names in a directory.
+
+    If some names are checkpoints of an earlier version, the first identity is "".
+    """
     earlier = [""] if any(number_of(name) is not None for name in names) else []
     return [*earlier, *sorted(filter(is_lineage, names))]
 

@@ -1,4 +1,4 @@
-"""Lays out the files of a checkpoint that contain tensors: in full size, but without the values of the tensors.
+"""Lays out those files of a checkpoint that contain tensors: in full size, but without the values of the tensors.
 
 A checkpoint is never assembled in memory. The files are laid out first. Then the segments of each shard are written to
 their places, in any order and by any process. See `writing`.
@@ -43,7 +43,7 @@ class Places(msgspec.Struct, frozen=True):
         weights: for each parameter of the layout, where its values begin in `MODEL`, once for each of its names.
         state: for each parameter of the layout, where each vector of its optimizer state begins, by key.
         optimizer: for each parameter of the layout, the index of its optimizer.
-        members: for each optimizer, the names of its parameters in its own order.
+        members: for each optimizer, the names of its parameters, in the order in which the optimizer has them.
         tensors: where each tensor that is not a parameter begins in `MODEL`, by name.
     """
 
@@ -168,7 +168,10 @@ def name_in_file(dtype: torch.dtype) -> str:
 def _joined(
     layout: Layout, slices: Sequence[ShardSlice], entries: Sequence[StateEntries]
 ) -> dict[int, dict[str, _Entry]]:
-    """Return the entries of each parameter. If the values of a number differ between shards, the highest is used."""
+    """Return the entries of each parameter.
+
+    If a number has different values in the shards, the highest value is used.
+    """
     joined: dict[int, dict[str, _Entry]] = {}
     for bounds, found in zip(slices, entries, strict=True):
         described = [

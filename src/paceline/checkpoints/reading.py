@@ -128,12 +128,12 @@ class Checkpoint:
 
         Args:
             layout: layout of a model.
-            bounds: the shard. The number of shards may differ from that of the run that wrote the checkpoint.
+            bounds: the shard. The run that wrote the checkpoint may have had a different number of shards.
             initial: the values of parameters that the checkpoint lacks, by vector; None if the checkpoint must have all
                 parameters.
 
         Raises:
-            CheckpointError: the checkpoint lacks a parameter, or has one with another shape or dtype.
+            CheckpointError: the checkpoint lacks a parameter, or has a parameter with another shape or dtype.
         """
         parameters = self._parameters(layout, lacking=initial is not None)
         vectors = {
@@ -153,11 +153,11 @@ class Checkpoint:
 
         Args:
             model: a model.
-            bounds: the shard. The number of shards may differ from that of the run that wrote the checkpoint.
+            bounds: the shard. The run that wrote the checkpoint may have had a different number of shards.
             lacking: True if the checkpoint need not have all parameters of the model.
 
         Raises:
-            CheckpointError: the checkpoint lacks a parameter, or has one with another shape or dtype.
+            CheckpointError: the checkpoint lacks a parameter, or has a parameter with another shape or dtype.
         """
         found = self._parameters(model.layout, lacking=lacking)
         parameters = [
@@ -185,7 +185,7 @@ class Checkpoint:
         ]
 
     def _parameters(self, layout: Layout, *, lacking: bool = False) -> Sequence[torch.Tensor | None]:
-        """Return the values of all parameters, in the order of the layout; None for those that are missing."""
+        """Return the values of all parameters, in the order of the layout; None for each missing parameter."""
         found: list[torch.Tensor | None] = []
         for parameter in layout.parameters:
             name = parameter.names[0]
@@ -195,7 +195,7 @@ class Checkpoint:
                 if not lacking:
                     raise CheckpointError(f"{self.path} has no parameter {name!r}, which the model has")
             elif (has := f"{dtype_name(tensor.dtype)}{list(tensor.shape)}") != expected:
-                raise CheckpointError(f"{self.path} has {name!r} as {has}, the model as {expected}")
+                raise CheckpointError(f"{self.path} has {name!r} as {has}, but the model needs {expected}")
             found.append(tensor)
         return found
 
@@ -245,7 +245,7 @@ def newest_whole(
     use: Callable[[Checkpoint], object] = lambda checkpoint: None,
     pace: Pace | None = None,
 ) -> NewestCheckpoint:
-    """Return the newest checkpoint of a lineage that is complete and not damaged.
+    """Return the newest complete and undamaged checkpoint of a lineage.
 
     Args:
         folders: directories with checkpoints of the lineage, such as its own directory and a directory with copies from
@@ -279,7 +279,7 @@ def _ours_in(folder: Path, suffix: str, file: str) -> list[int]:
     """Return the numbers of the checkpoints in a folder.
 
     In a directory of an earlier version, folders that are not checkpoints may also have numbers as names, such as
-    folders of Slurm jobs. There, a folder is a checkpoint if it contains `file`.
+    folders of Slurm jobs. In such a directory, a folder is a checkpoint if it contains `file`.
     """
     return [
         number

@@ -2,8 +2,9 @@
 
     Draft.begin     creates the directory NUMBER.partial, with a mark that names the lineage, and all large files in
                     full size, so that the disk cannot fill up later
-    ShardWriter     writes the bytes of one shard to their places in these files. Each shard has a writer: in the
-                    server's process if this process sees the files, else in the process that receives the bytes
+    ShardWriter     writes the bytes of one shard to their places in these files. Each shard has a writer. If the
+                    process of the shard's server sees the files, the writer is in this process; otherwise, the writer
+                    is in the process that receives the bytes
     Draft.finish    adds the small files, waits for the disk, writes the manifest, and renames the directory to NUMBER
 
 So each byte is written once, no file is assembled in memory, and a checkpoint is complete or absent. Only the drafts of
@@ -64,7 +65,7 @@ class Draft:
     Attributes:
         path: the directory that contains the files until the checkpoint is complete.
         size_bytes: size of all tensors in the files.
-        token: a random text. By this token, a process recognizes the draft. See `DraftMark`.
+        token: a random text by which a process recognizes the draft. See `DraftMark`.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class Draft:
             settings: the hyper-parameters in the groups of each of the script's optimizers. They include settings that
                 servers do not know, such as `initial_lr`, and the settings of `paceline.LARS`.
             further_bytes: size of the other files.
-            origin: the checkpoint of another lineage with which this lineage has begun; "" for none.
+            origin: the checkpoint with which this lineage has begun, if that checkpoint is of another lineage; else "".
 
         Raises:
             CheckpointError: there is too little space, or the files cannot be written. All files have been removed.
@@ -153,7 +154,8 @@ class Draft:
             versions: for each shard, the number of updates that its weights include.
             further: name of each further file -> its content.
             keep: number of checkpoints to keep.
-            spared: number of a checkpoint that is kept in addition, because workers that join late begin with it.
+            spared: number of a checkpoint that is kept in addition, because workers that join late begin with this
+                checkpoint.
             pace: rate at which the files are read for their checksums; None for no limit.
 
         Returns:
@@ -272,7 +274,7 @@ def mark_new(directory: Path, mark: DraftMark, path: Path | None = None) -> Path
         path: path of the new directory; None for a temporary name.
 
     Raises:
-        OSError: the directory cannot be created. Its files have been removed.
+        OSError: the directory cannot be created. Files that were already created have been removed.
     """
     begun = directory / (mark.token + BEGUN)
     begun.mkdir()
@@ -298,7 +300,8 @@ def remove_drafts(directory: Path) -> None:
 def remove(checkpoint: Path) -> None:
     """Remove a checkpoint, complete or not.
 
-    The file that names the lineage is removed last. So if the removal is interrupted, a later call can complete it.
+    The file that names the lineage is removed last. So if the removal is interrupted, a later call can complete the
+    removal.
 
     Raises:
         OSError: a file cannot be removed.
@@ -357,7 +360,7 @@ class ShardWriter:
     """Writes the content of one shard to its places in the files of a draft.
 
     As a context manager, the writer closes the files on exit. The shard counts as written only if all of its content is
-    then on the disk.
+    on the disk when the writer exits.
 
     Args:
         path: the directory of the draft.

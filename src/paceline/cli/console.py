@@ -38,7 +38,8 @@ EXIT_INTERRUPTED = 130
 def command_line(app: typer.Typer) -> Any:
     """Return the command of a command line, whose help texts are shown as they are.
 
-    They contain extras such as paceline[report], and rich takes a word in brackets for the name of a style.
+    The help texts contain extras such as paceline[report], and rich would take a word in brackets for the name of a
+    style.
     """
     command = typer.main.get_command(app)
     for each in (command, *getattr(command, "commands", {}).values()):
@@ -49,7 +50,7 @@ def command_line(app: typer.Typer) -> Any:
 
 
 def run_app(app: typer.Typer) -> None:
-    """Run the command line. If it fails, print the error and exit with the exit code for this kind of error."""
+    """Run the command line. If the command fails, print the error and exit with the code for this kind of error."""
     keep_streams_usable()
     try:
         command_line(app)()

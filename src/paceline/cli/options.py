@@ -1,6 +1,6 @@
 """The options of the commands.
 
-This module reads the values of options, makes options of the settings of a run, and has the options that several
+This module reads the values of options, makes options from the settings of a run, and contains the options that several
 commands share.
 """
 
@@ -82,7 +82,8 @@ def whole_number(text: str) -> int:
 PORT = re.compile(r"(\S+:)?[0-9]+")
 
 OPTIONAL = {"--dashboard": PORT}
-"""Option -> pattern of its value. In a command with a script, any other word that follows is the script."""
+"""Option -> pattern of its value. In a command with a script, a following word that does not match the pattern is the
+script."""
 
 
 class OptionalValues(TyperCommand):
@@ -279,8 +280,8 @@ Trusted = Annotated[
     bool,
     typer.Option(
         "--trust",
-        help="Import the modules that the directory names, even if you have not made the run, or had another home "
-        "directory.",
+        help="Import the modules that the directory names, even if you did not start the run, or started it with "
+        "another home directory.",
     ),
 ]
 ModelImports = Annotated[
@@ -330,8 +331,8 @@ ChangedWorkers = Annotated[
     whole_number_option(
         "--workers",
         least=1,
-        help="Simulate this number of workers. The additional workers are like the other workers, in turn; their "
-        "times are resampled from the recorded times.",
+        help="Simulate this number of workers. The additional workers are copies of the recorded "
+        "workers, one after the other; their times are resampled from the recorded times.",
         show_default=False,
         rich_help_panel=_CHANGES,
     ),

@@ -124,7 +124,7 @@ class _Teller:
         self._told: set[Path] = set()
 
     def look(self, run_dir: Path) -> None:
-        """Say which run is being read, unless this has been said already, or reading has only just begun."""
+        """Say which run is being read: only once for each run, and only if reading takes long."""
         if time.monotonic() > self._due_s and run_dir not in self._told:
             self._told.add(run_dir)
             print(f"reading {run_dir} ...", file=sys.stderr, flush=True)
@@ -208,7 +208,7 @@ def replay(
         return
     if model.needs_plans or model.at_coordinator() is not None:
         raise ConfigurationError(
-            f"{sync} plans for the whole job, and another plan would have changed when workers push. Simulate it "
+            f"{sync} plans for the whole job, and another plan would have changed the times of the pushes. Simulate it "
             f"with the recorded times instead: paceline simulate {run_dir} --sync {sync}"
         )
     shards = [trace for trace in traces if trace.header.host == "shard"]

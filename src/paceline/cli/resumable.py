@@ -170,7 +170,7 @@ def _can_ask() -> bool:
 
 
 def _still_counting(found: Any, given: Any) -> str:
-    """Return the part of an earlier value that still has an effect, as a text; "" if there is none.
+    """Return, as a text, the part of an earlier value that still has an effect; "" if there is none.
 
     A new value replaces the earlier value. The values of an option that can be repeated add up.
     """

@@ -294,7 +294,7 @@ JoinImports = Annotated[
     typer.Option(
         "--import",
         metavar="MODULE",
-        help="Import this module, which adds a kind of device to torch, in the workers of this machine. Can be "
+        help="In the workers of this machine, import this module, which adds a kind of device to torch. Can be "
         "repeated.",
         show_default=False,
     ),
@@ -535,7 +535,8 @@ def join(
         if script is not None:
             path = find_script(script, as_module=as_module)
             order = ["module", str(script)] if as_module else ["script", str(path)]
-        # The servers look here for the modules that --import has named, as the servers of `serve` do.
+        # The servers look in the current directory for the modules that --import has named, as the servers of
+        # `serve` do.
         sys.path.append(os.getcwd())
         assigned = assign_devices(devices, workers, usual=1, imports=imports or ())
         of_servers = devices_of_servers(server_device, assigned.devices, imports or ())
@@ -582,21 +583,23 @@ def secret_of(file: Path | None) -> str:
 
 
 def _tell_how_to_join(address: str, job: Job, announce_to: int | None, *, is_new: bool) -> None:
-    """Print how machines join a run, and announce it. Write its secret to a file if `is_new`."""
+    """Print how machines join a run, and announce the run. If the secret is new (`is_new`), write it to a file."""
     file = Path(job.run_dir, SECRET)
     known = f"{VARIABLE}=$(cat {file})" if is_new else f"{VARIABLE}=..."
     if is_new and not file.exists():
         write_secret(job.token, file)
     most = f", and at most {job.workers}" if job.workers > job.least else ""
     brought = f", and {counted(job.remote_servers, 'server')}" if job.remote_servers else ""
-    # If the run listens on all addresses, the name of this machine stands for an address that others can reach.
+    # If the run listens on all addresses, the name of this machine stands for an address that other machines
+    # can reach.
     place = seen_from(address, f"tls:{socket.gethostname()}:0").removeprefix("tls:")
     least = counted(job.least, "worker")
     print_sentence(plain_console(stderr=True), f"waiting for {least}{most}{brought}; on each machine, run:")
     print(f"  {known} paceline join {place} SCRIPT [ARGUMENTS]", file=sys.stderr, flush=True)
     if job.remote_servers:
         print(
-            f"on machines that bring servers ({job.remote_servers} in all), run the same with `join --servers N`",
+            f"on machines that bring servers ({job.remote_servers} in all), run the same command with "
+            "`join --servers N`",
             file=sys.stderr,
             flush=True,
         )
@@ -623,7 +626,8 @@ def require_processes(
     of_servers = {"--listen": listen, "--port": port, "--server-device": server_device.removeprefix("cpu")}
     if not servers and (given := " and ".join(name for name, value in of_servers.items() if value)):
         raise ConfigurationError(
-            f"{given} is for the servers of this machine, and it brings none; add --servers 1, or omit {given}."
+            f"{given} is for the servers of this machine, but this machine brings none; add --servers 1, or omit "
+            f"{given}."
         )
 
 

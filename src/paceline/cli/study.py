@@ -97,7 +97,7 @@ def study(
 
 
 def failure_lines(failures: Sequence[Failure]) -> list[str]:
-    """Return the text of the first failure, a line for each of a few more failures, and one line for all others.
+    """Return the text of the first failure, a line for each of a few more failures, and one line for all the rest.
 
     The text contains the traceback of the training function. The summary contains all failures.
     """

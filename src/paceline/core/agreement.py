@@ -8,10 +8,11 @@ for schedules that follow different quantities:
     schedule    a number of steps of a prepared schedule that follows the job
     epoch       an epoch of a loader, if the hyper-parameters change only between passes over it
     step        otherwise, a number of steps of the worker's optimizer; if there are also epochs, it is enough if the
-                reports agree at one of the two marks
+                reports agree at the mark of the epoch or at that of the step
 
-At one time, workers may be at different marks, so their hyper-parameters may differ. So workers are named only if their
-hyper-parameters differ at the same marks, and for at least `LEAST_STEPS` steps, or from one epoch to a later one.
+At any moment, workers may be at different marks, so their hyper-parameters may rightly differ. So a warning names
+workers only if their hyper-parameters differ at the same marks, and for at least `LEAST_STEPS` steps, or from one epoch
+to a later one.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class _Mark(NamedTuple):
         worker: this worker.
         within: True if the worker's hyper-parameters have changed within a pass over a loader, or if there are no
             passes.
-        values: the worker's hyper-parameters at the mark, as in the reports; several if they changed within the epoch.
+        values: the hyper-parameters that the worker has reported at the mark; more than one entry if they changed
+            within the epoch.
     """
 
     worker: int
@@ -105,7 +107,7 @@ class Agreement:
         if not report.late:
             by_step = self._at((index, "step", "", report.step), worker, report)
         if by_epoch is not None and not (report.within or by_epoch[0].within):
-            by_step = None  # changes between two passes depend on the epoch
+            by_step = None  # a change between two passes depends on the epoch, not on the step
         return [each for each in (by_epoch, by_step) if each is not None]
 
     def _at(
@@ -124,7 +126,7 @@ class Agreement:
 
 
 def _is_long(first: HyperParametersReported, last: HyperParametersReported) -> bool:
-    """Return True if two reports are far enough apart."""
+    """Return True if two reports are at least `LEAST_STEPS` steps or an epoch apart."""
     if first.schedule is not None and last.schedule is not None:
         return last.schedule - first.schedule >= LEAST_STEPS
     later = (
@@ -174,10 +176,10 @@ def _describe(worker: int, report: HyperParametersReported, mark: _Mark) -> str:
     elif report.epoch is not None:
         where = f"in epoch {report.epoch}"
     else:
-        where = f"after {report.step} steps of each"
+        where = f"after {report.step} steps of each worker"
     fix = (
         f"Worker {worker} has joined late: name its schedulers with paceline.track, so that it continues with the "
-        "job's."
+        "states of the job's schedulers."
         if report.late
         else "If a scheduler decides by a number that each worker computes by itself, as ReduceLROnPlateau does with "
         "a loss, let all workers decide by the same number: scheduler.step(paceline.reduce(loss))."

@@ -17,7 +17,7 @@ beginning of the next epoch, the run changes its model if another model is faste
                      for good
 
 The run changes its model at most once in an epoch. An *epoch* is one pass over the loader from which most samples
-were used. A script that distributes no loader has no epochs; there, each simulation is followed by a decision.
+were used. A script that distributes no loader has no epochs; without epochs, each simulation is followed by a decision.
 
 The decision enters the run as a `SyncRequested` event of the source "auto". So a replay repeats the decision without
 this module, and the module need not record anything.
@@ -45,7 +45,8 @@ RELAXED = ("ssp:staleness=3", "elastic-bsp:lookahead=15", "asp")
 """Candidates with stale gradients, in the order of their staleness."""
 
 LEAST_SAVING = 0.1  # share of the time per epoch that a change must save
-QUIET_SAVING = 0.3  # `LEAST_SAVING` for models with stale gradients, if little noise hides staleness
+# `LEAST_SAVING` for models with stale gradients, if the noise is too small to hide staleness
+QUIET_SAVING = 0.3
 QUIET = 0.05  # relative spread of the norms of the workers' gradients below which there is little noise
 ALIKE = 0.03  # candidates whose speeds differ by at most this share are about equally fast
 LEAST_GAIN = 0.03  # a model is kept only while it is faster than bsp by more than this share
@@ -58,7 +59,7 @@ HOLDS_EPOCHS = 4  # number of epochs after which a simulation is repeated, altho
 PERIOD = 48  # number of cycles of each worker between two simulations, if there are no epochs
 SLOW = 1.5  # a worker is slow if its cycles take this many times as long as those of the median worker
 WORSE = 0.05  # relative rise of the mean loss that is always tolerated, however small the noise is
-SIGMAS = 3.0  # number of standard errors within which a rise of the loss is noise
+SIGMAS = 3.0  # a rise of the loss by at most this number of standard errors counts as noise
 
 
 class Prospect(msgspec.Struct, frozen=True):
@@ -103,7 +104,7 @@ class ModelChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Point(msgspec.Struct, frozen=True):
-    """The amount of data that shard 0 had applied at a time, in samples or in gradients."""
+    """The amount of data that shard 0 had applied at the time `now_s`, in samples or in gradients."""
 
     applied: int
     now_s: float
@@ -198,11 +199,13 @@ class Auto:
         return self._situation(len(live))
 
     def time(self, worker: int, times: Sequence[tuple[int, float]]) -> None:
-        """Take the times of a worker's latest computations: the number of samples, and seconds."""
+        """Take the times of a worker's latest computations: (number of samples, seconds) of each."""
         self._computed.setdefault(worker, deque(maxlen=WINDOW)).extend(times)
 
     def is_next(self, loader: str, epoch: int, counts: Mapping[str, PositionCounts]) -> bool:
-        """Handle a worker that begins an epoch. Return True if it is the first worker, and the loader is the most used.
+        """Handle a worker that begins an epoch of a loader.
+
+        Return True if no worker has begun this epoch before, and the script has used most samples from this loader.
 
         Args:
             loader: name of the loader.
@@ -239,7 +242,7 @@ class Auto:
         return applied - self._begun_at >= PART_OF_EPOCH * size or applied - self._simulated_at >= 2 * size
 
     def _is_known(self, speed: float) -> bool:
-        """Return True if the last simulation was under the same model, at this speed, and recently."""
+        """Return True if the last simulation is recent, and had the present model and about this speed."""
         changed_in = self.choices[-1].epoch if self.choices else 0
         same = self._simulated_in >= changed_in and self._epoch < self._simulated_in + HOLDS_EPOCHS
         return same and abs(speed - self._simulated_speed) <= STEADY * self._simulated_speed
@@ -323,12 +326,12 @@ class Auto:
             return self._choice(epoch, best, values)
         if self.sync != BASELINE and now < (1.0 + LEAST_GAIN) * base:
             self._barred[self.sync] = epoch + PENALTY_EPOCHS
-            return self._choice(epoch, BASELINE, values, "It was not worth it.")
+            return self._choice(epoch, BASELINE, values, f"{self.sync} has saved too little time.")
         return None
 
     def _values(self) -> dict[str, float]:
         """Return the speed that is expected of each candidate."""
-        # If bsp takes longer than its simulation, for example because of evaluations, other models also take longer.
+        # If bsp takes longer than simulated, for example because of evaluations, so do the other models.
         ratio, base = self._ratios.get(BASELINE, 1.0), self._prospects.get(BASELINE, 0.0)
         more_s = max(0.0, 1.0 / ratio - 1.0) / base if base else 0.0  # seconds per sample
         return {
@@ -346,7 +349,7 @@ class Auto:
 
     @property
     def noise(self) -> float | None:
-        """Mean relative spread of the norms of gradients on the same weights; None if too few are known.
+        """Mean relative spread of the norms of gradients on the same weights; None if too few norms are known.
 
         The more the workers' gradients differ, the less it matters that some gradients are stale.
         """

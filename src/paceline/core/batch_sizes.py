@@ -24,7 +24,7 @@ from .job_cut import WorkerTimes
 from .lease import DataOrder, divide_evenly
 
 WINDOW = 48  # number of observations of a worker that are kept
-RECENT = 4  # number of observations that show a change of speed, if they all differ from the earlier ones
+RECENT = 4  # number of observations that show a change of speed if all of them differ from the earlier observations
 LEAST_SEEN = 3  # number of observations of every worker that are needed for a first change of the sizes
 # relative change of a worker's time, beyond its usual variation, that counts as a change of speed
 LEAST_CHANGE = 0.1
@@ -34,8 +34,8 @@ CERTAINTY = 3.0  # number of standard errors by which a gain must exceed `LEAST_
 LEAST_PART = 0.01  # minimum fraction of the time that is assumed to be proportional to the size
 PRIOR_WEIGHT = 0.05  # weight of the earlier estimate of the fixed part
 SIZES = 4  # number of sizes whose times are kept to estimate the fixed part
-# Least number of steps in the batch of a worker with an equal share. A size is then at most 1/16 of this
-# batch away from the best size, which is little more than `LEAST_GAIN`, and few sizes occur.
+# Least number of steps in the batch of a worker with an equal share. So a size differs from the best size by at most
+# 1/16 of this batch, which is little more than `LEAST_GAIN`, and only few sizes occur.
 STEPS = 8
 BISECTIONS = 64  # enough to find a time between 1e-30 s and 1e30 s as exactly as a float can represent it
 
@@ -84,14 +84,14 @@ def divide_in_proportion(
             int(min(max((limit_s - fixed_s) / sample_s, least), largest)) for fixed_s, sample_s, _ in times
         ]
 
-    # Invariant: the largest parts that fit into `low_s` seconds have at most `total` samples together, and those that
-    # fit into `high_s` seconds at least `total`. The geometric mean keeps the relative error small, even if speeds
-    # differ by many orders of magnitude.
+    # Invariant: the largest parts that fit into `low_s` seconds have at most `total` samples together, and the largest
+    # parts that fit into `high_s` seconds have at least `total` samples. The geometric mean keeps the relative error
+    # small, even if speeds differ by many orders of magnitude.
     low_s, high_s = min(time.of(least) for time in times), max(time.of(largest) for time in times)
     fewer, more = len(times) * least, total * len(times)
     for _ in range(BISECTIONS):
         if more - fewer <= 1:
-            break  # any time in between gives the sizes of `low_s` or those of `high_s`
+            break  # any time between `low_s` and `high_s` gives the sizes of one of the two
         middle_s = sqrt(low_s * high_s)
         if (fitting := sum(sizes_within(middle_s))) < total:
             low_s, fewer = middle_s, fitting
@@ -114,8 +114,8 @@ def divide_in_proportion(
 def step_of(batch: int) -> int:
     """Return the step between the batch sizes of a worker on an accelerator.
 
-    The step divides the batch, so that equal shares are multiples of the step. It is the largest such step of which the
-    batch contains at least `STEPS`; 1 if there is no such step.
+    The step divides the batch, so that equal shares are multiples of the step. It is the largest such step that fits
+    into the batch at least `STEPS` times; 1 if there is no such step.
 
     Args:
         batch: size of a batch if all workers have equal shares.
@@ -139,7 +139,7 @@ def in_steps(
 
     Args:
         sizes: the sizes, each between `least` and `most`.
-        steps: the step of each size; 1 for any size.
+        steps: the step of each size; 1 if any size is allowed.
         least: minimum size of each part.
         most: maximum size of each part; None for no maximum.
 
@@ -149,7 +149,7 @@ def in_steps(
     """
     largest = sum(sizes) if most is None else most
     rounded = list(sizes)
-    rest = 0  # what the parts so far have lost by rounding
+    rest = 0  # number of samples that the parts so far have lost by rounding
     # The largest steps come first, so that parts with smaller steps make up for the rounding to larger steps.
     for part in sorted(
         (part for part, step in enumerate(steps) if step > 1), key=lambda part: (-steps[part], -sizes[part])
@@ -193,7 +193,7 @@ class BatchSizes:
 
     Attributes:
         changes: number of times that the sizes of the same workers were changed.
-        steps: worker -> the step between its sizes; 1 for any size, and for workers that are missing here.
+        steps: worker -> the step between its sizes. A worker without an entry may have any size, as with step 1.
     """
 
     def __init__(self, times: Iterable[WorkerTimes] = ()) -> None:
@@ -231,7 +231,7 @@ class BatchSizes:
     ) -> Mapping[int, int]:
         """Return the size of each worker's part of a joint batch.
 
-        The sizes are equal until the times of all workers are known, and change only if that is worthwhile.
+        The sizes are equal until the times of all workers are known, and change only if a change is worthwhile.
 
         Args:
             workers: the workers that share the joint batch, in order.
@@ -279,7 +279,7 @@ class BatchSizes:
         return now_s > then_s * (1.0 + LEAST_GAIN + CERTAINTY * error)
 
     def _times(self, workers: Collection[int]) -> list[BatchTime]:
-        """Return the estimated time of each worker; [] if too little is known about some of them."""
+        """Return the estimated time of each worker; [] if too little is known about some workers."""
         observed = filter(None, map(self._observed.get, workers))
         known = [each for each in observed if each.count >= LEAST_SEEN]
         return [each.estimate() for each in known] if len(known) == len(workers) else []
@@ -289,11 +289,12 @@ class BatchSizes:
 class _Observations:
     """The times that one worker has taken for its batches.
 
-    The ratio of the two parts of the time is estimated from the times of batches of different sizes. It is expressed
-    as the number of samples whose proportional part equals the fixed part.
+    The time for a batch has a fixed part and a part that is proportional to the size. The ratio of these two parts is
+    estimated from the times of batches of different sizes. The ratio is expressed as the number of samples whose
+    proportional part equals the fixed part.
 
     Args:
-        fixed_samples: the fixed part that is assumed at first.
+        fixed_samples: the fixed part that is assumed at first, as this number of samples.
         latest: (samples, seconds) of batches that were observed before.
     """
 
@@ -301,7 +302,7 @@ class _Observations:
         self._latest: deque[tuple[int, float]] = deque(maxlen=WINDOW)  # (samples, seconds)
         # Size -> its latest times, since the last change of speed. The sizes are in the order of their last use.
         self._by_size: dict[int, deque[float]] = {}
-        # the estimate from the times before the last change of speed
+        # the fixed part, as estimated from the times before the last change of speed
         self._fixed_samples = fixed_samples
         self._estimate: BatchTime | None = None
         for samples, seconds in latest:
@@ -369,7 +370,7 @@ class _Observations:
         points = [(size, median(times_s), len(times_s)) for size, times_s in self._by_size.items()]
         if len(points) < 2:
             return self._fixed_samples
-        # Errors are proportional to the times, so they are weighted by 1 / time^2.
+        # Errors are proportional to the times, so the squared errors are weighted by 1 / time^2.
         weights = [count / time_s**2 for _, time_s, count in points]
         mean_size, mean_s = _weighted_mean(points, weights)
         square = sum(w * (size - mean_size) ** 2 for w, (size, _, _) in zip(weights, points, strict=True))
@@ -378,7 +379,7 @@ class _Observations:
             for w, (size, time_s, _) in zip(weights, points, strict=True)
         )
         slope = product / square
-        # the part of the time for a batch of the mean size that is proportional to the size
+        # for a batch of the mean size: the part of the time that is proportional to the size
         fitted = slope * mean_size / mean_s
         earlier = mean_size / (self._fixed_samples + mean_size)
         weight = square / mean_size**2 * mean_s**2
@@ -442,7 +443,7 @@ class LeaseSizes:
         self.balanced.steps[worker] = step
 
     def pause(self, worker: int) -> None:
-        """Ignore the time until the worker's next request, for example because it is between two epochs."""
+        """Ignore the time until the worker's next request, for example because the worker is between two epochs."""
         if worker in self._paces:
             self._paces[worker].batches = 0
 
@@ -461,7 +462,8 @@ class LeaseSizes:
     def joint(self, order: DataOrder, workers: int) -> int:
         """Return the size of a joint batch of an order whose batch is joint.
 
-        It is the size of the loader's batch, unless the workers' batches of maximum size are smaller together.
+        This is the size of the loader's batch, or the sum of the maximum sizes of the workers' batches if this sum is
+        smaller.
         """
         return min(order.batch, (order.most or order.batch) * workers)
 

@@ -185,7 +185,7 @@ class Coordinator:
         addresses: for each shard, the address of its server; empty until the shards are created.
         initializer: the worker that sends the initial weights; -1 before the shards are created.
         samples: the values that determine the number of samples in an update, as they were when the shards were
-            created; None before.
+            created; None until the shards are created.
         started: True once at least one worker has reported that its first weights have arrived.
         placement: the servers of the shards.
         servers: the servers: which are vacant, which are connected, and which are lost.
@@ -193,14 +193,14 @@ class Coordinator:
         reconfigurations: the joins, changes of the sync model and extensions that are in progress or waiting.
         members: the workers: which are expected, which take part, and which are gone.
         main: the main worker.
-        quorum: decides whether the workers of the run are enough.
+        quorum: decides whether the run has enough workers.
         losses: the lost workers whose pushes some servers have yet to report.
         cut_off: lost workers whose last report says that they failed only because another process had ended.
         endings: (worker, incarnation) -> a phrase that says why this incarnation has ended: the error that the worker
             reported, the reason why it was taken out, or how its process ended. See `cause`.
         faults: descriptions of the problems that did not end the run, in order of occurrence.
-        repeated_bases: number of times that a worker has asked for a whole base, because its own base had another
-            checksum than the server's (see `messages.BaseRequested`).
+        repeated_bases: number of times that a worker has asked for a whole base, because the checksum of its own base
+            differed from that of the server's base (see `messages.BaseRequested`).
         board: worker -> the last status that the worker reported.
         waits: server -> the last list of waiting workers that the server sent.
         data: the ledger of the data that the workers use.
@@ -322,7 +322,10 @@ class Coordinator:
 
     @property
     def unable_to_begin(self) -> bool:
-        """True if training cannot begin: some workers wait for the start, and all others wait for them in a call."""
+        """True if training cannot begin: some workers wait for the start, and all others already wait in a call.
+
+        The call cannot end before all workers have made it.
+        """
         gathered = set(self.collectives.waiting.copy())
         registered = set(self._registered.copy()) - gathered
         return (
@@ -541,7 +544,7 @@ class Coordinator:
     def _handle_worker(self, sender: Peer, message: Message, now_ticks: int) -> list[Request]:
         worker = sender.index
         match message:
-            case Status():  # first, because most messages are reports, and the cases are tried in turn
+            case Status():  # first, because most messages are a `Status`, and the cases are tried in turn
                 self.started = True
                 self.board[worker] = message
                 self._note_time(worker, message.spent, now_ticks)
@@ -579,7 +582,8 @@ class Coordinator:
             case MetricsLogged():
                 return self._keep_metrics(worker, message, now_ticks)
             case Contributed(model=None) if worker in self.members.invited:
-                # The other workers made the calls before their first step long ago, and do not make these calls again.
+                # The other workers have already made the calls that come before the first step, and do not make these
+                # calls again.
                 return [Send(sender, combine({worker: message}))]
             case Contributed() if worker in self.members.live and worker not in self.collectives.waiting:
                 if message.model is not None:
@@ -713,14 +717,14 @@ class Coordinator:
         return requests
 
     def _samples_of(self, worker: int, workers: int) -> Samples:
-        """Return the values that determine the number of samples in an update when the run begins.
+        """Return the values that determine, when the run begins, the number of samples in an update.
 
         The worker has drawn its first batch from the loader that it has begun last, so it trains on this loader.
         """
         order, samples = self.data.newest_order(worker), self._registered[worker].samples
         if order is None:
             return Samples(workers, None, loader=False)
-        whole = order.batch == 1 and samples != 1  # a position is a batch
+        whole = order.batch == 1 and samples != 1  # each position is a whole batch
         batch = samples if whole else order.batch
         return Samples(
             workers, batch, order.joint, order.balanced, divisible=order.size is not None and not whole
@@ -935,7 +939,7 @@ class Coordinator:
         if not self._overlap:
             self._turns.joined(worker)
         if self.collectives.waiting:
-            # The new worker may need the pushes of the waiting workers until it makes the call itself.
+            # Until the new worker makes the call in which the other workers wait, it may need their pushes.
             requests += self.collectives.allow_pushes(self.members.live)
         if became_main:
             requests += self._announce_main()
@@ -953,7 +957,7 @@ class Coordinator:
                 try:
                     requests += self._request_sync(worker, message, now_ticks)
                 except ProtocolError as error:
-                    # The sender of the message that is being handled is not to blame.
+                    # Only a warning: another worker may have sent the message that is being handled.
                     requests.append(Warn(f"worker {worker}: {error}"))
         return requests + self._join_next()
 
@@ -1076,7 +1080,7 @@ class Coordinator:
             try:
                 requests += self._hand_out(worker, message, now_ticks)
             except ProtocolError as error:
-                # The sender of the message that is being handled is not to blame.
+                # Only a warning: another worker may have sent the message that is being handled.
                 requests.append(Warn(f"worker {worker}: {error}"))
         return requests
 
@@ -1094,7 +1098,7 @@ class Coordinator:
         return [Warn(warning)]
 
     def _observe(self, worker: int, message: PushesObserved) -> list[Request]:
-        """Let the guard judge what a worker reports of its pushes, and carry out its verdicts."""
+        """Let the guard judge what a worker reports of its pushes, and carry out the guard's verdicts."""
         requests: list[Request] = []
         for observed in message.observed:
             if worker not in self.members.present:

@@ -6,7 +6,7 @@ they are drawn. `lease.Drawn` decides which of the drawn batches belong to a pus
 
 A script may iterate over its loader on a thread of its own. So one thread may take batches while another thread draws,
 pushes or receives leases. Each of these operations uses fields of its own, except for the queue of leases: `take`
-removes from one end what `handle` has appended at the other. Only one thread at a time may call `handle` and the
+removes from one end what `handle` has appended at the other end. Only one thread at a time may call `handle` and the
 methods that return requests; see `Session.exchange`.
 """
 
@@ -54,7 +54,7 @@ class DataFeed:
 
     Attributes:
         used: True if the script has set `samples`, or has begun an epoch of a distributed loader.
-        weight: weight of the next push in a mean, if the script sets it; None for its number of samples. May be set.
+        weight: weight of the next push in a mean; None if the weight is the push's number of samples. May be set.
         again: True while the script makes one more pass over its loaders, in which it receives only positions that
             lost workers had not used.
         stopped: numbers of the training loops that a worker has stopped. See `paceline.epochs`.
@@ -85,7 +85,7 @@ class DataFeed:
         self.newest: DrawnBatch | None = None
         self.accumulations = 0
         self.begins_pass = False
-        self._passes: dict[int, int] = {}  # loader -> the epoch of the last push with data from it
+        self._passes: dict[int, int] = {}  # loader -> the epoch of the last push with data from this loader
         self._loaders: list[_LoaderFeed] = []
         self._asks = False  # True while a question about a training loop has not been answered
         self._loop = -1  # the training loop that the script has begun last
@@ -130,7 +130,7 @@ class DataFeed:
 
     @property
     def warm_up(self) -> bool:
-        """True in the first iteration of an accelerator with batches of a new size, which takes longer."""
+        """True in an accelerator's first iteration with batches of a new size, because this iteration takes longer."""
         return self.accelerated and self._last is not None and self._last.warm_up
 
     @property
@@ -140,7 +140,7 @@ class DataFeed:
 
     @property
     def place(self) -> tuple[int | None, float | None]:
-        """The epoch in which the script is, and the part of it whose data has been drawn. See `Status`."""
+        """The present epoch of the script, and the part of this epoch whose data has been drawn. See `Status`."""
         trained = self._trained
         if self._epoch is None:
             return (None, None) if trained is None else (trained.epoch, trained.part)

@@ -42,7 +42,7 @@ class DataLedger:
     def __init__(self, loaders: Sequence[LoaderCut] = ()) -> None:
         self.keeps = False
         self._loaders = {cut.name: LoaderLedger(cut) for cut in loaders}
-        # worker -> the names of the loaders by the worker's numbers
+        # worker -> (the worker's number for a loader -> name of the loader)
         self._names: dict[int, dict[int, str]] = {}
 
     def request(
@@ -161,7 +161,7 @@ class DataLedger:
 # the worker with the next index takes its place at the next epoch.
 #
 # At the end of a loop there is no next epoch. So a worker that ends a loop sends the states if no worker with a lower
-# index has sent them before. So no loss of a worker loses the states.
+# index has sent them before. Therefore, the states survive the loss of any worker.
 
 AT_THE_BEGINNING = LoopCut()
 
@@ -199,11 +199,11 @@ class LoopPositions:
 
     @property
     def begun_ticks(self) -> int:
-        """Time at which this loop began."""
+        """Time at which the loop with the number `loop` began, in ticks."""
         return self._begun[1]
 
     def cut(self, now_ticks: int, ticks_per_s: int, worker: int | None = None) -> LoopCut:
-        """Return the state of the training loops, at the position of the job or, if given, of one worker."""
+        """Return the state of the training loops, at the position of `worker` or, if it is None, of the job."""
         begun, begun_ticks = self._begun
         return LoopCut(
             position=self._newest if worker is None else self._of.get(worker, self._first),

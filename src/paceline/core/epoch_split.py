@@ -65,7 +65,7 @@ class Rest(NamedTuple):
     """What is left of an epoch if all workers are lost.
 
     Attributes:
-        begin: the first position from which on all positions are unused. These positions are split anew.
+        begin: the position from which on no position is used. The positions from `begin` on are split anew.
         before: leases of the unused positions before `begin`.
         total: number of positions of the epoch before `begin`, as far as the split has counted them.
         left_out: number of these positions that the split has left out.
@@ -143,7 +143,7 @@ class EpochSplit(ABC):
         """Return what is left of the epoch if all workers are lost. `leases` are the unused leases of the epoch."""
 
     def end_at(self, size: int) -> None:
-        """Record that the order has ended after `size` positions, which was not known in advance."""
+        """Record that an order of unknown size has ended after `size` positions."""
         self._end, self._next = size, max(self._next, size)
         nonexistent, left_out = trim(self.unused, self._number, size, drop_last=self.order.drop_last)
         self.total -= nonexistent
@@ -345,7 +345,7 @@ class JointSplit(EpochSplit):
         self, number: int, order: DataOrder, opener: int, sizes: LeaseSizes, members: Set[int], begin: int = 0
     ) -> None:
         super().__init__(number, order, opener, sizes, begin)
-        self._members = sorted(members)  # those among whom the last joint batch was divided
+        self._members = sorted(members)  # the workers among whom the last joint batch was divided
         self._ahead = 0  # maximum number of batches that a worker had received, and that belonged to no push
 
     def grant(
@@ -372,7 +372,7 @@ class JointSplit(EpochSplit):
         return Rest(begin, before, self.total - (size - begin), self.left_out - self._tail)
 
     def _deal(self, worker: int, returned: deque[Lease], live: Set[int], rounds: int) -> bool:
-        """Divide the next joint batches. Return True if the workers are not those of the last joint batches."""
+        """Divide the next joint batches. Return True if the workers differ from those of the last joint batches."""
         order, sizes, end = self.order, self._sizes, self._end
         assert end is not None
         most = LAG + 2 * self._ahead
@@ -434,11 +434,11 @@ class JointSplit(EpochSplit):
 
 
 def take_batches(leases: deque[Lease], smallest: int, largest: int, most: int) -> tuple[list[Lease], int]:
-    """Remove batches of at most `largest` positions from some leases, until there are `most` of them.
+    """Remove up to `most` batches of at most `largest` positions from some leases.
 
     Returns:
-        A lease for each of these batches, and the number of positions in batches that were removed and left out,
-        because they have fewer than `smallest` positions.
+        A lease for each of these batches, and the number of positions in other batches that were removed, but left out,
+        because each of them has fewer than `smallest` positions.
     """
     found: list[Lease] = []
     left_out = 0

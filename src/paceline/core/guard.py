@@ -8,18 +8,18 @@ what it reports, and what else it does:
     tell      it reports all problems
     stop      it reports all problems, and ends the run if training diverges; the host keeps the last good weights
 
-In every mode, if a worker pushes NaN ten times in a row, and the other workers do not, this worker is named and taken
-out. A worker that is taken out because of NaN does not join again.
+In every mode, if a worker pushes NaN ten times in a row, and the other workers do not, a warning names this worker, and
+the worker is taken out. A worker that is taken out because of NaN does not join again.
 
 With its push, a worker reports the loss, the norm of its gradient, which the check for NaN computes anyway, and the
-norm of its weights, from a sample of 8192 elements (`Observation`). A live worker observes a push every 2 ms at most,
-and reports every 10 ms at most, which bounds the cost to less than 1 % of a step of 5 ms. In virtual time, all pushes
-are observed. With the guard off, only gradients with NaN are reported.
+norm of its weights, estimated from 8192 elements (`Observation`). A live worker observes a push every 2 ms at most, and
+reports every 10 ms at most, which bounds the cost to less than 1 % of a step of 5 ms. In virtual time, all pushes are
+observed. With the guard off, only gradients with NaN are reported.
 
 The guard changes neither the weights nor the learning rate. In earlier versions, a mode `temper` halved the learning
 rate while training diverged. In 21 of 25 simulated runs in which this happened, the result was better without this
-mode. So `temper` now means `tell`. Traces of earlier runs contain the decisions of the mode (`RateTempered`), and a
-replay carries them out.
+mode. So `temper` now means `tell`. Traces of earlier versions contain the decisions of the mode `temper`
+(`RateTempered`), and a replay carries out these decisions.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ON_NAN = ("stop", "skip")
 """What happens if a gradient contains NaN or inf: the run ends, or the push is left out."""
 
 DIVERGED = "training"
-"""The part that is named as failed if a run fails because its guard has stopped the run."""
+"""The name of the failed part of the run if the guard has stopped the run."""
 
 NAMED_NAN, MOST_NAN = 5, 10
 """Number of pushes with NaN in a row after which a worker is named, and number after which it is taken out."""
@@ -194,7 +194,10 @@ class Guard:
             del self._nan[key]
 
     def _note_staleness(self, worker: int, updates: int) -> None:
-        """Count other workers' updates between the weights of two pushes of a worker: the staleness of the first."""
+        """Count the updates of other workers between the weights of a worker's last two pushes.
+
+        This number is the staleness of the earlier push.
+        """
         before = self._last_updates.get(worker)
         self._last_updates[worker] = updates
         if before is not None and updates > before:
@@ -223,7 +226,8 @@ class Guard:
         streaks = [self._nan.get((other, seen.set_index), 0) for other in present]
         if all(streak >= SURE_NAN for streak in streaks):
             words = (
-                f"The gradients of all workers contain NaN or inf, as that of {seen.parameter!r} ({where})."
+                "The gradients of all workers contain NaN or inf, for example that of "
+                f"{seen.parameter!r} ({where})."
             )
             return self._certain("gradients", words, f"Nothing is learned any more. {advice}")
         streak = self._nan[key]
@@ -231,7 +235,7 @@ class Guard:
             return []
         words = (
             f"Worker {worker} has sent NaN or inf {streak} times in a row, the last time in the gradient of "
-            f"{seen.parameter!r}, and the others have not ({where})."
+            f"{seen.parameter!r}, and the other workers have not ({where})."
         )
         if streak == NAMED_NAN:
             return [GuardVerdict(f"{words} After {MOST_NAN} times, the run continues without it. {LOOK}")]
@@ -283,13 +287,14 @@ class Guard:
 # for them.
 
 WINDOW = 12
-"""Number of points that are judged together. Ten of them suffice, so a divergence is reported within 20 updates."""
+"""Number of points that are judged together. A symptom at ten of these points suffices (see `MOST_NORMAL`)."""
 
 MOST_NORMAL = 2
-"""Maximum number of points in the window that do not show a symptom, so that a lucky batch does not hide it."""
+"""Maximum number of points in the window that need not show a symptom: a lucky batch must not hide the symptom."""
 
 FIRST_NORMS = 3
-"""Number of first pushes whose medians count as the beginning. Usually, all have been computed on initial weights."""
+"""Number of first pushes whose medians count as the values at the beginning. Usually, all of these pushes were computed
+on the initial weights."""
 
 RISE = 2.0
 """A loss has risen if it exceeds the loss at the beginning by more than this multiple of the loss at the beginning."""
@@ -309,7 +314,8 @@ BEST = 0.1
 """Larger gradients are no symptom while the loss exceeds its lowest level by at most this share."""
 
 WEIGHTS, WEIGHTS_ALONE, TRIPLED = 5.0, 10.0, 3.0
-"""Growth of the norm of the weights: since the beginning if the loss is known, or if it is not known; and lately."""
+"""Factors by which the norm of the weights must have grown: since the beginning if the loss is known, since the
+beginning if the loss is unknown, and within `LATELY` points."""
 
 LATELY = 20
 """Number of points within which the norm of the weights must have tripled."""
@@ -400,7 +406,7 @@ class Course:
         return len(self._window) == WINDOW
 
     def take(self, seen: Observation) -> bool:
-        """Record a push with a finite gradient. Return True if this completes a point."""
+        """Record a push with a finite gradient. Return True if the previous point is complete now."""
         if self._begun is None:
             self._begin(seen)
         complete = bool(self._open) and seen.updates != self._open[0].updates
@@ -545,13 +551,13 @@ def _stays_above(bound: float, values: Sequence[float]) -> bool:
 #   is kept (Page's CUSUM, at least 1). The worker is named when this product reaches `RARE`.
 # - **False alarms.** If the pushes of a healthy worker are independent, the worker is named once in `RARE` =
 #   10**6 of its pushes on average, by Ville's inequality, which allows a test after every push. Pushes are not
-#   independent, since samples come back in each epoch. So two rules make false alarms rarer. Only half of a value
-#   is compared, because the data of the workers may be unequal. And all values below a share of the value at
-#   the beginning count as equal, because no fault matters there. In 200 healthy runs, each judged from three
-#   beginnings, no worker was named (`tests/core/test_outliers.py`).
+#   independent, since samples come back in each epoch. Two rules therefore make false alarms rarer. Only half of a
+#   value is compared, because the data of the workers may be unequal. And all values below a share of the value at the
+#   beginning count as equal, because a fault does no harm while the values are so small. In 200 healthy runs, each
+#   judged from three beginnings, no worker was named (`tests/core/test_outliers.py`).
 #
-# One push increases the logarithm of the product by at most `MOST`, so three pushes are needed. A fault that
-# multiplies usual losses by ten is named after three to five pushes, so within 20 updates of four workers.
+# One push increases the logarithm of the product by at most `MOST`, so three pushes are needed. A worker with a fault
+# that multiplies usual losses by ten is named after three to five of its pushes: with four workers, within 20 updates.
 #
 # If only one other worker is known, it is unknown which of the two is wrong. The finding then names both workers.
 #
@@ -573,19 +579,20 @@ ROUNDING = 1e-6
 """Losses below this value are mostly rounding errors of float32 numbers."""
 
 LEAST_TAIL = 0.25
-"""Least scale of the tail of the logarithms, so that a slightly larger value is not suspicious after regular ones."""
+"""Least scale of the tail of the logarithms, so that a slightly larger value is not suspicious after nearly equal
+ones."""
 
 RARE = 1e6
 """Product at which a worker is named: the mean number of pushes of a healthy worker between two false alarms."""
 
 MOST = 5.0
-"""The most that the logarithm of the product increases with one push."""
+"""Maximum increase of the logarithm of the product with one push."""
 
-HUGE = 1e30  # stands for larger values, and for infinite ones
+HUGE = 1e30  # replaces larger values, and infinite ones
 
 
 class Deviation(NamedTuple):
-    """How a worker differs from all others.
+    """How a worker differs from all other workers.
 
     Attributes:
         words: what differs, as a clause about the worker.
@@ -663,13 +670,13 @@ class Values:
         self._evidence = {w: each for w, each in self._evidence.items() if any(other != w for other in known)}
 
     def stands_out(self, worker: int) -> bool:
-        """Return True if the latest values of a worker are very unlikely among those of each other worker."""
+        """Return True if the latest values of a worker are very unlikely among those of every other worker."""
         return self._evidence.get(worker, 0.0) >= math.log(RARE)
 
     def compared(self, worker: int) -> tuple[float, float, int | None]:
-        """Return a worker's usual value, the largest usual value of others, and the other worker if there is only one.
+        """Return a worker's usual value, the largest usual value of the other workers, and the only other worker.
 
-        The other worker is None if there are several.
+        The last of these is None if there are several other workers.
         """
         others = [other for other in self._known() if other != worker]
         largest = max(self._latest[other].usual for other in others)

@@ -2,9 +2,9 @@
 
 A cut treats every worker as if it had been lost: pushes that a shard has applied are in its weights, and all other data
 that a worker has received is returned, so that it is handed out again. A run that is resumed begins with the weights
-and the optimizer state of the cut, and with this value.
+and the optimizer state of the cut, and with a `JobCut`.
 
-The value contains no state of a core. So the later run may have other numbers of workers, servers and shards, and
+A `JobCut` contains no state of a core. So the later run may have other numbers of workers, servers and shards, and
 another sync model.
 """
 
@@ -70,7 +70,7 @@ class LoaderCut(msgspec.Struct, frozen=True, kw_only=True):
         used: number of these positions that are part of the weights.
         torn: number of these positions that are part of the weights of some shards only.
         left_out: number of these positions that were left out.
-        moved: number of positions that were handed out in a later epoch.
+        moved: number of positions that were handed out in a later epoch than their own.
         times: the times of the workers, if the batches are balanced.
     """
 
@@ -192,7 +192,7 @@ class JobCut(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def models(self) -> tuple[ModelSpec, ...]:
-        """The model at the beginning of training, and after each addition of parameters."""
+        """The models of the job: at the beginning of training, and after each addition of parameters."""
         return (*self.extensions, self.model)
 
     def contains(self, model: ModelSpec) -> bool:
@@ -226,7 +226,7 @@ class JobCut(msgspec.Struct, frozen=True, kw_only=True):
         return not _same(self.model, model) and _extends(self.model, model)
 
     def has_of(self, before: ModelSpec, model: ModelSpec) -> Literal["none", "some", "all"]:
-        """Return how many of the parameters by which `model` extends `before` were trained at the cut."""
+        """Return whether all, some or none of the parameters that `model` adds to `before` were trained at the cut."""
         earlier = {parameter.names[0] for parameter in before.layout.parameters}
         known = {parameter.names[0] for parameter in self.model.layout.parameters}
         added = {parameter.names[0] for parameter in model.layout.parameters} - earlier
@@ -235,7 +235,7 @@ class JobCut(msgspec.Struct, frozen=True, kw_only=True):
         return "none" if added.isdisjoint(known) or not self.is_extended_by(model) else "some"
 
     def states_of(self, shards: int) -> tuple[ShardState, ...]:
-        """Return the state with which each shard begins if a run resumes this cut with a number of shards.
+        """Return the state with which each shard begins if a run with `shards` shards resumes this cut.
 
         If the number differs, parts of several old shards make up a new shard. The state of shard 0 is then used for
         all shards, because shard 0 counts the progress of a job.
@@ -275,7 +275,8 @@ def _of_set(model: ModelSpec, set_index: int) -> list[Parameter]:
 def _from_the_beginning(model: ModelSpec) -> ModelSpec:
     """Return a model as if all of its parameters had been there from the beginning.
 
-    The sets of parameters then follow one another. In each set, added parameters come last in any case.
+    In the returned model, the sets of parameters follow one another. Within a set, added parameters come last, as
+    before.
     """
     parameters = [structs.replace(parameter, part=0) for parameter in model.layout.parameters]
     return structs.replace(
@@ -287,7 +288,9 @@ def _from_the_beginning(model: ModelSpec) -> ModelSpec:
 
 
 def require_plausible(cut: JobCut) -> None:
-    """Check that the numbers of a cut do not contradict one another, because any user can write a cut.
+    """Check that the numbers of a cut do not contradict one another.
+
+    A cut is read from files, which any user may have written.
 
     Raises:
         ProtocolError: some numbers contradict one another. The message says which.

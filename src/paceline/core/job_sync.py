@@ -1,11 +1,12 @@
 """The coordinator's part of the sync model: it runs the coordinator's state machine and publishes model changes.
 
 Only one change is in progress at a time: the next change is published when the current one is complete at all shards
-(see `core.shard`). The current change is known to be complete once a worker that has passed the boundary starts its
-next iteration, because every shard has then answered that worker. If all workers that have passed the boundary are
-lost before then, it is unknown which shards have changed, and the change is published again to all workers.
+(see `core.shard`). The current change is known to be complete once a worker that has passed the boundary of this change
+starts its next iteration, because every shard has then answered that worker. If all workers that have passed the
+boundary are lost before they do so, it is unknown which shards have changed, and the change is published again to all
+workers.
 
-No worker joins while a change is in progress: the coordinator lets the worker wait (`Coordinator.admit`), and
+No worker joins while a change is in progress: the coordinator lets the new worker wait (`Coordinator.admit`), and
 postpones requests for changes while a worker joins.
 
 Requests for changes wait here, and not in `core.reconfiguration`, because these requests are recorded. A trace contains
@@ -304,9 +305,10 @@ LONGEST_PAUSE = 256
 class EarlyPause:
     """Suspends the early moving of gradients for a while, each time that a script has changed a moved gradient.
 
-    A script that clips its gradients after the backward pass changes them in every iteration, so moving them early
-    saves no time. Each pause is twice as long as the one before, up to `LONGEST_PAUSE`. If a script has not changed a
-    moved gradient in an iteration after a pause, the next pause is short again.
+    Gradients are moved early if they are sent, or copied from the device, before the script calls `step()`. A script
+    that clips its gradients after the backward pass changes them in every iteration, so moving them early saves no
+    time. Each pause is twice as long as the pause before, up to `LONGEST_PAUSE`. If a script has not changed a moved
+    gradient in an iteration after a pause, the next pause is short again.
 
     >>> pause = EarlyPause()
     >>> pause.ended(changed=True)

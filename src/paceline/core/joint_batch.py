@@ -89,7 +89,8 @@ class JointBatch:
         """Return the part of a joint batch that some pushes contain; at most 1.
 
         Args:
-            workers: the workers of these pushes. If these are all live workers, the pushes are a whole joint batch.
+            workers: the workers of these pushes. If every live worker is one of them, the pushes are a whole joint
+            batch.
             samples: the samples of each push.
         """
         joint = self._total + self._typical * (len(self._usual) - self._known)
@@ -119,11 +120,11 @@ class JointBatch:
 # workers' indices, in float64, so the result does not depend on the order in which the contributions arrive. A worker
 # whose script has added parameters contributes the extended model; the call then continues in `core.reconfiguration`.
 #
-# A worker that joins a run in progress makes the calls before its first step alone, because the other workers have made
-# these calls already. The worker may also begin an epoch that the other workers have ended. After this epoch, they may
-# have made some of their calls but not all: a reduction, but not the barrier after a long evaluation. So each call has
-# its place in the series of calls without a step in between (`Contributed.since_step`). The worker that joined makes
-# alone the calls that the other workers have already made.
+# If a worker joins a run in progress, the other workers have already made the calls that come before its first step. So
+# the new worker makes these calls alone. The new worker may also begin an epoch that the other workers have ended. The
+# other workers may have made some of the calls that follow this epoch, but not all: for example, a reduction, but not
+# the barrier after a long evaluation. So the calls between two steps are numbered (`Contributed.since_step`), and the
+# new worker makes alone those calls that the other workers have already made.
 
 ITEM_BYTES = 8
 
@@ -341,8 +342,8 @@ class JointNorms:
 # **Share.** The joint batch consists of the usual samples of all live workers (`JointBatch`). So over an epoch,
 # the shares of all updates add up to the number of joint batches, even if the last batches are smaller. An
 # update with a push of every live worker is a whole joint step, as in one process, whatever the sizes of its
-# batches. Samples of a worker that has left are taken out of the joint batch in `RAMP` joint steps. So if only one
-# worker is left at the end of a run, its pushes do not suddenly become whole steps.
+# batches. The samples of a worker that has left are taken out of the joint batch gradually, over a few joint steps (see
+# `RAMP`). So if only one worker is left at the end of a run, its pushes do not suddenly become whole steps.
 #
 # If the model drops pushes, the next update makes up for them: the shares of the dropped pushes are added to the share
 # of this update, up to a whole step. Otherwise an epoch would move the weights less far than in one process.
@@ -350,10 +351,11 @@ class JointNorms:
 # **Delay.** The sum of the shares of a shard's updates is the number of its *joint steps*. The delay of a push is the
 # number of joint steps between the time at which its worker received the weights, and the time at which the push is
 # applied. The mean of the delays is not known at the beginning of the run, after a worker has joined or left, and after
-# the model has changed. In these cases, the mean is predicted: under a model that applies pushes on arrival, n - 1
-# pushes of other workers lie between two pushes of a worker, on average over all pushes, however unequal the workers
-# are. These pushes make (n - 1) / n joint steps. The prediction counts as much as the measurements of the next `WINDOW`
-# joint steps. The reported delay follows the estimate in `RAMP` joint steps, so it never jumps during the run.
+# the model has changed. In these cases, the mean is predicted: under a model that applies pushes on arrival, with n
+# workers, n - 1 pushes of other workers lie between two pushes of a worker, on average over all pushes, however unequal
+# the workers are. These pushes make (n - 1) / n joint steps. The prediction counts as much as the measurements of the
+# next `WINDOW` joint steps. The reported delay approaches the estimate gradually (see `RAMP`), so the reported delay
+# never jumps during the run.
 
 Key = tuple[int, int]
 """A push: (worker, iteration)."""
@@ -362,7 +364,8 @@ WINDOW = 16.0
 """Number of joint steps over which delays are averaged: enough for several pushes of a slow worker."""
 
 RAMP = 2.0
-"""Number of joint steps in which the reported delay follows the estimate, and a worker that has left is forgotten."""
+"""Time constant, in joint steps, with which the reported delay approaches the estimate, and workers that have left are
+forgotten."""
 
 
 @stateful()
@@ -418,7 +421,7 @@ class StandingEstimator:
         del self._pushes[push]
 
     def apply(self, pushes: Sequence[Key], model: SyncModel) -> Standing:
-        """Record an update that a model has decided, and return its standing."""
+        """Record an update that a model has decided, and return the `Standing` of the update."""
         share = 1.0 if model.lockstep else min(self._share(pushes) + self._dropped, 1.0)
         self._dropped = 0.0
         observed = sum(self.joint_steps - self._pushes.pop(push)[0] for push in pushes) / len(pushes)

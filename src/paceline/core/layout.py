@@ -51,7 +51,7 @@ Range = tuple[str, int, int]
 
 
 def without_last(ranges: Sequence[Range], missing_bytes: int) -> list[Range]:
-    """Return some ranges, taken together as one sequence of bytes, without the last `missing_bytes` bytes.
+    """Cut the last `missing_bytes` bytes off a sequence of ranges, and return the remaining ranges.
 
     >>> without_last([("float32", 0, 8), ("float64", 0, 4)], 33)
     [('float32', 0, 7)]
@@ -426,12 +426,16 @@ HyperParameters = dict[str, HyperParameter]
 """The settings of one parameter group: `lr`, `momentum`, `betas`, ..."""
 
 Counters = tuple[tuple[HyperParameters, ...], ...]
-"""For each parameter set, what its optimizer has itself changed in each group, or added to the group. Only optimizers
-that are not torch's do that. The entry is () for a set with another optimizer, or without parameters in the shard."""
+"""For each parameter set, the entries that its optimizer has itself changed in each group, or added to the group. Only
+optimizers that are not torch's change groups. The entry is () for a set with another optimizer, or without parameters
+in the shard."""
 
 
 def joint_counters(of_shards: Iterable[Counters]) -> Counters:
-    """Return, for each parameter set, the counters in the first shard that has some. All shards have equal counters."""
+    """Return the counters of each parameter set, from the first shard that has counters for this set.
+
+    All shards that have counters for a set have equal counters.
+    """
     by_set = itertools.zip_longest(*of_shards, fillvalue=())
     return tuple(next(filter(None, of_set), ()) for of_set in by_set)
 
@@ -563,7 +567,7 @@ class ModelSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def optimizers_over_layout(self) -> tuple[OptimizerSpec, ...]:
-        """The optimizer of each parameter set, where `group_of` lists all parameters of the layout.
+        """The optimizer of each parameter set, with a `group_of` that covers all parameters of the layout.
 
         The group of a parameter that belongs to another set is 0.
         """
@@ -658,8 +662,8 @@ def _difference_of_optimizers(expected: OptimizerSpec, found: OptimizerSpec) -> 
 # -- The format in which gradients and weights travel between processes: the option `--wire` -----------------
 #
 # On a slow link, the transfers of a large model take longer than the computation of its gradients. A codec rounds
-# values, so that half of the bytes travel (bf16), a quarter (int8) or a seventh (int4). Each direction has a codec of
-# its own: gradients from the workers to the servers, and weights back. The shards hold the weights without rounding,
+# values, so that only half (bf16), a quarter (int8) or a seventh (int4) of the bytes travel. Each direction has a codec
+# of its own: gradients from the workers to the servers, and weights back. The shards hold the weights without rounding,
 # and apply updates to these weights. So an update that is too small to change a rounded weight is not lost.
 # `core.messages.push` says what is encoded.
 #
@@ -762,7 +766,7 @@ class WireFormat(msgspec.Struct, frozen=True):
         return "bf16" if CODECS[self.weights].based and not common else self.weights
 
     def require_usable(self, sync: str, *, common: bool) -> None:
-        """Raise `ConfigurationError` if the user has named a codec of the weights that the sync model rules out.
+        """Raise `ConfigurationError` if the user has named a codec that the sync model rules out for weights.
 
         Args:
             sync: the sync model.
@@ -790,7 +794,7 @@ class WireFormat(msgspec.Struct, frozen=True):
 
     @property
     def block(self) -> int:
-        """Number of values that are encoded together, so shards are cut between such blocks."""
+        """Number of values in a block. A block is encoded as a whole, so shards are cut only between blocks."""
         return math.lcm(*(CODECS[codec].block for codec in self.codecs))
 
     def sizes(self, slices: Sequence[ShardSlice]) -> dict[str, list[int]]:
@@ -814,9 +818,9 @@ class WireFormat(msgspec.Struct, frozen=True):
 # -- The wire format that is recommended if links are slow: the one with the fewest bytes that costs no accuracy
 #
 # The optimizer determines how much accuracy rounding costs. With SGD and AdamW, int4 cost no measurable accuracy, on
-# images and text. Muon makes all directions of a matrix's gradient equally large, also directions in which the gradient
-# is smaller than the rounding error. With Muon, int4 gradients cost 1.1 % of the loss, and int4 weights cost nothing.
-# int8 cost nothing with any of the three optimizers.
+# images and text. Muon makes all directions of a matrix's gradient equally large, even the directions in which the
+# gradient is smaller than the rounding error. With Muon, int4 gradients cost 1.1 % of the loss, and int4 weights cost
+# nothing. int8 cost nothing with any of the three optimizers.
 
 SIMILAR = {
     **dict.fromkeys(("SGD", "ASGD"), "SGD"),
@@ -824,8 +828,8 @@ SIMILAR = {
 }
 """Name of an optimizer of torch -> the tested optimizer that makes similar updates.
 
-Rprop depends on signs alone, and the steps of Adadelta on its earlier steps, so these two optimizers resemble none of
-the tested ones.
+The steps of Rprop depend only on signs, and the steps of Adadelta depend on its earlier steps, so these two optimizers
+resemble none of the tested ones.
 """
 
 HARMLESS = "cost no measurable accuracy in"
@@ -895,7 +899,7 @@ def advise_wire(
 
 
 def _harmless(optimizer: str, *, common: bool) -> tuple[WireFormat, str]:
-    """Return the format with the fewest bytes that costs no accuracy with an optimizer, and the reason for it."""
+    """Return the format with the fewest bytes that costs an optimizer no accuracy, and the reason for this choice."""
     name = optimizer.rpartition(":")[2]
     if known := SIMILAR.get(optimizer):
         like = known if name == known else f"{known}, which {name} resembles"
@@ -942,8 +946,8 @@ class StateEntries(msgspec.Struct, frozen=True, omit_defaults=True):
 
 # -- Where the shards of a run are: each shard is held by a server -------------------------------------------
 #
-# The placement is a value. All processes of a run compute the same placement from the numbers of shards and
-# servers, so no message contains it. Only `round_robin` computes the server of a shard.
+# All processes of a run compute the same placement from the numbers of shards and servers, so no message contains the
+# placement. Only `round_robin` computes the server of a shard.
 
 Item = TypeVar("Item")
 

@@ -163,7 +163,7 @@ def positions(leases: Iterable[Lease]) -> int:
 
 
 def trim(leases: deque[Lease], epoch: int, size: int, *, drop_last: bool) -> tuple[int, int]:
-    """Remove the positions from `size` on from the leases of an epoch, because the order of the epoch has ended there.
+    """Remove the positions from `size` on from the leases of an epoch, because its order has only `size` positions.
 
     If `drop_last` is True, also remove a batch that is incomplete without these positions. Shares of a static split
     stay as they are, because each worker ends its share itself.
@@ -196,7 +196,7 @@ def with_end(leases: Iterable[Lease], size: int) -> list[Lease]:
 
 
 def split_rest(leases: Collection[Lease], end: int) -> tuple[int, list[Lease]]:
-    """Find the longest range of positions up to `end` (exclusive) that some leases of one epoch contain completely.
+    """Find the longest range of positions up to `end` (exclusive) that the given leases of one epoch fully cover.
 
     Args:
         leases: leases of positions before `end`. No two leases contain the same position.
@@ -221,7 +221,7 @@ def split_rest(leases: Collection[Lease], end: int) -> tuple[int, list[Lease]]:
 
 
 def _positions_from(lease: Lease, start: int) -> int:
-    """Return the number of positions of a lease that are not before a position."""
+    """Return the number of positions of a lease that lie at or after the position `start`."""
     assert lease.count is not None
     gone, part = divmod(max(start - lease.start, 0), lease.stride)
     return max(lease.count - gone, 0) * lease.batch - (min(part, lease.batch) if gone < lease.count else 0)
@@ -308,7 +308,7 @@ class DrawnBatch:
 
 MOST_BATCHES = 1024
 """Maximum number of undecided batches. A script may draw batches and never push; if it draws more, all undecided
-batches are joined into one, which counts as no longer held."""
+batches are joined into one batch, which the script is assumed to hold no longer."""
 
 
 @stateful()
@@ -336,7 +336,7 @@ class Drawn:
         self._undecided.append(batch)
 
     def accumulate(self) -> None:
-        """Decide on all undecided batches, because a gradient is accumulated."""
+        """Decide which of the undecided batches are used, because a gradient is accumulated."""
         decided = self._undecided[:]
         del self._undecided[: len(decided)]  # a thread of the script may draw another batch meanwhile
         for batch in decided[:-1]:

@@ -1,6 +1,7 @@
 """Who is alive, and how long a run has waited for whom: heartbeats, clocks of other machines, traffic and patience.
 
-The first part decides which machines and workers no longer take part in a run, although no connection has ended.
+The first part of this module decides which machines and workers no longer take part in a run, although no connection
+has ended.
 
 Each machine's *agent*, a process that does not train, sends a heartbeat every `HEARTBEAT_S`, and another heartbeat as
 soon as the state of one of its processes changes. There are two kinds of verdicts:
@@ -38,11 +39,11 @@ SILENCE_S = 10 * HEARTBEAT_S - LOOK_S
 """Time without a sign of life after which a machine is taken out."""
 
 # A worker is taken out when it has been stopped for STOPPED_S, and for STOPPED_ITERATIONS usual iterations of
-# the fastest other worker. All of this may take max(1 s, 3 iterations); the rest of this time is left for noticing that
-# the worker is stopped, and for taking it out.
+# the fastest other worker. From the stop to the removal, at most max(1 s, 3 iterations) may pass; the rest of this time
+# is left for noticing that the worker is stopped, and for taking it out.
 STOPPED_S = Fraction(7, 10)
 STOPPED_ITERATIONS = Fraction(5, 2)
-STOPPED_FIRST_S = Fraction(15)  # while no other worker's iteration time is known
+STOPPED_FIRST_S = Fraction(15)  # replaces both while no other worker's iteration time is known
 PACE_WINDOW = 9  # number of iterations whose median is a worker's usual iteration time
 
 # Converted once, because arithmetic with fractions is slow, and `Liveness` compares times with each message.
@@ -84,8 +85,8 @@ class Liveness:
     """The machines and workers of a run that are alive, as far as the coordinator knows.
 
     The host must call `look` no later than at `next_ticks`, and must first pass on all heartbeats that have arrived.
-    Each verdict is returned once. From then on, heartbeats of this machine, or about this worker, change nothing until
-    the machine or the worker joins again.
+    Each verdict is returned once. Afterwards, heartbeats of the removed machine, or about the removed worker, change
+    nothing until the machine or the worker joins again.
 
     Example:
         >>> liveness = Liveness()
@@ -181,12 +182,12 @@ class Liveness:
         durations.append(duration_ticks)
 
     def usual_ticks(self, worker: int) -> int | None:
-        """Return the usual duration of a worker's iterations: the median of the last few; None if it is unknown."""
+        """Return the usual duration of a worker's iterations: the median of the last few durations; None if unknown."""
         durations = self._iterations.get(worker)
         return median_low(durations) if durations else None
 
     def silences(self, now_ticks: int) -> dict[str, int]:
-        """Return, for the name of each machine, the ticks since its last sign of life."""
+        """Return, by the name of each machine, the ticks since the machine's last sign of life."""
         return {machine.name: now_ticks - machine.heard_ticks for machine in self._machines.values()}
 
     def states(self) -> dict[int, str]:
@@ -217,7 +218,8 @@ class Liveness:
     def _stopped_too_long(self, now_ticks: int) -> list[tuple[int, int, int]]:
         """Return (machine, worker, time at which it was stopped) of each worker that must be taken out.
 
-        If no worker could continue, no worker is returned, because it would help no worker to take another one out.
+        If no worker could continue, no worker is returned, because the removal of a worker would then help no other
+        worker.
         """
         stopped = [
             (index, worker, since_ticks)
@@ -418,7 +420,7 @@ class OffsetBounds(msgspec.Struct, frozen=True):
         return OffsetBounds(at_ticks, self.least_ticks - drift_ticks, self.most_ticks + drift_ticks)
 
     def intersection(self, other: OffsetBounds) -> OffsetBounds | None:
-        """Return the bounds at the time of `other` that satisfy both; None if they contradict each other."""
+        """Return the intersection of the two bounds at the time of `other`; None if they contradict each other."""
         own = self.at(other.at_ticks)
         least_ticks = max(own.least_ticks, other.least_ticks)
         most_ticks = min(own.most_ticks, other.most_ticks)
@@ -487,7 +489,7 @@ class ClockEstimate:
 
 
 def _drift(elapsed_ticks: int) -> int:
-    """Return the largest change of the offset within this time, rounded up."""
+    """Return the largest change of the offset within `elapsed_ticks`, rounded up."""
     return -(-abs(elapsed_ticks) * MOST_DRIFT_PPM // PPM)
 
 
@@ -607,7 +609,7 @@ RESOLUTION_S = 1e-4  # times that differ by less count as equal, since conversio
 class Clocks(Generic[K]):
     """One clock for each subject that is waited for. Times are in seconds, on any clock that does not run backwards.
 
-    One thread calls `look`. Other threads may call all other methods.
+    One thread calls `look`. Other threads may call all methods except `look`.
 
     Args:
         now_s: the current time.
@@ -655,7 +657,10 @@ class Clocks(Generic[K]):
             self._begun_s[subject] = new_s
 
     def hold(self, subject: K, now_s: float, *, holds: bool) -> float | None:
-        """Return for how long a condition has held; None if it does not hold. Its clock runs while it holds."""
+        """Return for how long a condition has held; None if the condition does not hold.
+
+        The clock of the condition runs while the condition holds.
+        """
         if not holds:
             self.end(subject)
         elif subject not in self._begun_s:
@@ -672,5 +677,5 @@ class Clocks(Generic[K]):
         return None if begun_s is None else max(0.0, self.counted_s(now_s) - begun_s)
 
     def began_s(self, subject: K) -> float | None:
-        """Return the counted time at which the clock of a subject began, which identifies this run of the clock."""
+        """Return the counted time at which a subject's clock began. If the clock begins anew, this time changes."""
         return self._begun_s.get(subject)

@@ -10,7 +10,7 @@ position. A position is in exactly one of these states:
     torn        it was part of a push that only some shards received before the worker was lost
     returned    a worker had received it, but left early, or was lost, before using it
     left out    it belongs to an incomplete batch at the end of the epoch, which is not handed out, or to a batch
-                that a script has skipped between its pushes, because it computed no gradient of it
+                that a script has skipped between its pushes, because the script computed no gradient of the batch
 
 Returned positions are handed out again before any other positions: in the same epoch if its split is dynamic and a
 worker still draws from the epoch, else in a later epoch. With a dynamic split, positions that a worker gives back
@@ -337,7 +337,10 @@ class LoaderLedger:
         return removed
 
     def _leave_out(self, account: _Account, skipped: int) -> int:
-        """Leave out the settled positions that a worker has skipped, `skipped` in total. Return how many are new."""
+        """Leave out the settled positions that a worker has skipped: `skipped` in total.
+
+        Return the number of these positions that were not left out before.
+        """
         new = max(min(skipped, account.counted) - account.skipped, 0)
         account.skipped += new
         self._left_out += new
@@ -430,7 +433,7 @@ class LoaderLedger:
             self._end(worker, account.epoch, split, live)
 
     def _end(self, worker: int, epoch: int, split: EpochSplit, live: Set[int]) -> None:
-        """Record that a worker receives no more batches of an epoch. Close the epoch if this was the last worker."""
+        """Record that a worker receives no more batches of an epoch. Close the epoch if no worker receives more."""
         split.ended.add(worker)
         self._left += positions(split.shares.pop(worker, ()))
         self._close_if_ended(epoch, split, live)

@@ -1,4 +1,4 @@
-"""The members of a run: its workers and servers, how many it needs, the main worker, and how a worker is lost.
+"""The members of a run: its workers and servers, how many workers it needs, the main worker, and how a worker is lost.
 
 A worker has an index. When a worker is gone and has not finished its work, another worker may join with the same index.
 The new worker is the next *incarnation* of the worker, and messages that an earlier incarnation still sends are
@@ -31,7 +31,7 @@ class Departure(NamedTuple):
     Attributes:
         worker: index of the worker.
         incarnation: how often this index had been used before.
-        fate: "finished" if the worker has finished its work, "left" if it was asked to leave before this, or "lost".
+        fate: "finished" if the worker has finished its work, "left" if it was asked to leave earlier, or "lost".
     """
 
     worker: int
@@ -89,7 +89,7 @@ class Members:
 
     @property
     def finished(self) -> list[int]:
-        """The workers that have finished their work or left early, in the order in which they did so."""
+        """The workers that have finished their work or left early, in the order in which they left the run."""
         return self._departed("finished", "left")
 
     @property
@@ -181,7 +181,10 @@ class Members:
         self.gone.add(worker)
 
     def outlook(self, most_workers: int) -> dict[str, object]:
-        """Return the values that decide: how workers have left, but neither which workers nor in which order."""
+        """Return the values on which requests depend.
+
+        These are the ways in which workers have left, but neither their indices nor their order.
+        """
         return {"departures": {departure.fate for departure in self.departures}, "_latest": None}
 
     def validate(self) -> None:
@@ -196,7 +199,7 @@ class Members:
             raise InternalError(f"{self.present - self._live} are present, but not live")
 
     def _use(self, worker: int) -> None:
-        """Count the next incarnation of a worker that has been gone."""
+        """Count the next incarnation of a worker that was gone."""
         if worker in self._used:
             self.incarnations[worker] = self.incarnation(worker) + 1
         self._used.add(worker)
@@ -208,7 +211,7 @@ class Members:
 
 @stateful(fixed="least pause_below _members")
 class Quorum:
-    """Decides whether the workers of a run are enough.
+    """Decides whether a run has enough workers.
 
     Args:
         members: the workers of the run.
@@ -249,7 +252,7 @@ class Quorum:
         return members.some_have_finished or (bool(members.finished or members.lost) and not self.pause_below)
 
     def pause_or_resume(self) -> list[Request]:
-        """Tell the workers if the run pauses or continues, after their number has changed."""
+        """If the present number of workers makes the run pause or continue, tell the workers."""
         if self.paused == self.short:
             return []
         self.paused = self.short
@@ -297,7 +300,7 @@ class MainWorker:
     def __init__(self) -> None:
         self.worker = 0
         self.directory: WorkingDirectory | None = None
-        self._vacant = 0  # the main worker if no other worker can take its place
+        self._vacant = 0  # the next main worker if no other worker can take the place of the main worker
 
     def begin(self, workers: Mapping[int, WorkingDirectory | None]) -> None:
         """Begin training with these workers, which have these working directories."""
@@ -314,7 +317,7 @@ class MainWorker:
         return True
 
     def left(self, worker: int, *, finished: bool, others: Collection[int]) -> bool:
-        """Handle a worker that has left. Return True if another worker, or none, has become the main worker.
+        """Handle a worker that has left. Return True if the run now has another main worker, or none.
 
         Args:
             worker: the worker.
@@ -341,7 +344,7 @@ class ServerRoster:
     Attributes:
         vacant: the servers that no machine has brought yet.
         addresses: connected server -> its address.
-        lost: server without which the run has ended -> a clause that says why the server is lost.
+        lost: server whose loss has ended the run -> a clause that says why the server is lost.
     """
 
     def __init__(self, placement: Placement, late: Collection[int] = ()) -> None:
@@ -411,7 +414,7 @@ class ServerRoster:
         return invited
 
     def release(self, server: int) -> None:
-        """Let another machine bring a server, because the server's machine has left before the run has begun."""
+        """Make a server vacant, so that another machine may bring it: its machine has left before the run began."""
         self.vacant.add(server)
 
 
@@ -421,14 +424,15 @@ class ServerRoster:
 # have not. A shard alone cannot know whether a push that it holds is torn. So a loss has two phases:
 #
 #     WorkerLost       to each server. From then on, the server receives nothing more from this incarnation of the
-#                      worker, and its shards apply no update that contains a held push of the worker
+#                      worker: the worker is *fenced*. The shards of the server apply no update that contains a held
+#                      push of the worker
 #     PushesReported   from each server: the labels of the last pushes that its shards have received
 #     LossSettled      to each server that holds a push: a held push that every shard has received is kept, and any
 #                      other held push is dropped
 #
-# A torn push that a shard has applied already, for example under ASP, remains applied there, and counts as
-# torn. Shards that hold no push of the worker wait for no other shard: for them, the loss is settled at once. A
-# server that notices a loss before the coordinator does fences the worker by itself.
+# A torn push that a shard has applied already, for example under ASP, remains applied at this shard, and counts as
+# torn. Shards that hold no push of the worker wait for no other shard: for them, the loss is settled at once. If a
+# server notices a loss before the coordinator does, the server fences the worker by itself.
 #
 # An incarnation that is lost before it takes part has pushed nothing. A server that has welcomed the
 # incarnation may still hold pushes of an earlier incarnation, and reports these pushes. The loss of the earlier
@@ -480,7 +484,7 @@ class WorkerLoss:
 
     @property
     def drawn(self) -> list[tuple[PackedPushed, PackedPushed]]:
-        """For each loader, the batches in the pushes that all shards have received, and that some shards have received.
+        """For each loader, the batches in pushes that reached all shards, and those in pushes that reached any shard.
 
         The two values are equal unless a push is torn: a torn push that is only held is dropped.
         """
@@ -497,7 +501,7 @@ class WorkerLoss:
 
     @property
     def kept(self) -> int:
-        """The label of the last push of the worker that every shard has received; -1 if there is none."""
+        """The label of the worker's last push that every shard has received; -1 if there is none."""
         return min((last for report in self._received.values() for last in report.last), default=-1)
 
 

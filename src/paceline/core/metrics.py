@@ -18,12 +18,12 @@ from .requests import COORDINATOR, Request, Send
 #
 #     mean    logged by all workers, such as the training loss. A point is the mean of the values that were logged
 #             within a bucket of the job's progress, weighted by their numbers of samples
-#     point   logged by one worker only at a time, such as the accuracy on the test data. The values of different
+#     point   logged by only one worker at a time, such as the accuracy on the test data. The values of different
 #             workers are not merged
 #
 # A metric is of the kind "point" as long as each of its values was logged inside `paceline.evaluating()` or
-# by the main worker of a job with several workers. With the first value that was logged otherwise, the metric becomes a
-# "mean", which includes its earlier values. So the kind depends on the values, but not on the order in which they
+# by the main worker of a job with several workers. With the first value for which neither is true, the metric becomes a
+# "mean", which includes the earlier values. So the kind depends on the values, but not on the order in which they
 # arrive.
 #
 # A bucket is a span of the job's progress. The progress is the number of samples used by all workers together or, if
@@ -50,7 +50,7 @@ Kind = Literal["mean", "point"]
 
 
 class MetricPoint(msgspec.Struct, frozen=True):
-    """One point of a metric. One line of `metrics.jsonl` is such a point, with its `name`.
+    """One point of a metric. Each line of `metrics.jsonl` contains one such point, and the `name` of the metric.
 
     Attributes:
         time_s: time of the last value in the bucket, in seconds since the run began.
@@ -146,7 +146,7 @@ class History:
     """Merges the values that the workers of a job have logged. Other threads may call `metrics` at any time.
 
     Attributes:
-        noted: number of values that were noted.
+        noted: number of values that were added with `note`.
 
     Example:
         >>> history = History()
@@ -284,7 +284,7 @@ class MetricIntake:
             worker: index of the worker.
             message: the values.
             now_s: the current time in seconds.
-            alone: True if the worker is the main worker of several workers, and so logs for all of them.
+            alone: True if the worker is the main worker of a job with several workers, and so logs for all of them.
 
         Returns:
             A warning, once, if the job has too many names; else "".
@@ -324,7 +324,7 @@ class MetricIntake:
 # Metrics decide nothing, so they are neither recorded in traces nor part of the states of the exhaustive search.
 
 LEAST_WEIGHT = 1
-"""The smallest weight of a value, which is its weight if the number of samples is unknown."""
+"""The smallest weight of a value, and its weight if the number of samples is unknown."""
 
 MOST_AGE_S = 1e9
 
@@ -412,7 +412,7 @@ class UnsentMetrics:
     def __init__(self) -> None:
         self._values: list[tuple[Noted, float]] = []  # with their weights
         self._weight: float = LEAST_WEIGHT  # of the last push
-        self._earlier_weight: float = LEAST_WEIGHT  # of the push before it
+        self._earlier_weight: float = LEAST_WEIGHT  # of the push before the last one
 
     @property
     def fills_a_message(self) -> bool:
@@ -420,7 +420,7 @@ class UnsentMetrics:
         return len(self._values) >= MOST_LOGGED
 
     def pushed(self, weight: float | None) -> None:
-        """Record a push, and its weight in a mean over the workers if it is known: its samples, or its tokens."""
+        """Record a push with its weight in a mean over the workers, such as its number of samples; None if unknown."""
         self._earlier_weight = self._weight
         self._weight = min(max(weight or LEAST_WEIGHT, LEAST_WEIGHT), MOST_WEIGHT)
 
@@ -473,9 +473,9 @@ class UnsentMetrics:
 #
 #     loading      inside `next()` and `iter()` of a loader that the script distributes
 #     computing    from the end of loading until `step()` pushes
-#     outside      from the end of `step()` until the script asks for the next batch, wherever this is: evaluating,
-#                  saving, logging, at the end of an epoch or in the middle. The time inside `evaluating`, `barrier`
-#                  and `reduce` is also outside, at any place
+#     outside      from the end of `step()` until the script asks for the next batch, for example while it evaluates,
+#                  saves or logs, within an epoch or at its end. The time inside `evaluating`, `barrier` and `reduce`
+#                  is outside, too, wherever the script calls them
 #
 # In three cases, the order of the calls is not enough. First, a step may have no batch of its own before it, such as
 # the second step of two optimizers, or any step of a script that distributes no loader. The computation of such a step
@@ -484,8 +484,8 @@ class UnsentMetrics:
 # `next()`.
 #
 # A worker cannot tell during which part of an exchange of pushes and pulls it waited for other workers: only the shards
-# know this. So an exchange is not reported at all; `trace.activity_cells` determines from the traces which part of it
-# was waiting.
+# know this. So an exchange is not reported at all; `trace.activity_cells` determines from the traces which part of the
+# exchange was waiting.
 #
 # A lost worker makes no report when it leaves. Its *tail* is the time from its last report until its loss. The tail
 # counts as time in the activity of the last report, unless this activity was an exchange. A live worker reports at
@@ -574,7 +574,7 @@ class Stopwatch:
         self._activity: Activity = "exchanging"
         self._since_ticks = now_ticks
         self._spent = dict.fromkeys(STATES, 0)
-        self._unfinished = 0  # of the computation that has been neither pushed nor aborted yet
+        self._unfinished = 0  # time of the computation that has been neither pushed nor aborted yet
         self._between = 0  # time since the last step that is computing or outside, depending on what follows
         self._base = (0, 0)  # the times of loading and outside when the iteration began
         self._pushes = 0
@@ -633,7 +633,7 @@ class Stopwatch:
         self._base = self._spent["loading"], self._spent["outside"]
 
     def lap(self, now_ticks: int) -> Lap:
-        """Return what the worker has done in this iteration, if its computation ends now."""
+        """Return what the worker has done in this iteration, as if its computation ended now."""
         self.enter(self._activity, now_ticks)
         loading, outside = self._base
         return Lap(
@@ -672,7 +672,7 @@ class WorkerTime(NamedTuple):
         reported: state -> time that the worker has reported.
         tails: state -> time from the last report until the worker was lost, or until now. If the worker stopped
             computing before the end of this time, the time in which it waited is included.
-        queued: part of the reported times in which the worker's main thread was ready to run, but had no core.
+        queued: part of the reported times in which the worker's main thread was ready to run, but had no CPU core.
     """
 
     reported: dict[str, int]

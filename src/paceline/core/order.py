@@ -105,7 +105,7 @@ class Order:
         return self._former.get(worker, -1) + 1
 
     def last_label(self, worker: int) -> int:
-        """Return the label of a worker's last push, also if the worker has left; -1 if the worker has made no push.
+        """Return the label of a worker's last push, even if the worker has left; -1 if the worker has made no push.
 
         If the worker has joined again and has not pushed since, return the label before its first push.
         """

@@ -1,4 +1,4 @@
-"""How fast the workers are, as shard 0 observes it, without I/O.
+"""The speed of the workers, as observed by shard 0, without I/O.
 
 A *cycle* of a worker begins when the shard answers the worker's pull, and ends when the worker's next push arrives. A
 cycle includes the transfer of the weights, the computation, and the transfer of the gradient, but neither the time for
@@ -108,9 +108,10 @@ class PaceMeter:
 
 # -- With overlap off: no worker pulls until every shard has received the pushes of all workers for this round
 #
-# Each worker counts its iterations from its own first iteration. So rounds are told apart by the number of updates in
-# the weights from which a gradient was computed. A worker that joins is awaited from its first push on, because only
-# this push tells in which round the worker takes part for the first time.
+# Each worker counts its iterations from its own first iteration, so the labels of iterations do not identify a round. A
+# round is identified by the number of updates in the weights from which its gradients are computed. A worker that joins
+# is awaited from its first push on, because only this push tells in which round the worker takes part for the first
+# time.
 
 
 @stateful()

@@ -17,10 +17,10 @@ determines the label with which a worker joins, and the worker's `Started` names
 So a join waits for all other reconfigurations. The members of a change are the live workers, so a change waits for the
 join that is in progress. The requests for changes that have arrived during a join come before the next join.
 
-Two rules need no entry in this table. All live workers take part in an extension, and a worker that has been admitted
-is live, so no extension begins before the worker has joined. And the next change waits for the current one in the queue
-of `JobSync`, because the events of a trace determine this queue. A change and an extension do not exclude each other:
-an extension is not an event of the sync model.
+Two rules need no entry in `WAITS_FOR`. All live workers take part in an extension, and a worker that has been admitted
+is live, so no extension begins before the worker has joined. And each change waits for the previous change in the queue
+of `JobSync`, which a replay can rebuild from the events of a trace. A change and an extension do not exclude each
+other: an extension is not an event of the sync model.
 
 A cut of the job changes nothing, so no reconfiguration waits for a cut. A cut waits for all reconfigurations, and also
 for open losses. If a reconfiguration or a loss begins during a cut, the cut begins again afterwards.
@@ -165,7 +165,7 @@ class Reconfigurations:
         return [] if self.join is None else self.join.offered(server, offer, self._sync.next_superstep)
 
     def welcomed(self, server: int, message: WorkerWelcomed) -> WorkerJoined | None:
-        """Handle a server's acknowledgment. After the last one, the join is in force: return the agreed message."""
+        """Handle an acknowledgment of a server. The last one puts the join in force: return its `WorkerJoined`."""
         if self.join is None:
             return None
         self.join.welcomed(server, message)
@@ -254,8 +254,8 @@ class Reconfigurations:
 # The run goes on meanwhile. So a shard may have gone beyond the c_p when `WorkerJoined` arrives. Its server
 # then sends another `JoinOffered`, and the coordinator sends another `WorkerJoined`. At servers that have accepted the
 # earlier `WorkerJoined`, the worker leaves and joins again. Each time, the coordinator doubles the number of rounds
-# that it adds to the offer, so the worker joins at some time, however fast the run is. A c_p that is too large does no
-# harm: only the worker itself waits, until the other workers have reached it.
+# that it adds to the offer, so the worker eventually joins, however fast the run is. A c_p that is too large does no
+# harm: only the worker itself waits, until the other workers have reached this c_p.
 #
 # A server makes its offer when it has noticed the departure of all workers that have left according to the coordinator.
 # So an incarnation of a worker joins only when the earlier incarnation has left every shard.
@@ -351,12 +351,12 @@ class Join:
 # An extension is not an event of the sync model: no worker computes during an extension, and an extension is neither an
 # iteration nor an update.
 #
-# The new parameters form a new *part* of the layout, with vectors of their own, which is sliced by itself. So
-# earlier parameters keep their indices, and slices keep their bounds. A server carries out the extension when it
-# receives `ModelExtended`, or when the first worker connects again, whichever happens first. A larger store takes over
-# the weights, the optimizer state, and the pushes that are held back, which have no gradients for the new parameters. A
+# The new parameters form a new *part* of the layout, with vectors of their own, which is sliced separately. So earlier
+# parameters keep their indices, and slices keep their bounds. A server carries out the extension when it receives
+# `ModelExtended`, or when the first worker connects again, whichever happens first. A larger store takes over the
+# weights, the optimizer state, and the pushes that are held back, which have no gradients for the new parameters. A
 # worker closes its former connections only after it has connected again, because a server considers a worker without a
-# connection as lost.
+# connection to be lost.
 #
 # A worker keeps the weights of the earlier parameters that it has pulled before the extension: if a script calls
 # `encoder(x)` and then `new_head(...)`, the graph already holds the weights of the encoder. The worker takes newer
@@ -365,10 +365,10 @@ class Join:
 # In a run that resumes a cut, the scripts again add the parameters that the earlier run had added. The servers then
 # take the values of these parameters from the cut. A cut may also have been made before an extension, while some
 # workers already waited for the extension or were about to propose it. Such cuts are allowed, because a worker may wait
-# for an extension for long. When such a cut is resumed, the scripts may have the new parameters from the beginning. The
-# cut then *lacks* parameters with which the run begins. The initializer sends all initial weights as in a new run, and
-# the servers replace those for which the cut has values. Conversely, a resumed run is not cut before its scripts have
-# added all parameters that the earlier run had trained.
+# for an extension for a long time. When such a cut is resumed, the scripts may have the new parameters from the
+# beginning. The cut then *lacks* parameters with which the run begins. The initializer sends all initial weights as in
+# a new run, and the servers replace those for which the cut has values. Conversely, a resumed run is not cut before its
+# scripts have added all parameters that the earlier run had trained.
 
 
 @stateful()
@@ -519,7 +519,7 @@ class Edits:
         return self._editors.get(worker) == number
 
     def leave(self, worker: int) -> None:
-        """Record that a worker has left. Another worker may become the editor of its unfinished edit."""
+        """Record that a worker has left. If its edit is unfinished, another worker may become the editor."""
         self._editors.pop(worker, None)
 
     def receive(self, push: Key, edit: Edit) -> None:
@@ -527,7 +527,7 @@ class Edits:
         self.pending[push] = edit
 
     def discard(self, push: Key) -> list[Request]:
-        """Return the request that discards an edit of a lost worker, which some shards have not received."""
+        """Return the request that discards an edit of a lost worker, because some shards lack this edit."""
         del self.pending[push]
         return [Discard(self._shard, *push)]
 
@@ -561,15 +561,15 @@ class Edits:
 #
 #     CutProposed   to each server, under a lockstep model
 #     CutOffered    from each server: the number of rounds that its shards have completed
-#     CutAgreed     to each server: cut each shard after this round or, under other models, at once
+#     CutAgreed     to each server: cut each shard after a given round or, under other models, at once
 #     CutTaken      for each shard: it has been cut
 #
 # In lockstep, the updates of a round are the same at all shards, so no push is torn. A shard is cut when the scripts
 # ask for their next batches: after the round, just before the first push that has newly drawn data. If a shard has
-# already completed the round, its server makes another offer; the coordinator then agrees on another cut, with twice as
-# many rounds in between. Under other models, each shard is cut at a version of its own, so the last pushes of some
-# workers may be torn, that is, only in the weights of some shards. The data of torn pushes is not used again. Held
-# pushes are not part of the cut, and their data is returned.
+# already completed the round, its server makes another offer; the coordinator then chooses a later round, with twice
+# the distance from the rounds in the offers. Under other models, each shard is cut at a version of its own, so the last
+# pushes of some workers may be torn, that is, only in the weights of some shards. The data of torn pushes is not used
+# again. Held pushes are not part of the cut, and their data is returned.
 #
 # Nothing waits for a cut, and a cut waits for everything else: a cut begins when no reconfiguration is in progress and
 # no loss is open. If a reconfiguration or a loss begins before all shards have been cut, the cut begins again with the
@@ -584,10 +584,10 @@ class Edits:
 #     StateWanted       to each worker that has not given its state when all shards have been cut
 #     KeepWorkerState   from this worker, when its script asks for its next batch or waits in a call
 #
-# The coordinator waits for the states without a time-out, because the script of a worker cannot go on where it was
-# without its state. A worker that leaves is no longer awaited. But only the main worker has the objects that the
-# scripts track. If the main worker leaves before it has given its state, the cut is abandoned (`AbandonCut`), and the
-# job is cut again.
+# The coordinator waits for the states without a time-out: without its state, the script of a worker cannot be resumed
+# at the place that it had reached. A worker that leaves is no longer awaited. But only the main worker has the objects
+# that the scripts track. If the main worker leaves before it has given its state, the cut is abandoned (`AbandonCut`),
+# and the job is cut again.
 
 MOST_LABELS = 4
 """Number of states of a worker that are remembered until all shards have been cut."""
@@ -617,7 +617,7 @@ class Cut:
         self._round: int | None = None
 
     def begin(self, *, lockstep: bool) -> list[Request]:
-        """Ask the servers for offers or, unless the model keeps the workers in lockstep, to cut their shards."""
+        """If the model keeps the workers in lockstep, ask the servers for offers; if not, let them cut their shards."""
         if lockstep:
             return self._to_servers(CutProposed(self.number, self._left))
         return self._to_servers(CutAgreed(self.number, None, self._left))
@@ -643,7 +643,7 @@ class Cut:
         return len(self.taken) == len(self._placement.server_of)
 
     def last_pushes(self) -> list[dict[int, LastPush]]:
-        """Return for each shard, in order, the last push of each worker that is part of the cut."""
+        """Return, for each shard in order, each worker's last push that is part of the cut."""
         return [{push.worker: push for push in self.taken[shard].workers} for shard in sorted(self.taken)]
 
     def _to_servers(self, message: CutProposed | CutAgreed) -> list[Request]:
@@ -692,7 +692,7 @@ class StateCollection:
             del given[earlier]
 
     def left(self, worker: int) -> bool:
-        """Handle a worker that has left. Return True if the cut cannot be completed without its state."""
+        """Handle a worker that has left. Return True if the cut cannot be completed without the worker's state."""
         if self.labels is None or worker not in self.awaited:
             return False
         del self.labels[worker]
@@ -711,14 +711,14 @@ class StateCollection:
         states = tuple(
             (worker, label) for worker in sorted(self.labels) if (label := self._label_of(worker)) is not None
         )
-        # The workers reach an epoch at different times. All of them go on where the first worker was, which also has
-        # the objects that the scripts track. Workers that were elsewhere get the schedule of the first worker (see
-        # `train.worker_state`).
+        # The workers reach an epoch at different times. All of them go on where the first worker was, because this
+        # worker also has the objects that the scripts track. Workers that were elsewhere get the schedule of the first
+        # worker (see `train.worker_state`).
         loop = self._given[states[0][0]][states[0][1]] if states else self._loop
         return CompleteCut(self.number, states, loop)
 
     def _label_of(self, worker: int) -> int | None:
-        """Return the label of the state of a worker that belongs to the cut; None if there is none."""
+        """Return the label of a worker's state that belongs to the cut; None if there is none."""
         assert self.labels is not None
         least = self.labels[worker]
         return min((label for label in self._given.get(worker, ()) if label >= least), default=None)
@@ -730,7 +730,7 @@ def cut_pushes(
     """Decide which pushes are part of a cut, as if all workers were lost.
 
     Args:
-        last: for each shard, the last push of each worker that is part of the cut. All shards have the same workers.
+        last: for each shard, each worker's last push that is part of the cut. All shards have the same workers.
 
     Returns:
         For each worker, the label of its last push that is in the weights of all shards; for each worker, what it had

@@ -86,7 +86,7 @@ class Apply(HostRequest):
         shard: index of the shard.
         pushes: (worker, iteration) of each push.
         scales: for each push, the factor by which its gradient is multiplied.
-        standing: what the shard knows about the update, by which its hyper-parameters are translated; None to use the
+        standing: what the shard knows about the update, used to translate the hyper-parameters; None to use the
             hyper-parameters as they are.
     """
 
@@ -105,7 +105,7 @@ class Measure(HostRequest):
         shard: index of the shard.
         pushes: (worker, iteration) of each push.
         scales: for each push, the factor by which its gradient is multiplied.
-        max_norm: largest norm of the joint gradient.
+        max_norm: the norm to which the joint gradient is clipped.
     """
 
     shard: int
@@ -164,11 +164,12 @@ class Abort(HostRequest):
 
 
 class Situation(msgspec.Struct, frozen=True, kw_only=True):
-    """What a simulation of the candidates needs to know about a run.
+    """What a simulation of several candidates, which are sync models, needs to know about a run.
 
     Attributes:
         syncs: the candidates.
-        cycles: for each live worker, its latest cycles: the number of samples (-1 if it is unknown) and seconds.
+        cycles: for each live worker, the number of samples (-1 if unknown) and the seconds of each of its latest
+            cycles.
         computed: for each live worker, its latest computations in the same form; empty if they are unknown. Unlike a
             computation, a cycle also contains the transfers.
         samples: number of samples in an epoch; None if the script distributes no loader of known size.
@@ -239,7 +240,7 @@ class AbandonCut(HostRequest):
 class Rehearse(HostRequest):
     """Simulate a run under several sync models, then call `Coordinator.rehearsed` with the results.
 
-    In a live run, this happens beside the run, which goes on meanwhile.
+    A live run goes on during the simulation.
     """
 
     situation: Situation
@@ -280,7 +281,7 @@ class Fail(HostRequest):
 class EndWithout(HostRequest):
     """End the run, because it cannot continue without a server that is lost.
 
-    A host that learns how the process of the server has ended reports this instead of the reason.
+    If the host learns how the process of the server has ended, it reports this cause in place of `reason`.
 
     Attributes:
         server: index of the server.
@@ -371,7 +372,7 @@ class Host:
     """Base class of everything that carries out the requests of a core.
 
     Attributes:
-        senders: the methods that send messages of these types, in place of `send`.
+        senders: type of message -> the method that sends messages of this type, in place of `send`.
         stores: the tensors of each shard. Only the host of a server needs them.
     """
 
@@ -502,16 +503,16 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         event: the event.
-        actions: the actions that the sync model returned for it, in order.
+        actions: the actions that the sync model returned for the event, in order.
         refused: the reason why the event was refused; None if the event was accepted.
         version: number of updates that the shard has applied so far, up to and including this event; None at the
             coordinator.
         staleness: (worker, iteration, staleness) of each push that was applied because of this event, in order. The
             staleness is the number of updates between the worker's last pull and the application of its push.
-        gap: largest c_p - min c among the workers whose pulls were answered because of this event, as counted by the
-            model in force; 0 at the coordinator.
-        standings: the standing of each update that was made because of this event, in order. [] if all of them used
-            the hyper-parameters as they are.
+        gap: the largest c_p - min c of a worker whose pull was answered because of this event, where the model in force
+            counts the pushes c_p; 0 at the coordinator.
+        standings: the standing of each update that was made because of this event, in order. [] if all updates used the
+            hyper-parameters as they are.
     """
 
     event: RecordedEvent

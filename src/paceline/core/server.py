@@ -97,7 +97,7 @@ class Server:
         shards: index -> shard, for each shard that has received its initial weights.
         expected: the workers that have joined the run and have not left.
         initializer: the worker that sends the initial weights; -1 before the shards are created.
-        extension: number of the extension of the model in force; 0 if the model has not been extended.
+        extension: number of the extension in force; 0 if the model has not been extended.
         ending: connected worker that is lost, according to the coordinator -> the coordinator's message.
     """
 
@@ -132,17 +132,17 @@ class Server:
         self.shards: dict[int, Shard] = {}  # made from the attributes above
         self._paces: PaceMeter | None = None  # at the server of shard 0, if `_observes`
         self._fetches: list[FetchSnapshot] = []  # the coordinator's requests that are not answered yet
-        self._proposed: JoinProposed | None = None  # the proposal that a worker joins, until it is answered
+        self._proposed: JoinProposed | None = None  # the proposal of a join, until the server has answered
         # lost workers of which a shard holds a push, until the loss is settled
         self._fenced: set[int] = set()
         # worker -> its incarnation; 0 for workers that are not in this mapping
         self._incarnations: dict[int, int] = {}
-        # the cut that is to be made, until this server has noticed all departures before it
+        # the cut that is to be made, until this server has noticed all departures before the cut
         self._cut: CutProposed | CutAgreed | None = None
 
     @property
     def awaits_factor(self) -> bool:
-        """True if a shard has measured a mean, whose factor the coordinator sends next."""
+        """True if a shard has measured a mean, and the coordinator has not sent the factor of this mean yet."""
         return any(shard.clipped.measured for shard in self.shards.values())
 
     def is_connected(self, worker: int) -> bool:
@@ -311,10 +311,12 @@ class Server:
         self._incarnations.update(message.incarnations)
         self.initializer = message.initializer
         self._models = tuple(parse_shards(message.sync))
-        # This number is used only for SGD: the steps of other optimizers hardly depend on the scale of the gradients.
+        # The usual number of samples is used only for SGD: the steps of other optimizers hardly depend on the scale of
+        # the gradients.
         if all(optimizer.name == "SGD" for optimizer in message.model.optimizers):
             self._usual_samples = message.usual_samples
-        # All servers receive this number, so it is the same at all shards, even if a shard begins after a loss.
+        # All servers receive this list of workers, so the number is the same at all shards, even if a shard begins
+        # after a loss.
         together = len(message.workers)
         indices = [bounds.index for bounds in message.shards]
         self._to_begin = set(indices)
@@ -437,7 +439,7 @@ class Server:
     def _lose(self, message: messages.WorkerLost, now_ticks: int) -> list[Request]:
         """Handle a lost worker. If it is connected, its last messages may still arrive, so await its disconnection."""
         worker, join = message.worker, self._proposed
-        # A later incarnation may be proposed before the connection of this one has ended.
+        # A later incarnation may be proposed before the connection of the lost incarnation has ended.
         if join is not None and join.worker == worker and join.incarnation <= message.incarnation:
             self._proposed = None
         if worker in self._connected:
@@ -460,7 +462,7 @@ class Server:
             shard.drawn.forget(worker)
 
     def _fence(self, worker: int, now_ticks: int) -> list[Request]:
-        """Handle a lost worker, which sends nothing more. If no shard holds a push of the worker, it leaves at once."""
+        """Handle a lost worker, which sends nothing more. If no shard holds its pushes, the worker leaves at once."""
         if worker not in self.expected or worker in self._fenced:
             return []
         if not any(shard.sync.holds(worker) for shard in self.shards.values()):

@@ -78,7 +78,7 @@ from .requests import (
 INFINITE = float("inf")
 
 MOST_ROUNDS = 64
-"""Maximum number of rounds after the round of a cut for which a shard waits until scripts ask for new batches."""
+"""After the round of a cut, a shard waits at most this many rounds for scripts to ask for new batches."""
 
 
 class Details(NamedTuple):
@@ -86,7 +86,7 @@ class Details(NamedTuple):
 
     Attributes:
         samples: number of samples over which the gradient is averaged; None if it is unknown.
-        weight: weight of the gradient in a mean; None for `samples`.
+        weight: weight of the gradient in a mean; None to use `samples`.
         counted: see `PushFlags`.
         clip: set if the script clips the gradient that is applied.
     """
@@ -146,10 +146,11 @@ class Shard:
             samples divided by this number. None to disable this scaling.
         ticks_per_s: number of ticks per second (see `paceline.sync.ticks`).
         translated: True to translate the hyper-parameters of each update (see `paceline.sync.translation`). The
-            gradients are then not scaled by their numbers of samples, because the share of the update contains them.
+            gradients are then not scaled by their numbers of samples, because `Standing.share` already depends on these
+            numbers.
         state: the version and the counts of the weights with which the shard begins.
-        replays: True if the events are those of a trace. The pushes in the trace then say how many workers were present
-            at once, because the beginning of the trace does not say this.
+        replays: True if the events come from a trace. The number of workers that were present at once is then read from
+            the pushes, because the beginning of a trace does not contain this number.
         wire: the codec of each direction.
 
     Attributes:
@@ -159,7 +160,7 @@ class Shard:
             of samples are not counted.
         clipped: holds back requests until means can be clipped.
         standing: estimates the standing of each update; None if hyper-parameters are not translated.
-        drawn: what the workers had drawn before their pushes.
+        drawn: which data the workers had drawn before their pushes.
         bases: decides how weights travel; None if weights travel as they are.
     """
 
@@ -200,7 +201,8 @@ class Shard:
         self._cut: CutAgreed | None = None  # the cut that is yet to be made here
         # pushes that were held when their workers left; a cut waits until these pushes are applied or dropped
         self._orphans = set[Key]()
-        self._to_mark: dict[int, int] = {}  # worker -> number of the cut that the worker's next answer names
+        # worker -> number of the cut that the next answer to the worker names
+        self._to_mark: dict[int, int] = {}
         self.bases = None if wire.exact else Bases(wire)
 
     @property
@@ -332,7 +334,7 @@ class Shard:
 
     @property
     def _awaits_ask(self) -> bool:
-        """True if the shard waits with its cut only until the scripts ask for their next batches."""
+        """True if the shard delays its cut only until the scripts ask for their next batches."""
         return (
             self._cut is not None
             and self._cut.round is not None
@@ -448,7 +450,7 @@ class Shard:
             outcome.requests.extend(self._edits.carry_out(edited))
 
     def _drop_push(self, action: DropPush, requests: list[Request], *, torn: bool) -> None:
-        """Discard a push. If the push is an edit, carry it out instead, unless it is `torn` (not at all shards)."""
+        """Discard a push. If it contains an edit, carry out the edit unless it is `torn` (missing at some shards)."""
         key = action.worker, action.iteration
         self._versions.lost += torn
         self._forget(key, counts=not torn and key not in self._edits.pending)
@@ -491,14 +493,14 @@ class Shard:
         return answer if self._cut is None and not self._to_mark else self._marked(answer, worker)
 
     def _marked(self, answer: Answer, worker: int) -> Answer:
-        """Return an answer. If its worker must be told of a cut, add the number of the cut."""
+        """Return the answer, with the number of a cut if the worker must be told of this cut."""
         number = self._to_mark.pop(worker, 0)
         if self._cut is not None and not self.index and self._awaits_ask:
             number = self._cut.number
         return msgspec.structs.replace(answer, cut=number) if number else answer
 
     def _require_answered(self, event: AnyEvent) -> None:
-        """Raise `InvalidEventError` if a worker pushes or pulls although the answer to its last pull is kept.
+        """Raise `InvalidEventError` if a worker pushes or pulls although the answer to its last pull is held back.
 
         The sync model has answered the last pull, so `Order` does not notice that the worker is still waiting.
         """
@@ -555,9 +557,10 @@ class Shard:
 
 
 def _mean_scales(details: Sequence[Details]) -> tuple[float, ...]:
-    """Return the factor of each push in a mean: its share of all weights, or of all samples if any weight is unknown.
+    """Return the factor of each push in a mean.
 
-    If the number of samples of any push is unknown as well, all factors are equal.
+    The factor is the share of `Details.weight` in the sum over all pushes. If any of these weights is unknown, the
+    factor is the share of the samples. If the number of samples of any push is unknown as well, all factors are equal.
     """
     for shares in ([each.weight for each in details], [each.samples for each in details]):
         known = [share for share in shares if share is not None]
@@ -569,7 +572,7 @@ def _mean_scales(details: Sequence[Details]) -> tuple[float, ...]:
 
 
 def _max_norm(pushes: Sequence[Key], details: Sequence[Details]) -> float | None:
-    """Return the largest norm of a mean; None if the mean is not clipped.
+    """Return the norm to which a mean is clipped; None if the mean is not clipped.
 
     The mean is clipped if the script of any worker with a push in the mean clips. If workers pass different norms, the
     norm from the most advanced worker is used, as for hyper-parameters.
@@ -602,11 +605,11 @@ def _max_norm(pushes: Sequence[Key], details: Sequence[Details]) -> float | None
 # coordinator's side.
 #
 # A worker that had left when the change was published is not a member. A shard may learn of the change before it learns
-# that this worker has left. The shard then also waits until it learns this. Otherwise, the last push of the worker
-# could belong to the old model at one shard, and to the new model at another shard.
+# that this worker has left. In this case, the shard also waits until it learns of the departure. Otherwise, the last
+# push of the worker could belong to the old model at one shard, and to the new model at another shard.
 #
-# If a user-defined condition fails, only this shard falls back to the last model that worked, which continues
-# with the current counts. Pushes of lost workers that are held at this time, and that other shards may not
+# If a user-defined condition fails at a shard, only this shard falls back to the last model that worked. That model
+# continues with the current counts. Pushes of lost workers that are held at this time, and that other shards may not
 # have received, wait for the coordinator's verdict.
 #
 # Guarantee: If the run makes progress under both models, it also makes progress during the change. Each push is
@@ -626,11 +629,11 @@ class ShardSync:
 
     Attributes:
         sync: the model in force.
-        needs_staleness: True if this model needs the staleness of each push.
+        needs_staleness: True if the model in force needs the staleness of each push.
         changed_to: the models of all shards after the last change that this shard completed; () before the first one.
         order: phases and labels of all live workers.
         at_once: the largest number of workers that have been present at once, under all models and in all runs of the
-            job. Workers that wait for a change are present.
+            job. Workers that wait for a change count as present.
     """
 
     def __init__(
@@ -656,7 +659,7 @@ class ShardSync:
         self._change: Change | None = None  # the change in progress
         self._changed = 0  # number of the last change that this shard completed
         self._passed: set[int] = set()  # workers that have passed the change in progress
-        # Pushes of frozen workers that a failed model held, and that the next model has not taken over.
+        # The frozen workers' pushes that a failed model held, and that the next model has not taken over.
         self._orphans: list[Key] = []
         # workers that have passed a completed change but have not pulled yet; their pulls are answered on arrival
         self._to_pull: set[int] = set()
@@ -688,8 +691,7 @@ class ShardSync:
     def may_join(self, count: int) -> bool:
         """Return True if a worker may still join with this c_p.
 
-        No worker joins during a change. If a join is announced during a change, it was given up before the change
-        began.
+        No worker joins during a change. A join that is announced during a change was given up before the change began.
         """
         with self._blaming("may_join"):
             return self._change is None and self._machine.may_join(count)
@@ -906,7 +908,7 @@ class ShardSync:
 # at most a few requests for each worker.
 #
 # A push that is applied on arrival need not wait: it is multiplied by the factor that its worker has computed from its
-# own gradient. Its commit carries this factor, and the largest norm for the mean.
+# own gradient. The commit of the push contains this factor, and the norm to which a mean would be clipped.
 
 
 @stateful()
@@ -989,9 +991,9 @@ def _scaled(update: Apply, factor: float) -> Apply:
 
 # -- The data that each worker's script had drawn before its pushes, as far as one shard knows ----------------
 #
-# A `Commit` says what the script had drawn. If the worker is lost, the shard reports what was drawn before the worker's
-# last push. If the job is cut, the shard reports what was drawn before the worker's last push whose effect is in the
-# weights. So the entries of held pushes are kept, and the entry before the first held push.
+# A `Commit` says which data the script had drawn. If the worker is lost, the shard reports what was drawn before the
+# worker's last push. If the job is cut, the shard reports what was drawn before the worker's last push whose effect is
+# in the weights. So the entries of held pushes are kept, and the entry before the first held push.
 
 Drawn = tuple[PackedPushed, ...]
 
@@ -1144,9 +1146,9 @@ class Versions:
 class Bases:
     """Decides with which codec each answer of a shard travels, and knows which base each worker has (see `layout`).
 
-    Bases are numbered. A base that follows the last base is encoded as the difference to the last base. If a number is
-    left out, the next base is the weights themselves: no worker has a base with the number that was left out, so every
-    worker receives the whole next base.
+    Bases are numbered. A base whose number follows that of the last base is encoded as the difference to the last base.
+    If a number is left out, the next base is the weights themselves: no worker has a base with the number that was left
+    out, so every worker receives the whole next base.
 
     Args:
         wire: the codec of each direction.
@@ -1176,7 +1178,7 @@ class Bases:
             self._pulls[event.worker] = event.set_index, event.edit is not None
             if event.edit is not None:
                 self.forget()
-        elif type(event) is PullRepeated:  # encoded if the worker computes with the weights
+        elif type(event) is PullRepeated:  # the answer is encoded if the worker computes with the weights
             self._pulls[event.worker] = None, not event.restart or event.edit is not None
         elif type(event) is WorkerLost or type(event) is WorkerFinished:
             self.leave(event.worker)

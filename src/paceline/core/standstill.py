@@ -1,4 +1,4 @@
-"""Reports on runs in which no condition will release a waiting worker: all workers wait, or one worker for ever."""
+"""Reports on runs in which no condition will release a waiting worker: all workers wait, or one waits for ever."""
 
 from __future__ import annotations
 
@@ -37,9 +37,10 @@ def standstill(shards: Iterable[ShardWaits], gathered: Mapping[int, Contributed]
 def never_answered(shard: Shard, timers: Iterable[Timer], now_ticks: int) -> set[int]:
     """Return the workers whose pulls the sync model of a shard would never answer.
 
-    A worker that has left blocks no other worker. So this function lets all workers leave that do not wait, and then
-    the workers whose pulls were answered because of this, until all remaining workers wait and all timers have fired.
-    The remaining workers wait for ever. The shard and its model must not be used afterwards.
+    A worker that has left blocks no other worker. So this function lets all workers leave that do not wait. If other
+    pulls are answered because of this, their workers leave, too. The function repeats this until all remaining workers
+    wait and all timers have fired. The remaining workers wait for ever. The shard and its model must not be used
+    afterwards.
 
     Args:
         shard: the shard.
@@ -86,7 +87,7 @@ def held_for_ever(shards: Iterable[ShardWaits], held: Mapping[int, set[int]]) ->
         return ""
     return "\n".join(
         [
-            "a worker waits for ever, because its pull is not even answered when all others have finished:",
+            "a worker waits for ever, because its pull is not answered even when all other workers have finished:",
             *lines,
         ]
     )

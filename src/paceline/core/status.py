@@ -183,7 +183,7 @@ def _progress(core: Coordinator, now_ticks: int, ticks_per_s: int) -> JobProgres
 
 
 def _epochs(core: Coordinator, limit: int | None) -> tuple[float | None, bool]:
-    """Return the number of finished epochs (None if unknown), and True if the data of the present epoch is counted.
+    """Return the number of finished epochs (None if unknown), and True if it includes a part of the present epoch.
 
     The number is the mean over the workers that take part or have finished. A finished worker has finished all epochs.
     """
@@ -198,7 +198,7 @@ def _epochs(core: Coordinator, limit: int | None) -> tuple[float | None, bool]:
 
 
 def _samples(core: Coordinator) -> int:
-    """Return the number of samples that all workers together have used, as far as a worker knows; 0 if unknown."""
+    """Return the number of samples that all workers together have used, as far as any worker knows; 0 if unknown."""
     return max((status.samples for status in core.board.values()), default=0)
 
 
@@ -211,7 +211,7 @@ LOCAL = "this machine"
 """The name of the coordinator's machine, on which the servers run unless other machines bring them."""
 
 LONG_S = 1.0
-"""Least duration of a wait whose duration is stated. For shorter waits, it is stated how often they occur."""
+"""If a wait is at least this long, its duration is shown. For shorter waits, it is shown how often they occur."""
 
 HELD = {"stopped": "stopped by a signal", "traced": "held by a debugger"}
 """The states of processes that are shown in place of the state that the worker has reported last."""
@@ -232,8 +232,8 @@ class WorkerStatus(msgspec.Struct, frozen=True):
         waits_for: what the worker waits for according to the sync model, or the call in which it waits; "" if it does
             not wait.
         last: the workers that keep this worker waiting. If it waits in a call, these are the workers that have not made
-            the call; otherwise, they are those in the earliest iteration, of all workers that do not wait themselves.
-            () if this worker does not wait.
+            the call; otherwise, these are the workers in the earliest iteration, among those that do not wait
+            themselves. () if this worker does not wait.
         losses: for each lost incarnation of the worker, in order, the reason for its loss.
         guessed: True if `loss` is a guess: the tensor on which the script has called `backward()`.
         device: the worker's device and the model of this device; unset if no worker is known to be on an accelerator.
@@ -358,7 +358,8 @@ class Observed(msgspec.Struct, frozen=True):
         servers: number of servers.
         elapsed_s: seconds since the run began.
         connected: the workers that have connected to the coordinator at any time.
-        machine_of: worker -> name of its machine. Workers that are missing run on the coordinator's machine.
+        machine_of: worker -> name of its machine. Workers that are not in this mapping run on the coordinator's
+            machine.
         devices: worker -> its device and the model of this device; {} if no worker is on an accelerator.
         state_s: worker -> seconds since its state or its iteration last changed.
         usual_s: worker -> usual duration of its iterations in seconds.
@@ -422,7 +423,7 @@ def job_status(core: Coordinator, observed: Observed, local: str = LOCAL) -> Job
 
     Args:
         core: the coordinator, which is not changed.
-        observed: what its host has observed.
+        observed: what the coordinator's host has observed.
         local: name of the coordinator's machine.
     """
     waits = dict(sorted(core.waits.items()))
@@ -491,10 +492,11 @@ def job_status(core: Coordinator, observed: Observed, local: str = LOCAL) -> Job
 
 
 def _awaited_now(rows: Sequence[WorkerStatus]) -> tuple[tuple[int, ...], float | None]:
-    """Return the workers that keep the most other workers waiting, and the longest of these waits, at least `LONG_S`.
+    """Return the workers that keep the most other workers waiting, and the duration of the longest of these waits.
 
-    The awaited workers are named only if they are not more than the waiting workers: the first worker at the end of a
-    round waits for all others, and none of these is slow.
+    Waits that are shorter than `LONG_S` are left out. The awaited workers are named only if they do not outnumber the
+    waiting workers: the first worker that reaches the end of a round waits for all others, but this does not mean that
+    the others are slow.
     """
     waiting = [row for row in rows if row.last and row.state_s is not None and row.state_s >= LONG_S]
     if not waiting:
@@ -537,13 +539,13 @@ def held_state(core: Coordinator, worker: int, processes: Mapping[int, str]) -> 
 
 
 MOST_LOOKS = 20
-OLDEST_S = 30.0  # maximum age of a look that is used
+OLDEST_S = 30.0  # maximum age of a look (one set of the servers' answers) that is used
 LEAST_LOOKS = 2
 LEAST_SHARE = 0.25
-"""Part of the looks in which other workers must wait for a worker. Equally fast workers are awaited less often."""
+"""A worker is named only if it is awaited in this part of the looks. Equally fast workers are awaited less often."""
 
 CLOSE = 0.8
-"""A worker is also named if it is awaited at least this share as often as the worker that is awaited most often."""
+"""A worker is named only if it is awaited in at least this fraction as many looks as the most awaited worker."""
 
 
 class WaitSamples:
@@ -558,10 +560,10 @@ class WaitSamples:
         self._looks: deque[tuple[int, frozenset[int]]] = deque(maxlen=MOST_LOOKS)
 
     def look(self, core: Coordinator, now_ticks: int) -> None:
-        """Record who waits now, when all servers have answered. Before training begins, the call has no effect.
+        """Record who waits now. Call this when all servers have answered; before training begins, it has no effect.
 
-        The awaited workers are not noted if they are more than the waiting workers: the first workers at the end of a
-        round wait for all others, and none of these is slow.
+        The awaited workers are not noted if they outnumber the waiting workers: the first workers that reach the end of
+        a round wait for all others, but this does not mean that the others are slow.
         """
         if not core.started:
             return

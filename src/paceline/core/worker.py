@@ -83,7 +83,7 @@ from .metrics import Noted, UnsentMetrics
 from .requests import COORDINATOR, PROCEED, Abort, Request, Send, server_peer
 
 ADDED = "DistributedOptimizer() or add_param_group() with parameters that are not trained yet"
-"""The words that describe to other workers a call that extends the model."""
+"""The name of a call that extends the model, in messages to other workers."""
 
 NO_RESTART = (-1, -1)
 
@@ -115,7 +115,7 @@ class Worker:
         left: True if the worker has finished and left the run.
         in_place: True if the last answer told the worker to read the weights directly from the servers' memory.
         described: the answer to the worker's last `ModelRequested`; None if it has not arrived.
-        main_worker: the main worker, as far as the worker has been told.
+        main_worker: the main worker, according to the last message that this worker has received about it.
         asks_for_main: True while a `MainRequested` has not been answered.
         directory: the working directory of this process when the worker registered; None if it is unknown.
         started: the `Started` message that the worker has received; None before training starts.
@@ -215,7 +215,7 @@ class Worker:
 
     @property
     def resumed(self) -> int:
-        """Number of the cut with which the run has begun, with this worker; 0 if there is none."""
+        """Number of the cut that the run resumes; 0 if there is none, or if the worker has joined a run in progress."""
         return 0 if self.started is None else self.started.resumed
 
     @property
@@ -257,11 +257,11 @@ class Worker:
         """True if the worker may push without a gradient while its script waits in a barrier or a reduction.
 
         In lockstep, all scripts must make their calls after the same number of iterations, and no worker may go on
-        without this worker. There are three exceptions. First, if a worker has pushed without a gradient, during an
-        evaluation, this worker makes its remaining steps later than the other workers. Second, some workers may have
-        received more of the data that lost workers have returned. Third, a change of the model reaches the workers in
-        different iterations. A worker that waits in a call must still pass the change, because the other workers wait
-        for its flagged push. From then on, the workers have made different numbers of iterations.
+        without this worker. There are three exceptions. First, a worker that has pushed without a gradient, during an
+        evaluation, makes its remaining steps later than the other workers. Second, some workers may have received more
+        of the data that lost workers have returned. Third, a change of the model reaches the workers in different
+        iterations. A worker that waits in a call must still pass the change, because the other workers wait for its
+        flagged push. From then on, the workers have made different numbers of iterations.
         """
         return self.started is not None and (self._uneven or self._relaxed or self.change is not None)
 
@@ -461,7 +461,7 @@ class Worker:
         return self.push(EMPTY, contents, idle=True)
 
     def push_edit(self, contents: Sequence[Content] | None = None) -> list[Request]:
-        """Commit the current iteration, with the worker's edit unless the edit of another worker counts."""
+        """Commit the current iteration: push the worker's edit, unless the edit of another worker counts."""
         edit, self._edit = self._edit, None
         return self.push(EMPTY if edit is None else PushFlags(edit=edit), contents, idle=True)
 
@@ -498,7 +498,7 @@ class Worker:
         self._await("answers")
 
     def finish(self, *, early: bool = False, spent: TimeSpent | None = None) -> list[Request]:
-        """Leave the run, because the script has finished, or `early` because the worker was asked to leave."""
+        """Leave the run, because the script has finished or, if `early`, because the worker was asked to leave."""
         self.waiting_for, self.left = "", True
         goodbye = WorkerFinished(self.data.end(), early, spent)
         peers = [*dict.fromkeys(self._servers), COORDINATOR]

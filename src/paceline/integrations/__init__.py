@@ -52,7 +52,8 @@ def broadcast(obj: Any, *, sends: bool) -> Any:
     """Return the object of one worker, in all workers. All workers must make this call together.
 
     Args:
-        obj: a text or a number. If its JSON text has more than `MOST_BYTES`, each worker gets its own object.
+        obj: a text or a number. If the JSON text of an object has more than `MOST_BYTES`, each worker gets its own
+            object.
         sends: True in the worker whose object is returned. If no worker sends, each worker gets its own object.
     """
     own = json.dumps(obj).encode()

@@ -55,10 +55,10 @@ SITE = "accelerate"
 
 @contextmanager
 def apart(model: nn.Module) -> Iterator[None]:
-    """Return a context in which the `state_dict()` of a model has tensors in memory of their own.
+    """Return a context in which the `state_dict()` of a model contains copies of the model's tensors.
 
-    In a run, all parameters are views of one vector. Functions that write safetensors take such tensors for tied ones,
-    and leave them out or refuse them. Tensors that are tied in the model remain tied.
+    In a run, all parameters are views of one vector. Functions that write safetensors consider such tensors to be tied,
+    and leave these tensors out or refuse them. Tensors that are tied in the model remain tied.
     """
     if current() is None:
         yield
@@ -186,10 +186,10 @@ class Accelerator(JobAccelerator):
     This class takes the same arguments as Accelerate's own class. Outside a run, both classes do the same.
 
     The loader with the training data is given to `prepare` by the name `train`, and is divided among the workers.
-    All other loaders are not divided: each worker evaluates on the whole set, and `gather_for_metrics` returns its
-    input. `gather`, `reduce` and `wait_for_everyone` involve all workers, which must make the same calls in the same
-    order (see `paceline.barrier`). Only the main worker writes checkpoints, logs with trackers, and prints with
-    `print`.
+    All other loaders are not divided: each worker evaluates on the whole evaluation set, and `gather_for_metrics`
+    returns its input. `gather`, `reduce` and `wait_for_everyone` involve all workers, which must make the same calls in
+    the same order (see `paceline.barrier`). Only the main worker writes checkpoints, logs with trackers, and prints
+    with `print`.
 
     Raises:
         ConfigurationError: an argument lets Accelerate divide the model among processes.
@@ -206,7 +206,7 @@ class Accelerator(JobAccelerator):
         super().__init__(*arguments, **options)
 
     _trackers: tuple[tuple[Any, ...], Mapping[str, Any]] | None = (
-        None  # arguments of `init_trackers`, until the call is made
+        None  # arguments of `init_trackers`, until Accelerate's own method is called
     )
 
     def prepare(
@@ -290,7 +290,7 @@ class Accelerator(JobAccelerator):
         return super().gather(tensor) if current() is None else recursively_apply(_gathered, tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Return the input, because each worker evaluates on the whole set."""
+        """Return the input, because each worker evaluates on the whole evaluation set."""
         return super().gather_for_metrics(input_data, use_gather_object) if current() is None else input_data
 
     def reduce(
@@ -334,7 +334,7 @@ class Accelerator(JobAccelerator):
             super().save_model(*arguments, **options)
 
     def save_state(self, *arguments: Any, **options: Any) -> Any:
-        """Save the states in the main worker. To go on from them, all workers call `load_state` before training."""
+        """Save the states in the main worker. To resume from them, all workers call `load_state` before training."""
         if is_main():
             return super().save_state(*arguments, **options)
         self.project_configuration.iteration += 1

@@ -11,13 +11,14 @@ worker knows beforehand how many batches it will use. So the loader tells of eac
 the epoch. After the last batch, the `Trainer` ends its epoch: it makes the step for the gradients that it has
 accumulated, and validates.
 
-**What all workers do together.** In a run, a worker may join or be lost at any time, and workers need not be equally
-far. So workers do only the following together:
+**What all workers do together.** In a run, a worker may join or be lost at any time, and workers need not have made the
+same number of steps. So workers do only the following together:
 
 - Before the first step: `broadcast` sends a value of worker 0 to all workers, such as the folder of the checkpoints.
 - When a validation begins, unless the sync model always keeps workers in lockstep: each worker waits for the others,
-  and then pulls the newest weights. So all workers validate the same model on the whole set, and see the same metrics.
-  Callbacks that decide by these metrics therefore decide the same in all workers, without any communication.
+  and then pulls the newest weights. So all workers validate the same model on the whole validation set, and see the
+  same metrics. Callbacks that depend on these metrics therefore make the same decisions in all workers, without any
+  communication.
 - When training ends, unless the sync model always keeps workers in lockstep: each worker waits for the others (see
   `_Fit.meet`).
 
@@ -158,7 +159,7 @@ class _TrainerStrategy(_Strategy):
         self.fit: _Fit | None = None
         self.state = _State(self)
         self.files: set[str] = set()
-        self._prepares = False  # True between the setup of the environment and that of the module
+        self._prepares = False  # True between the setup of the environment and the setup of the module
         self._turn = ExitStack()  # holds the lock for preparing data
         self._evaluation = ExitStack()
 
@@ -214,7 +215,7 @@ class _TrainerStrategy(_Strategy):
 
     def process_dataloader(self, dataloader: Any) -> Any:
         if current() is None or not self.trainer.training:
-            return dataloader  # each worker validates on the whole set
+            return dataloader  # each worker validates on the whole validation set
         if not isinstance(dataloader, DistributedLoader):
             dataloader = distribute_at(SITE, dataloader)
         dataloader.knows_end = True
@@ -323,7 +324,7 @@ class _TrainerStrategy(_Strategy):
         if session.core.stays_lockstep:
             return reduce(tensor, _operation(reduce_op))
         if not tensor.is_floating_point():
-            return tensor  # an integer is the length of a loader
+            return tensor  # the only integers are the lengths of loaders
         raise ConfigurationError(
             "reduce() was called in a training step, but under this sync model workers do not make their steps "
             "together. Log the value instead: the metrics of the run are the means over all workers. Or use a model "
@@ -346,7 +347,7 @@ class _TrainerStrategy(_Strategy):
                     edits.enter_context(optimizer.editing())
             super().load_model_state_dict(*arguments, **options)
         if training is not None:
-            # One worker sends the edit. Without the barrier, other workers might go on before the servers have it.
+            # One worker sends the edit. Without the barrier, other workers might go on before the edit has arrived.
             barrier()
             training.refresh()
 
@@ -371,10 +372,10 @@ class _TrainerStrategy(_Strategy):
         super().remove_checkpoint(filepath)
 
     def name_files_alike(self) -> None:
-        """Make the names of checkpoints independent of when a worker looks whether a file exists.
+        """Make the names of checkpoints independent of when a worker checks whether a file exists.
 
         Lightning appends a number to the name of a file that exists. The main worker may have written the file before
-        another worker looks, and the workers do not ask each other. So each worker keeps a list of the files that
+        another worker checks, and the workers do not ask each other. So each worker keeps a list of the files that
         existed when training began, and updates it whenever a checkpoint is saved or removed.
         """
         for callback in self.trainer.checkpoint_callbacks:
@@ -424,7 +425,7 @@ def _one_at_a_time() -> Iterator[None]:
     """Return a context that only one worker of this user on this machine can be in at a time.
 
     Each worker prepares its data, because it may be on a machine of its own. The workers of a machine prepare the data
-    one after the other, so the first worker downloads the data, and the others find it.
+    one after the other, so the first worker downloads the data, and the other workers find the data there.
     """
     path = Path(tempfile.gettempdir()) / f"paceline-lightning-{os.getuid()}.lock"
     with path.open("a") as file:
@@ -483,7 +484,7 @@ class TrainingData:
     def finish(self) -> None:
         """End the pass after the step for its last batch, because the `Trainer` asks for no further batch."""
         for _ in self._pass:
-            raise AssertionError("the last batch of a pass was not the last one")
+            raise AssertionError("a pass has another batch after its last batch")
 
 
 class _Fit:
@@ -539,7 +540,7 @@ class _Fit:
                 counts.ready = counts.started = counts.processed = counts.completed = self._first + self._next
 
     def begin_pass(self) -> bool:
-        """Begin the next epoch of the job. Return False if there is none."""
+        """Begin the next epoch of the job. Return False if there is no next epoch."""
         if self._next is None:
             self._next = next(self._epochs, None)
         found, self._next = self._next is not None, None
@@ -609,7 +610,7 @@ class _Fit:
             log(loss=loss)
 
     def log_metrics(self, *, logs: bool) -> None:
-        """Log the metrics that the module has logged since the last call, or only take note of them.
+        """Log the metrics that the module has logged since the last call, or only remember them if `logs` is False.
 
         A metric stays in the `Trainer`'s metrics even if the module does not log it again. So a new value is recognized
         by its memory, which differs from that of the last value: the last value is kept here, so its memory is not used
@@ -639,9 +640,9 @@ class _Fit:
             return
         if trainer.val_check_interval != 1.0:
             raise ConfigurationError(
-                f"Trainer(val_check_interval={trainer.val_check_interval!r}) validates in the middle of an epoch, when "
-                "workers are not equally far under this sync model. Use val_check_interval=1.0 and "
-                "check_val_every_n_epoch, or a model that keeps workers in lockstep, such as bsp."
+                f"Trainer(val_check_interval={trainer.val_check_interval!r}) validates in the middle of an epoch. "
+                "Under this sync model, workers have then made different numbers of steps. Use val_check_interval=1.0 "
+                "and check_val_every_n_epoch, or a model that keeps workers in lockstep, such as bsp."
             )
         if not uses_all(trainer) and not trainer.fast_dev_run:
             raise ConfigurationError(
@@ -707,7 +708,7 @@ def _trained_by(scheduler: LRScheduler, optimizers: Iterable[Any]) -> Distribute
 
 
 def uses_all(trainer: Any) -> bool:
-    """Return True if a `Trainer` uses all batches of an epoch. A limit of 1 is one batch, and 1.0 is all of them."""
+    """Return True if a `Trainer` uses all batches of an epoch. A limit of 1 is one batch; 1.0 is all batches."""
     limit = trainer.limit_train_batches
     return isinstance(limit, float) and limit == 1.0
 
@@ -824,7 +825,7 @@ class _FabricStrategy(_Strategy):
         return (module, optimizers, *(self._followed(each, optimizers) for each in rest))
 
     def _followed(self, scheduler: Any, optimizers: list[DistributedOptimizer]) -> Any:
-        """Return a scheduler that follows the job's progress through the first loader, if there is a loader yet."""
+        """Return a scheduler that follows the job's progress through the first loader, if a loader exists already."""
         if current() is None or scheduler is None:
             return scheduler
         loader = self._loaders[0] if self._loaders else None
@@ -920,7 +921,9 @@ def _register(module: str) -> type:
 
 
 def _register_all() -> tuple[type, type]:
-    """Register the strategies for the packages that the script has imported; for all installed packages if it has none.
+    """Register the strategies for the packages of `PACKAGES` that the script has imported.
+
+    If the script has imported no such package, register the strategies for all that are installed.
 
     Returns:
         The strategies for the `Trainer` and for Fabric of the first of these packages.

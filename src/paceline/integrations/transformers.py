@@ -74,7 +74,7 @@ STATE = "trainer_state.json"
 """Name of the file in a checkpoint of a trainer that contains its `TrainerState`."""
 
 KINDS = ("logging", "eval", "save")
-"""The actions of a trainer after a number of steps."""
+"""The actions that a trainer takes at regular intervals of steps."""
 
 KEPT = (
     "epoch",
@@ -97,8 +97,9 @@ def distribute(trainer: T) -> T:
 
     In a run, the training data is divided among the workers, and `per_device_train_batch_size` is the batch size of
     each worker (with `--joint-batch`, of all workers together). The numbers of steps in `TrainingArguments` count joint
-    batches. Each worker evaluates on the whole set. The metrics are the means over all workers, so all workers make the
-    same decisions. The main worker writes the checkpoints, and all workers read them with `resume_from_checkpoint`.
+    batches. Each worker evaluates on the whole evaluation set. The metrics are the means over all workers, so all
+    workers make the same decisions. The main worker writes the checkpoints, and all workers read them with
+    `resume_from_checkpoint`.
 
     Args:
         trainer: the trainer. It is changed in place.
@@ -126,7 +127,7 @@ def distribute(trainer: T) -> T:
     _become(trainer.accelerator, JobAccelerator)
     _become(trainer.control, JobControl)
     trainer.job = job
-    # This callback comes right after the one that sets the flow, so that the user's callbacks have the last word.
+    # This callback comes right after the callback that sets the flow, so the user's callbacks have the last word.
     trainer.callback_handler.callbacks.insert(1, JobCallback(job))
     return trainer
 
@@ -201,7 +202,7 @@ def _true_warnings() -> Iterator[None]:
 
 
 def _evaluates_at_end(args: Any) -> bool:
-    """Return True if this version of transformers evaluates after the last step, whatever `eval_steps` is.
+    """Return True if this version of transformers always evaluates after the last step, for any `eval_steps`.
 
     Args:
         args: any `TrainingArguments`. They are not changed.
@@ -234,7 +235,7 @@ class JobControl:
 
 
 class JobLoader:
-    """The training data of a trainer, whose passes are those of the job. See the description of this module.
+    """The training data of a trainer, where each pass is a pass of the job. See the description of this module.
 
     Args:
         loader: the distributed loader.
@@ -297,10 +298,10 @@ class TrainerJob:
         self._epoch = 0  # the epoch of the trainer
         self._passes_by = False  # True in an epoch of the trainer that the job has finished before
         self._drew = False  # True if this pass has had a batch
-        self._whole = False  # True if this pass has ended by itself
+        self._whole = False  # True if this pass has come to its end
         self._stops = False  # True if the trainer was told to stop before this pass
         self._resumes = False  # True if the trainer goes on from one of its own checkpoints
-        self._skips = False  # True if the first pass leaves out the batches from before this checkpoint
+        self._skips = False  # True if the first pass leaves out the batches that preceded the checkpoint
         self._begin_at = 0  # number of batches that the first pass leaves out
         self._evaluations = 0  # number of evaluations that `eval_steps` has caused
         self._evaluates_at_end = _evaluates_at_end(trainer.args)
@@ -312,7 +313,7 @@ class TrainerJob:
 
     @property
     def dynamic(self) -> bool:
-        """True if batches may be handed out as they are used."""
+        """True if a pass may hand out each batch when a worker needs it; False if shares are equal in every pass."""
         return self.loader is not None and self.loader.loader.may_be_dynamic
 
     def schedule_length(self, num_training_steps: int) -> int:
@@ -467,7 +468,8 @@ class TrainerJob:
         path = self._checkpoint / STATE
         state = json.loads(path.read_text())
         there = state["global_step"] / state["epoch"]
-        # An epoch has up to a joint batch more with another number of workers, although the batches have the same size.
+        # With another number of workers, an epoch may have up to one joint batch more, although all batches have the
+        # same size.
         if abs(there - self.steps_per_epoch) > max(worker_count(), 0.1 * there):
             state["global_step"] = int(state["epoch"] * self.steps_per_epoch + 1e-6)
             path.unlink()  # a link to the file of the checkpoint
@@ -524,8 +526,8 @@ class TrainerJob:
             return 0
         if state.global_step < args.eval_delay * worker_count():
             return 0
-        # Another worker may make the last step of an epoch, so each worker takes the end of its pass for the end of the
-        # epoch.
+        # Another worker may make the last step of an epoch, so each worker regards the end of its pass as the end of
+        # the epoch.
         ended = state.global_step >= state.max_steps and (self._whole or args.max_steps > 0)
         rest = state.global_step % state.eval_steps > 0
         return int(state.global_step // state.eval_steps + (ended and rest and self._evaluates_at_end))
@@ -636,7 +638,7 @@ class TrainerJob:
                 state.best_model_checkpoint = path
             else:
                 log.warning("The best checkpoint %s is not visible to this worker.", path)
-        # One worker sends the edit. Without the barrier, the others might go on before the servers have it.
+        # One worker sends the edit. Without the barrier, other workers might go on before the edit has arrived.
         barrier()
         training = training_of(self.session)
         assert training is not None

@@ -48,7 +48,7 @@ ONLY_RECENT = (
     "The run has kept only the end of its traces and records (--traces recent), so the simulation repeats its last "
     "iterations."
 )
-ROUGH = 0.1  # deviation of the simulation from the run above which the recommendations are called rough
+ROUGH = 0.1  # recommendations are called rough if the simulation deviates from the run by more than this
 
 _ASSUMED = "compute times are assumed proportional to a batch's size, unless the run had balanced batches"
 
@@ -146,8 +146,8 @@ def advise(
     summary = _summary(run_dir)
     if (logs := len(list(run_dir.glob("worker-*.jsonl")))) != summary["workers"]:
         raise ConfigurationError(
-            f"{run_dir} has records of {logs} workers, but summary.json lists {summary['workers']} workers. Workers "
-            "on machines that have joined a run leave their records there, so such a run cannot be simulated."
+            f"{run_dir} has records of {logs} workers, but summary.json lists {summary['workers']} workers. If "
+            "machines have joined a run, they keep the records of their workers, so the run cannot be simulated."
         )
     recorded = load_cluster(str(run_dir), changes.recorded_bandwidth)
     cluster = changes.made(recorded)
@@ -236,7 +236,7 @@ def _dataset(summary: Mapping[str, Any], workers: int) -> Dataset | None:
     """Return the data of a run; None if no data of known size was handed out to the workers.
 
     If the script accumulated gradients, the batches of a push count as one batch. If the script computed several
-    gradients from each batch, the simulated workers do so, too.
+    gradients from each batch, the simulated workers compute the same number.
     """
     samples, batch_size, epochs = (summary.get(key) or 0 for key in ("epoch_samples", "batch_size", "epochs"))
     if not (samples >= workers and batch_size and epochs):
@@ -270,7 +270,8 @@ def _steps(summary: Mapping[str, Any]) -> str:
 def _while_all_were_present(shard: TraceFile) -> tuple[float, Measures]:
     """Return the seconds and the statistics until the first worker left or, if no worker left, until the last event.
 
-    If the beginning of the trace was deleted, the workers that were present join at the first remaining entry.
+    If the beginning of the trace was deleted, the workers that were present count as joining at the first remaining
+    entry.
     """
     begun_s, now_s, begun_updates = None, 0.0, 0
     meter = Meter(1, shard.header.ticks_per_s)
@@ -398,12 +399,12 @@ def _summary(run_dir: Path) -> dict[str, Any]:
         read_schedule(summary["sync"])
         if summary.get("ended") == "failed":
             raise ConfigurationError(
-                f"{run_dir} does not contain a finished run: the run has failed. Give the directory of another one."
+                f"{run_dir} does not contain a finished run: the run has failed. Give the directory of another run."
             )
         if summary.get("traces") == "off":
             raise ConfigurationError(
                 f"the run in {run_dir} made no traces (--traces off), so it cannot be simulated. Give the directory "
-                "of another one."
+                "of another run."
             )
         if missing := {"workers", "servers", "seed", "iterations"} - summary.keys():
             raise ValueError(f"it does not contain {' and '.join(sorted(missing))}.")

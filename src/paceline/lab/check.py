@@ -22,7 +22,7 @@ from .observations import ScriptObservation, read_observations, unguarded_writes
 
 PROBE = Path(__file__).with_name("probe.py")
 
-GRACE_S = 10.0  # time for a script to end after its time limit, which it may notice late
+GRACE_S = 10.0  # time for a script to end after its time limit, which the script may notice late
 
 
 def check_script(
@@ -104,9 +104,9 @@ class _Summary(msgspec.Struct):
 
 
 def _run(arguments: Sequence[str], log: Path, timeout_s: float) -> str:
-    """Run Python with these arguments. Return "" or, if it fails, its error message.
+    """Run Python with these arguments. If Python fails, return its error message, else "".
 
-    The observed script ends itself after `timeout_s`. If it does not, it is interrupted a while later.
+    The observed script ends itself after `timeout_s`. If the script does not end, it is interrupted a while later.
     """
     with log.open("wb") as output:
         process = execute(

@@ -31,17 +31,18 @@ def load_cluster(source: str, recorded_bandwidth: float | str | None = None) -> 
         return Cluster.from_run(source, math.inf if recorded_bandwidth is None else recorded_bandwidth)
     if recorded_bandwidth is not None:
         raise ConfigurationError(
-            f"recorded_bandwidth is given, but {source!r} is not the directory of a run. Omit it, or give a run."
+            f"recorded_bandwidth is given, but {source!r} is not the directory of a run. Omit recorded_bandwidth, or "
+            "give a run."
         )
     by_name = source in PRESETS and not Path(source).exists()
     return Cluster.preset(source) if by_name else Cluster.from_toml(source)
 
 
 class Changes(msgspec.Struct, frozen=True, kw_only=True):
-    """What would be different from a cluster that was described or recorded. See `Cluster.with_`.
+    """Changes to a cluster that was described or recorded. See `Cluster.with_`.
 
     Attributes:
-        workers: number of workers. Each attribute is None if it does not change.
+        workers: number of workers. Each attribute is None if the value does not change.
         servers: number of servers.
         bandwidth: bandwidth of each machine, such as "1gbit".
         slow: workers and the factors of their compute times, such as "3:2,5:1.5".

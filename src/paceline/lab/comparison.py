@@ -42,7 +42,7 @@ from .recommendation import (
 )
 
 NO_RECOMMENDATION = (
-    'No model is recommended, because there are no results for bsp without "!" to compare the models with.'
+    'No model is recommended, because there are no results for bsp, or because bsp is marked with "!".'
 )
 STAR = "*: no model is better in speed or staleness without being worse in the other"
 MOST_DRAWN = 16  # timelines are drawn for clusters with at most this many workers
@@ -73,7 +73,7 @@ def show_recommendation(recommendation: Recommendation | None, console: Console)
 
 
 def show_faults(rows: Iterable[Figures], console: Console) -> None:
-    """Print which models failed or applied too little, which conditions failed, and which models took over."""
+    """Print for each model why it failed, which pushes were never applied, and which conditions failed."""
     for row in rows:
         for fault in [row.failure, row.unapplied, *(fault.splitlines()[0] for fault in row.faults)]:
             if fault:
@@ -246,7 +246,7 @@ class TrainedScript(msgspec.Struct, frozen=True):
         final_loss: loss at the last point of the curve.
         said: the last line that the script has printed, in which many scripts say how accurate their model is; "" if
             there is none.
-        guessed: True if the script has logged no loss, and the values are those on which it called `backward()`.
+        guessed: True if the script has logged no loss, so the losses are the values on which it called `backward()`.
         optimizers: names of the optimizers that the script created.
         size_bytes: size of all parameters in bytes.
     """
@@ -377,7 +377,7 @@ def _sizings(sync: str) -> tuple[BatchSizing, ...]:
 def _recommended_for_script(rows: Sequence[TrainedScript], simulated: _Simulated) -> Recommendation | None:
     """Return what the losses recommend. Models that are not exact are judged by when they reach bsp's last loss.
 
-    Remedies for the transfers of the script's model are found by simulations without training, with `simulated`.
+    To find remedies for the transfers of the script's model, `simulated` runs simulations without training.
     """
     of_bsp = next((row for row in rows if row.figures.name == "bsp"), None)
     if of_bsp is None:

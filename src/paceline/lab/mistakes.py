@@ -46,7 +46,7 @@ CATALOG: dict[str, tuple[Severity, str, str]] = {
     ),
     "file written by several workers": (
         "wrong",
-        "{workers} workers write the file {path}. They overwrite each other, and a reader may find half a file.",
+        "{workers} workers write the file {path}. They overwrite each other's data, and a reader may find half a file.",
         ONE_WRITER,
     ),
     "file written by every worker": (
@@ -80,15 +80,15 @@ CATALOG: dict[str, tuple[Severity, str, str]] = {
     ),
     "metric not reduced": (
         "note",
-        "{call} is given a number that each worker computes by itself. If it differs between the workers, so will "
-        "their learning rates.",
+        "{call} is given a number that each worker computes by itself. If this number differs between the workers, "
+        "their learning rates will differ, too.",
         REDUCE,
     ),
     "different hyper-parameters": (
         "wrong",
         "The workers train with different hyper-parameters at the same steps: {detail}.",
-        "Let them depend only on values that are the same in all workers: not on paceline.worker_index(), and on a "
-        "loss only after paceline.reduce(loss).",
+        "Let the hyper-parameters depend only on values that are the same in all workers. Do not use "
+        "paceline.worker_index(), and use a loss only after paceline.reduce(loss).",
     ),
     "clipping by the worker's norm": (
         "wrong",
@@ -135,7 +135,7 @@ class Mistake(msgspec.Struct, frozen=True):
         name: a short name for this kind of mistake: a key of `CATALOG`.
         text: what happens, in a sentence.
         fix: what to do about it, in a sentence.
-        file: the user's file in which it happens; "" if it is unknown.
+        file: the user's file with the mistake; "" if it is unknown.
         line: the line in this file; 0 if it is unknown.
     """
 
@@ -178,7 +178,7 @@ class ScriptEvidence(msgspec.Struct, frozen=True):
 
     @property
     def identical_steps(self) -> int:
-        """The number of steps with gradients; 0 unless the gradients of all workers were the same in each of them."""
+        """The number of steps with gradients; 0 unless all workers had the same gradients in each of these steps."""
         gradients = [[each.detail for each in _of(worker, "gradient")] for worker in self.workers]
         steps = list(zip(*gradients, strict=False))
         same = len(gradients) > 1 and all(step[0] and len(set(step)) == 1 for step in steps)
@@ -263,7 +263,7 @@ def _would_be_written(evidence: ScriptEvidence) -> Iterator[Mistake]:
 def _length_of_whole_loader(evidence: ScriptEvidence) -> Iterator[Mistake]:
     for worker in evidence.workers:
         if _of(worker, "prepared schedule"):
-            continue  # its schedule was written for the whole loader, as `prepare` expects
+            continue  # the schedule was written for the whole loader, as `prepare` expects
         distributed = {each.detail for each in _of(worker, "distributed")}
         for each in _of(worker, "measured"):
             if each.detail in distributed:
@@ -273,16 +273,16 @@ def _length_of_whole_loader(evidence: ScriptEvidence) -> Iterator[Mistake]:
 def _schedule_of_one_worker(evidence: ScriptEvidence) -> Iterator[Mistake]:
     for worker in evidence.workers:
         for each in _of(worker, "scheduled"):
-            # A scheduler that is stepped once per epoch is not stepped after both of two consecutive optimizer steps.
+            # If a scheduler is stepped once per epoch, it is not stepped after two optimizer steps in a row.
             before = msgspec.structs.replace(each, iteration=each.iteration - 1)
             if before in worker and (share := _share_of_iterations(worker, len(evidence.workers))):
                 yield _mistake("schedule by the worker's iterations", each, detail=each.detail, share=share)
 
 
 def _share_of_iterations(worker: Sequence[ScriptObservation], workers: int) -> str:
-    """Return why a worker makes only a part of the iterations of a single process; "" if nothing shows that it does.
+    """Return why a worker makes only a part of the iterations of a single process; "" if nothing shows this.
 
-    A script that has asked for the length of its part, or for the number of workers, is assumed to use this number.
+    If a script has asked for the length of its part or for the number of workers, it is assumed to use the answer.
     """
     if _of(worker, "measured part") or any(each.detail == "worker_count" for each in _of(worker, "asked")):
         return ""
@@ -290,7 +290,7 @@ def _share_of_iterations(worker: Sequence[ScriptObservation], workers: int) -> s
     if any(each.detail in distributed for each in _of(worker, "measured")):
         return ""  # another rule has found the length
     if distributed:
-        return f"but a worker makes only about one of {workers} iterations of a single process"
+        return f"but a worker makes only about 1/{workers} of the iterations of a single process"
     limits = _of(worker, "looped by progress")
     if limits:
         return (
@@ -341,7 +341,7 @@ def _metric_of_one_worker(evidence: ScriptEvidence) -> Iterator[Mistake]:
 
 def _hyper_parameters(evidence: ScriptEvidence) -> Iterator[Mistake]:
     if evidence.of_workers("prepared schedule"):
-        return  # the schedule follows the job, so workers at different places differ
+        return  # the schedule follows the job, so workers that are not at the same step differ
     used = [_of(worker, "hyper-parameters") for worker in evidence.workers]
     steps = list(zip(*used, strict=False))
     if len(steps) > 1 and all(len({each.detail for each in step}) > 1 for step in steps):

@@ -21,7 +21,7 @@ Kind = Literal[
     "imported",  # a file of the user was imported
     "initialized",  # first forward pass; detail: digest of the weights before it
     "looped",  # the script began a loop over paceline.epochs; detail: "<epochs> <updates>", 0 for no limit
-    "looped by progress",  # the same, if no number of epochs limits the loop; detail: its other limits
+    "looped by progress",  # such a loop has no number of epochs; detail: its other limits
     "measured",  # the script called len() of a loader; detail: identity of the loader
     "measured part",  # the script called len() of a distributed loader
     "metric",  # the script stepped a scheduler with a metric; detail: the metric
@@ -104,7 +104,7 @@ WRITERS = frozenset(
         "write_text",
     }
 )
-"""Names of functions and methods that write a file, whatever they belong to."""
+"""Names of functions and methods that write a file, in any module or class."""
 
 SAFE_METHODS = frozenset({"save_model"})
 """Names of methods that write in one worker only: in a run, the methods of `Trainer` and `Accelerator` do so."""

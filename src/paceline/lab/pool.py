@@ -42,7 +42,7 @@ class EndedTask(NamedTuple, Generic[Result]):
 
     Attributes:
         number: position of the task.
-        result: its result; None if it has failed.
+        result: the result of the task; None if the task has failed.
         error: the exception that the task has raised; None if the task has a result. Exceptions that are not
             Paceline's own have a note with the traceback.
     """
@@ -93,7 +93,8 @@ class ProcessPool:
 
     Args:
         processes: number of processes. Default: one for each core.
-        prepare: importable function that every process calls first. If it fails, the task fails, too.
+        prepare: importable function that every process calls first. If `prepare` fails, the first task of the process
+            fails, too.
         prepare_args: arguments for `prepare`.
     """
 
@@ -181,7 +182,8 @@ class _Worker:
     def give(self, number: int, function: Callable[[Any], object], task: object) -> None:
         """Give a task to the process."""
         self._number = number
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `ended` finds that it has ended
+        # If the process has ended, `ended` notices this.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.connection.send((function, task))
 
     def ended(self) -> EndedTask[Any]:
@@ -318,7 +320,7 @@ def work_off(
         tell: progress callback.
         pool: where the tasks are carried out.
         name_of: function that returns the name of a task.
-        cost_of: function that returns the cost of a task in any unit, from which the time left is estimated.
+        cost_of: function that returns the cost of a task, in any unit. The time left is estimated from these costs.
         fresh: True if each task needs a new process.
         done: number of tasks that had ended before.
         later: number of tasks that follow in other calls.

@@ -258,7 +258,7 @@ class Probe:
         frame = sys._getframe(1)
         if path.startswith(("/dev/", "/proc/", self._own)) or {"__pycache__", ".cache"} & {*Path(path).parts}:
             return
-        if not is_called_by_paceline(frame, STANDARD):  # Paceline's own files are no mistakes
+        if not is_called_by_paceline(frame, STANDARD):  # files that Paceline writes are not mistakes
             self.note("wrote", path, frame)
 
     def _forward(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -346,7 +346,7 @@ def users_place(frame: FrameType | None) -> tuple[str, int]:
 
 
 def compares_samples(logits: Any, target: Any) -> bool:
-    """Return True if a classification's targets are the diagonal of its logits, which hardly happens by chance."""
+    """Return True if the targets select the diagonal of the logits, which hardly happens by chance."""
     if not isinstance(logits, torch.Tensor) or not isinstance(target, torch.Tensor) or target.dim() != 1:
         return False
     size = len(target)

@@ -115,7 +115,7 @@ def failed(sync: str, error: RunFailedError, batch: BatchSizing = "equal") -> Fi
     Raises:
         RunFailedError: the failure has another cause, so it would be the same under each model.
     """
-    if error.process != "the run":  # a worker's script, or a cluster on which time stands still
+    if error.process != "the run":  # a script has failed, or virtual time does not advance
         raise error
     return Figures(sync=sync, batch=batch, failure=f"{error.reason}\n{error.traceback}".rstrip())
 
@@ -194,7 +194,8 @@ def rank(
         cannot be recommended come last (see `Figures.sound`).
 
     Raises:
-        ConfigurationError: a model cannot run on this cluster or with this data, or BSP completes no iteration on it.
+        ConfigurationError: a model cannot run on this cluster or with this data, or BSP completes no iteration on this
+            cluster.
     """
     require_runnable(cluster, syncs, shards)
     if data is None:

@@ -26,7 +26,7 @@ from .pool import TellCount
 from .ranking import Figures, Task, balanced_task, run_tasks
 
 WORTH_IT = 1.1  # a change must make training at least this many times as fast
-# Below this share of transfers, halving them does not make training `WORTH_IT` times as fast.
+# Below this share of transfers, halving the transfers does not make training `WORTH_IT` times as fast.
 WIRE_SHARE = 0.2
 ENOUGH = 2.0  # a model with stale gradients that is not this many times as fast may still train more slowly
 
@@ -126,7 +126,8 @@ def candidates_of(rows: Sequence[Figures]) -> list[Candidate]:
 
 def _effect(sync: str) -> Effect:
     schedule = read_schedule(sync)
-    return "stale" if schedule.auto else effect_of(schedule.models)  # a run that chooses may choose any model
+    # A run that chooses its models may choose any model.
+    return "stale" if schedule.auto else effect_of(schedule.models)
 
 
 def recommend(
@@ -187,7 +188,7 @@ def recommend(
 
 
 def _better(found: Sequence[Candidate], than: Candidate) -> Candidate:
-    """Return the fastest candidate if changing to it is worth it, else `than`."""
+    """Return the fastest candidate if it is worth a change, else `than`."""
     best = max(found, key=lambda each: each.times, default=than)
     return best if best.times >= WORTH_IT * than.times else than
 
@@ -212,9 +213,9 @@ class _Wire(NamedTuple):
     Attributes:
         share: share of the workers' time in which messages are on their way.
         servers: current number of servers.
-        more: the fastest variant with more servers, if it is worth it.
-        fewer: the fastest variant with more batches per push, if it is worth it.
-        coded: the variant with a codec that sends fewer bytes, if it is worth it.
+        more: the fastest variant with more servers, if it is worth a change.
+        fewer: the fastest variant with more batches per push, if it is worth a change.
+        coded: the variant with a codec that sends fewer bytes, if it is worth a change.
     """
 
     share: float
@@ -284,7 +285,7 @@ def _caution(candidate: Candidate) -> str:
     """Return why a recommended model may train more slowly; "" if it is fast enough, or its loss was measured."""
     if candidate.measured or candidate.effect != "stale" or round(candidate.times, 1) >= ENOUGH:
         return ""
-    return f" With less than about {ENOUGH:g} times, staleness may cost more time than is saved."
+    return f" Below about {ENOUGH:g} times the speed of bsp, staleness may cost more time than is saved."
 
 
 def _no_gain(bsp: Candidate, candidates: Sequence[Candidate]) -> str:
@@ -325,7 +326,7 @@ def wire_variants(
 ) -> list[WireVariant]:
     """Simulate bsp with other numbers of servers, with larger pushes and with a codec.
 
-    Nothing is simulated unless transfers take much of the time under bsp. The number of servers and the codec are
+    Changes are simulated only if transfers take much of the time under bsp. The number of servers and the codec are
     changed only if the cluster has a limited bandwidth. Otherwise, it is unknown how these changes would affect the
     recorded times of messages. Each change is compared with bsp and equal batches in `rows`. Changes with balanced
     batches are simulated only if `rows` contains bsp with balanced batches.

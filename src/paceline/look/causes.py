@@ -58,8 +58,8 @@ SPENT = {
 """Kind of time -> what workers did in this time."""
 
 UNKNOWN = (
-    "The script distributes no loader, so it is not known how much of this was computing, and how much was something "
-    "else, such as evaluating the model."
+    "The script distributes no loader, so it is not known how much of this time was computing, and how much was "
+    "something else, such as evaluating the model."
 )
 COMPARE = "To compare the sync models on these machines, run"
 
@@ -137,8 +137,8 @@ def _without_causes(evidence: Evidence) -> str:
         computed = f"workers spent {percent(shares['computing'])} of their time between one step and the next"
     if shares["computing"] >= MOSTLY or not rest:
         further = "" if evidence.knows_computing else f" {UNKNOWN}"
-        return f"Nothing stands out that held it back: {computed}.{further}"
-    short = " It was too short to say more." if evidence.duration_s < SHORT_S else ""
+        return f"Nothing stands out that held the run back: {computed}.{further}"
+    short = " The run was too short to say more." if evidence.duration_s < SHORT_S else ""
     return f"No single cause stands out: {computed}; they {', '.join(rest)}.{short}"
 
 
@@ -240,7 +240,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
         return self.total_s(*SPENT, workers=workers)
 
     def per_iteration_s(self, kind: str) -> dict[int, float]:
-        """Return, for each worker with an iteration, the mean seconds of this kind in each of its iterations."""
+        """Return the mean seconds of this kind per iteration, for each worker that has made an iteration."""
         return {
             each.worker: each.time_s.get(kind, 0.0) / each.iterations
             for each in self.workers
@@ -278,7 +278,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
         return percent(lost_s / (self.present_s(workers) or 1.0))
 
     def hints(self, *, equal_shares: bool = False, slow: int = 0, waited: bool = True) -> list[str]:
-        """Return the remedies for waiting and idle workers that are possible in this run.
+        """Return the remedies that this run permits for waiting and idle workers.
 
         Args:
             equal_shares: True if workers of unequal speed had equal shares of the work, so that some were idle.
@@ -323,14 +323,17 @@ DYNAMIC = f"Omit {OMIT}, so that data is handed out on demand"
 SHARES = ", or try --batch balanced, which makes the shares proportional to the workers' speeds"
 
 SELDOM = "It also helps to evaluate less often."
-EVALUATE = f"Inside paceline.evaluating(model), the other workers need not wait. {SELDOM}"
+EVALUATE = (
+    "While a worker is inside paceline.evaluating(model), the other workers need not wait for this worker. "
+    f"{SELDOM}"
+)
 EVALUATE_ONCE = (
     "If every worker evaluates the same data, let one worker do this: in `if paceline.is_main():` and inside "
     f"paceline.evaluating(model), so that the other workers go on training. {SELDOM}"
 )
 EVALUATE_THERE = (
-    "If the script evaluates or saves the model there, do so inside paceline.evaluating(model): the other workers "
-    f"then need not wait. {SELDOM}"
+    "If the script evaluates or saves the model between two steps, it should do this inside "
+    f"paceline.evaluating(model): the other workers then need not wait. {SELDOM}"
 )
 READER = (
     "Or evaluate copies of the weights elsewhere: with paceline.launch(snapshot_every_s=...), a reader takes "
@@ -410,14 +413,14 @@ ROWS = {
     ),
     # some workers were idle: why other workers were still working
     "silent": Row(
-        "{idle}, because the script of {blamed} went on for {silent} after its last step with something other than "
-        "training, such as evaluating the model.",
+        "{idle}, because the script of {blamed} did something other than training for {silent} after its last "
+        "step, such as evaluating the model.",
         "{brief}",
         (READER,),
     ),
     "evaluated": Row(
-        "{idle}, because the script of {blamed} did something other than training for {more} longer than theirs, "
-        "such as evaluating the model, and made its steps later.",
+        "{idle}, because the script of {blamed} spent {more} longer than their scripts on something other than "
+        "training, such as evaluating the model, and made its steps later.",
         "{brief}",
         (READER, SELDOM),
     ),
@@ -453,7 +456,7 @@ ROWS = {
         (LOADERS,),
     ),
     "wasted": Row(
-        "Computations of {wasted} ({share} of the workers' time) came to nothing{why}.",
+        "Computations that took {wasted} ({share} of the workers' time) were wasted{why}.",
         "{share} of the workers' time was wasted",
     ),
     "paused": Row(
@@ -509,7 +512,7 @@ def _waiting(evidence: Evidence) -> tuple[Cause | None, str]:
         lost_s,
         remedies if explained else [*remedies, *evidence.hints(slow=slow)],
         waited=f"{listed(others).capitalize()} waited {share} of {their} time ({length(own_s)}{together}) for {blamed}",
-        brief=f"the others waited for {share} of their time for {blamed}",
+        brief=f"the others spent {share} of their time waiting for {blamed}",
         each=length(each_s),
         times=_times(ratio),
         take="take" if slow > 1 else "takes",
@@ -540,7 +543,7 @@ def _excess(evidence: Evidence, kind: str, guilty: Collection[int]) -> tuple[flo
 
     Returns:
         In the median, by how many seconds these workers take longer than the others, how many times as long as the
-        others they take, and how many seconds they take.
+        others these workers take, and how many seconds these workers take.
     """
     per = evidence.per_iteration_s(kind)
     own = [seconds for worker, seconds in per.items() if worker in guilty]
@@ -720,7 +723,7 @@ def _of_kind(evidence: Evidence, name: str) -> Cause | None:
         spent_s = {each.worker: each.time_s.get(kind, 0.0) for each in evidence.workers}
         most = max(spent_s, key=lambda worker: spent_s[worker])
         mostly = len(spent_s) > 1 and spent_s[most] >= GUILTY_SHARE * lost_s
-        facts["whose"] = f", most of it worker {most}" if mostly else ""
+        facts["whose"] = f", most of it in worker {most}" if mostly else ""
         remedies = [EVALUATE, READER] if mostly else []
     return evidence.cause(name, lost_s, remedies, **facts)
 

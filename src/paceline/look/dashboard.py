@@ -26,7 +26,7 @@ CONTENT: dict[str, tuple[str, Callable[[RunReport], bytes]]] = {
 }
 """Path -> the type of its content, and the content that belongs to a report."""
 
-# A page asks for data every two seconds, and less often while its answers take long.
+# A page asks the server for data every two seconds, and less often while the server is slow to answer.
 LEAST_PATIENCE_S = 2.5
 MOST_PATIENCE_S = 15.0
 
@@ -127,8 +127,8 @@ class LiveReport:
         begun_s = time.thread_time()
         status = self._ask()
         now_s = None if status is None else status.elapsed_s
-        # The run counts as ended only when all of its files are complete, even if one of them already says that it
-        # has.
+        # The run counts as ended only when all of its files are complete, even if one of these files already says that
+        # the run has ended.
         report = structs.replace(self._read(now_s), state="running", failure="", live=status, now_s=now_s)
         if status is not None:
             report = with_devices(report, status)

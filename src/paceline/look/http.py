@@ -1,4 +1,4 @@
-"""A small HTTP server for a few readers, which strangers can neither fill up nor keep busy, and its access rules.
+"""A small HTTP server for a few readers, and its access rules. Strangers can neither fill it up nor keep it busy.
 
 A connection is *authenticated* from its first request with the token. If the page has no token, no connection is
 authenticated. These limits hold:
@@ -79,7 +79,7 @@ class HttpResponse(msgspec.Struct, frozen=True):
         return cls(status, f"{text}\n".encode(), {"Content-Type": "text/plain; charset=utf-8", **headers})
 
     def compressed(self) -> HttpResponse:
-        """Return the same answer, compressed with gzip."""
+        """Return this answer, compressed with gzip."""
         headers = {**self.headers, "Content-Encoding": "gzip"}
         return HttpResponse(self.status, gzip.compress(self.body, GZIP_LEVEL), headers)
 
@@ -144,7 +144,7 @@ class HttpServer:
             self._sock.close()
 
     async def _make_room(self) -> None:
-        """Wait until another connection may be accepted. Close the oldest unauthenticated one if necessary."""
+        """Wait until another connection may be accepted. If necessary, close the oldest unauthenticated one."""
         loop = asyncio.get_running_loop()
         if (rest_s := self._rests_until_s - loop.time()) > 0:
             await asyncio.sleep(rest_s)
@@ -165,7 +165,7 @@ class HttpServer:
             log.error("a connection has failed", exc_info=error)
 
     def _authenticate(self) -> bool:
-        """Note that the current connection is authenticated. Return False if there are too many."""
+        """Note that the current connection is authenticated. Return False if there are too many such connections."""
         task = asyncio.current_task()
         assert task is not None
         if task not in self._authenticated:

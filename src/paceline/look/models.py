@@ -151,9 +151,9 @@ def _parameters(model: type) -> tuple[tuple[str, str], ...]:
 # -- The color, dashes and marker of each sync model, in all pictures that compare sync models ---------------
 #
 # A model always has the same color, regardless of its parameters and of the other models in the picture. Its own
-# dashes distinguish it in black and white. Further runs of the same model have other dashes and markers from the
-# lists: runs with balanced batches have the next ones, and runs with translated hyper-parameters the next but one. No
-# model has the color of a kind of time (`words.COLOR_OF`).
+# dashes distinguish it in black and white. Further runs of the same model have other dashes and markers: runs with
+# balanced batches have the next entries of the lists, and runs with translated hyper-parameters have the entries after
+# these. No model has the color of a kind of time (`words.COLOR_OF`).
 
 
 class Style(NamedTuple):

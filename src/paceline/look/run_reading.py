@@ -100,7 +100,7 @@ class ReportReader:
         complete = self._advance(clocks, summary, hurried)
         notes = list(self._damaged.values())
         if not complete:
-            notes.append("The traces were not read to their end, because that took too long.")
+            notes.append("The traces were not read to their end, because reading them took too long.")
         # The summary of a simulation by an earlier version does not say that the simulation has finished.
         ended: State = summary.get("ended", "finished" if summary else "running")
         if ended not in ENDED:
@@ -147,7 +147,7 @@ class ReportReader:
         *,
         again: bool = True,
     ) -> bool:
-        """Digest what is new in the traces and records. Return False if `hurried` has stopped this.
+        """Digest what is new in the traces and records. Return False if `hurried` has ended the reading early.
 
         Meanwhile, the run may have digested and deleted a part of these files. In this case, begin once more with the
         run's own digest.
@@ -394,7 +394,8 @@ class _Assembly:
             if "time_use" not in summary:
                 others["unsplit"] = tuple(each for each in activity.workers if each not in activity.recorded)
         if "epochs" not in summary and not self._has_ended and summary.get("samples"):
-            # The run has not said how its data was handed out, but the numbers of samples show that Paceline did so.
+            # The run has not said how its data was handed out, but the numbers of samples show that Paceline handed it
+            # out.
             balanced = self._setting("--batch") == "balanced"
             split = cast(Split, self._setting("--split") or "auto")
             others["handout"] = Handout(split, balanced, divisible=True)
@@ -434,13 +435,15 @@ class _Assembly:
             notes.append(f"The traces of shards {digest.left_out} lack their beginning, and are left out.")
         expected = self._summary.get("shards", len(digest.shards))
         if len(digest.shards) < expected:
-            notes.append(f"Only {len(digest.shards)} of {expected} traces of shards are there.")
+            notes.append(
+                f"The run directory contains only {len(digest.shards)} of {expected} traces of shards."
+            )
         unknown = sorted(worker for worker, own in activity.workers.items() if own.iterations)
         unknown = [worker for worker in unknown if worker not in activity.recorded]
         if unknown:
             notes.append(
                 f"There are no records of {listed(unknown)}, because machines that join a run keep the records of "
-                "their workers. So in the timeline, what lies between an answer and the next push counts as computing. "
+                "their workers. So in the timeline, the time between an answer and the next push counts as computing. "
                 "Copy the files worker-*.jsonl from these machines into the run directory to see transfers, too."
             )
         if activity.converter.unknown:

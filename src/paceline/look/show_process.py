@@ -27,7 +27,7 @@ Outlet = Coroutine[Any, Any, None]
 
 
 def main() -> None:
-    """Show the run that the first line of standard input describes, until a second line or the end of the input.
+    """Show the run that the first line of standard input describes, until a second line arrives or the input ends.
 
     If an outlet has failed, exit with code 1. The last line of standard error then says which outlet failed, and why.
     """
@@ -86,7 +86,7 @@ async def _show(order: ShowOrder) -> list[str]:
 
 
 async def _run_outlet(name: str, outlet: Outlet, failures: list[str]) -> None:
-    """Run an outlet. If it fails, note why, and let the other outlets go on."""
+    """Run an outlet. If the outlet fails, note why, and let the other outlets go on."""
     try:
         await outlet
     except Exception as error:
@@ -107,7 +107,7 @@ class ServedSocket(msgspec.Struct, frozen=True):
     """A socket that the process inherits, and serves.
 
     Attributes:
-        descriptor: its file descriptor.
+        descriptor: the file descriptor of the socket.
         host: the address that the user has given.
         port: the port.
     """

@@ -1,11 +1,11 @@
 """Computes how much time the optimizers' steps cost the servers, and whether more servers would make a step faster.
 
 An update of most optimizers takes a moment. But Muon orthogonalizes matrices, which takes seconds if they are large.
-All workers that need the new weights must wait for this time. Each server measures its steps
-(`core.messages.StepsTimed`). From these times, the cost of a step with another number of servers is predicted. The
-work of an update is the sum of `OptimizerSpec.cost_of` over the parameters, and every parameter set has its own time
-per unit of work. The shards are those that the layout makes for the other number of servers. So if one tensor takes
-most of the time of a step, more servers are not expected to make the step faster.
+During this time, all workers that need the new weights must wait. Each server measures its steps
+(`core.messages.StepsTimed`). From these times, the cost of a step with another number of servers is predicted. The work
+of an update is the sum of `OptimizerSpec.cost_of` over the parameters, and every parameter set has its own time per
+unit of work. The shards are those that the layout makes for the other number of servers. So if one tensor takes most of
+the time of a step, more servers are not expected to make the step faster.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
         return f"{length(self.step_s)} for each step{of}"
 
     def sentence(self) -> str:
-        """Return what a step costs, and what would help; "" if it does not matter."""
+        """Return what a step costs, and what would help; "" if the cost does not matter."""
         if not self.matters:
             return ""
         who = "The server needs" if self.servers == 1 else "The servers need"

@@ -236,7 +236,7 @@ def _draw_scatter(axes: Axes, rows: Sequence[Figures]) -> None:
 
 
 def _labels(points: Sequence[tuple[float, float]]) -> list[tuple[list[int], tuple[float, float]]]:
-    """Group near points. Return each group's numbers, from 1, and the place of its label above its highest point.
+    """Group near points. Return the numbers of the points of each group, from 1, and the place of their label.
 
     >>> _labels([(0.0, 1.0), (5.0, 4.0), (5.1, 4.1)])
     [([1], (0.0, 1.0)), ([2, 3], (5.05, 4.1))]
@@ -448,7 +448,7 @@ def runs_table(
 
     Args:
         names: the names, with spaces where they may be wrapped.
-        columns: heading -> cells, from left to right. Headings may have several lines, and cells only one line.
+        columns: heading -> cells, from left to right. A heading may have several lines; a cell has only one line.
         expendable: headings of the columns that may be left out, beginning with the least important one.
         width: width of the screen, in columns.
         title: text above the table.
@@ -502,10 +502,10 @@ class Column(NamedTuple):
     """A column of a table.
 
     Attributes:
-        name: its heading.
+        name: the heading of the column.
         kind: "number" for figures, which are aligned on the right and never shortened, else "text".
         rank: the columns with the lowest ranks are left out first; None to keep the column.
-        least: width to which its texts may be shortened. Default: the width of their first words.
+        least: width to which the texts of the column may be shortened. Default: the width of their first words.
         reserved: minimum width of the column if it is shown, so that other columns do not appear or disappear when
             its texts change.
     """
@@ -518,7 +518,7 @@ class Column(NamedTuple):
 
 
 class FittedTable:
-    """A table without borders whose lines are not longer than the console is wide, if possible.
+    """A table without borders, whose lines are not longer than the width of the console if possible.
 
     Args:
         columns: the columns.

@@ -22,7 +22,7 @@ INTERVAL_S = 10.0
 
 
 async def write_until(over: asyncio.Event, live: LiveReport, folder: Path) -> None:
-    """Write what is new every 10 seconds, and once more when the last report is there."""
+    """Write what is new every 10 seconds, and once more when the last report is available."""
     files = await asyncio.to_thread(TensorboardFiles, folder)
     try:
         while not over.is_set():
@@ -107,7 +107,7 @@ class TensorboardFiles:
         """Write a histogram.
 
         Args:
-            tag: its name.
+            tag: the name of the histogram.
             bars: (upper end of a bar, number of values in it), ascending. The first bar begins at zero.
             step: position on the x axis.
             walltime_s: the time.

@@ -2,7 +2,7 @@
 
 Agents      handles the reports of the agents of machines, and the loss of a machine
 Machines    the machines that have joined the run
-JobWatch    when each process last sent a message, how fast workers are, and how much travels between machines
+JobWatch    when each process last sent a message, how fast workers are, and how much data travels between machines
 StallWatch  finds out which processes a stalled run waits for
 """
 
@@ -311,8 +311,8 @@ class Agents:
     def lose_server(self, agent: int, server: int, how: str, output: str = "") -> None:
         """Handle the loss of a server that a machine has brought. A run in progress cannot continue without the server.
 
-        If the run has not begun yet, another machine may bring the server, and the agent of this machine is told to end
-        its processes.
+        If the run has not begun yet, another machine may bring the server. In this case, the agent of the lost server's
+        machine is told to end the processes of this machine.
 
         Args:
             agent: index of the machine's agent.
@@ -371,7 +371,10 @@ class Agents:
     def _take_out_worker(
         self, worker: int, reason: str, agent: Caller | None, *, for_good: bool = False
     ) -> None:
-        """Continue without a worker whose process may still run. Tell the worker, and its agent if there is one."""
+        """Continue without a worker whose process may still run.
+
+        Notify the worker, and the agent of its machine if there is such an agent.
+        """
         log.warning("worker %d is taken out of the run: %s", worker, reason)
         self._core.note_ending(worker, reason)
         message = TakenOut(worker, self._core.members.incarnation(worker), reason, for_good)
@@ -418,7 +421,7 @@ class Machines:
     def admit(
         self, agent: int, address: str, workers: Mapping[int, int], servers: Iterable[int], now_ticks: int
     ) -> None:
-        """Record that a machine with this address now runs these processes in addition to its earlier ones."""
+        """Record that a machine with this address now runs these processes in addition to its earlier processes."""
         if agent not in self.names:
             same = sum(name.partition(" ")[0] == address for name in self.names.values())
             name = self.names[agent] = f"{address} ({same + 1})" if same else address
@@ -443,7 +446,7 @@ class Machines:
         return {server: self.names[agent] for agent, servers in self.servers.items() for server in servers}
 
     def agents_of(self, role: str, index: int) -> list[int]:
-        """Return the agents that have started a server, or any incarnation of a worker."""
+        """Return the agents that have started this server, or any incarnation of this worker."""
         started = self.servers if role == "server" else self.workers
         return [agent for agent, indices in started.items() if index in indices]
 
@@ -461,7 +464,8 @@ class Machines:
 
 # -- What the host of the coordinator sees of a run: messages of each process, paces of workers, bytes that travel
 #
-# From these observations and the core, the host computes the state of the job for the display and other programs.
+# From these observations and the state of the core, the host computes the state of the job, for the display and for
+# other programs.
 
 NOTE_INTERVAL_TICKS = TICKS_PER_S // 5  # minimum time between two records of the workers' states
 CLOCK_GAP_S = 1.0  # a longer time between two looks means that the launcher was suspended
@@ -629,7 +633,7 @@ class JobWatch:
         """Record the traffic of this process's connections to other machines.
 
         Args:
-            streams: (role, index) -> connection to this process.
+            streams: (role, index) -> connection to the process with this role and index.
         """
         machines = {
             "worker": self._machines.machine_of,
@@ -669,19 +673,20 @@ class JobWatch:
 # machines (see `core.liveness`). Possible reports:
 #
 #     before training   a process has not started, or a worker has not begun to train, although another process took
-#                       much less time for the same step, or although more than a minute has passed
+#                       much less time to do so, or although more than a minute has passed
 #     in training       a server does not answer; or a worker that should be computing has been silent for a long time
 #                       while other workers wait for this worker, or while all workers are silent
 #     standstill        every worker is waiting, and no condition will release any worker. With the sync models of this
-#                       package, a standstill happens only if some workers wait in a barrier for workers that wait for
-#                       the former; with user-defined conditions, it may also happen otherwise
+#                       package, a standstill happens only if some workers wait in a barrier for other workers, which in
+#                       turn wait for the workers in the barrier; user-defined conditions may also cause a standstill in
+#                       other ways
 
 # A worker is reported when its silence has lasted at least PATIENCE_S, and at least PATIENCE_ITERATIONS times
 # the worker's usual iteration time.
 PATIENCE_S = 3.0
 PATIENCE_ITERATIONS = 5
 # Permitted silence while a worker's iteration time is unknown. This is long enough for an iteration that compiles
-# code. On an accelerator, any iteration may compile code, so this time always applies there.
+# code. On an accelerator, any iteration may compile code, so workers on accelerators always have at least this time.
 FIRST_PATIENCE_S = 15.0
 # Time for a machine's first process to start, and for the first worker to reach step().
 NOBODY_YET_PATIENCE_S = 60.0
@@ -810,7 +815,7 @@ class StallWatch:
     def _late(self, live: Collection[int], now_s: float) -> dict[int, float]:
         """Return the workers in training that have been silent for too long, with the durations of their silences.
 
-        The silences are compared only when one of them can be too long. A worker that sends a message in the meantime,
+        The silences are computed only when a silence can be too long. A worker that sends a message in the meantime,
         which may also change the worker's usual iteration time, is not late before the shortest patience has passed.
         """
         counted_s = self._watch.clocks.counted_s(now_s)
@@ -836,7 +841,7 @@ class StallWatch:
         return kept
 
     def _quiet_s(self, role: Role, index: int, now_s: float) -> float:
-        """Return for how long a process has been silent, although it could act; 0 if the process is not expected."""
+        """Return for how long a process that could act has been silent; 0 if the process is not expected."""
         return self._watch.clocks.waited_s(("silent", role, index), now_s) or 0.0
 
     def _silent_servers(self, now_s: float, waiting: list[int]) -> list[AwaitedProcess]:
@@ -882,7 +887,7 @@ class StallWatch:
             if waited_s is None:
                 continue
             # The processes of a machine start at the same time, and all workers run the same script. So no process
-            # should take much longer than the fastest one.
+            # should take much longer than the fastest process.
             machine = watch.machine_of(role, index)
             fastest_s = min(
                 (
@@ -903,7 +908,7 @@ class StallWatch:
 
     @property
     def _held(self) -> set[int]:
-        """The workers that wait for a pull, for a call of all workers, or for their turn."""
+        """The workers that wait for a pull, for a call that all workers make, or for their turn."""
         pulling = {worker for answer in self._answers for shard in answer.shards for worker, _ in shard.pulls}
         return pulling | self._core.awaiting_turn | self._core.collectives.waiting.keys()
 

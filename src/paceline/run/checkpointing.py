@@ -47,7 +47,7 @@ from .job import Job
 from .resuming import described
 
 STATES_S = 10.0
-"""Time for which a checkpoint waits for the states of scripts before the user is told."""
+"""If a checkpoint has waited for the states of scripts for this time, the user is told."""
 
 BYTES_PER_S = 200e6
 """Rate at which a process reads and writes the files of a checkpoint."""
@@ -111,7 +111,8 @@ class Checkpoints:
 
     Attributes:
         saved: the newest checkpoint that this run has written; None before the first one.
-        fault: why no checkpoint has been written since `saved`, as a sentence; "" if no checkpoint has failed since.
+        fault: why no checkpoint has been written since `saved`, as a sentence; "" if no checkpoint has failed since
+            then.
     """
 
     def __init__(
@@ -151,7 +152,10 @@ class Checkpoints:
         self._last: Literal["", "wanted", "begun", "ended"] = ""  # stage of the run's last checkpoint
 
     def request(self, number: int) -> None:
-        """Handle a script's request for a checkpoint. `number` counts the requests of the script's worker."""
+        """Handle a script's request for a checkpoint.
+
+        `number` is the number of requests that the script's worker has made.
+        """
         if number > self._requested:
             self._requested, self._wanted = number, True
 
@@ -265,7 +269,7 @@ class Checkpoints:
     def waits_s(self) -> float:
         """Number of seconds for which the checkpoint that is being written has lacked only the states of workers.
 
-        0 if no checkpoint is being written, or if it lacks more than these states.
+        0 if no checkpoint is being written, or if the checkpoint lacks more than these states.
         """
         since_s = self._waits_since_s
         return 0.0 if since_s is None else time.monotonic() - since_s
@@ -321,7 +325,7 @@ class Checkpoints:
         fault = ""
         try:
             path = self._write_files(cut, entries, buffers, answers, completion)
-            # set before the upload: if the run ends now, this is its newest checkpoint
+            # set before the upload: if the run ends during the upload, this is the newest checkpoint of the run
             self.saved = Saved(path, cut, at_s, time.monotonic() - began_s)
             if self._job.bucket is not None:
                 from ..checkpoints.buckets import upload  # imports fsspec
@@ -494,7 +498,7 @@ class ShardCopies:
         return entries
 
     def write(self, message: WriteCut) -> None:
-        """Write the copies in a thread, unless this machine does not see the files."""
+        """Start a thread that writes the copies if this machine sees the files."""
         copies = [copy for copy in self._copies.values() if copy.number == message.number]
         self._begin(partial(_write_copies, message, copies))
 

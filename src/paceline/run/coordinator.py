@@ -102,7 +102,8 @@ log = logging.getLogger("paceline.coordinator")
 
 STOP_POLL_S = 0.05
 MOST_OBSERVERS = 32
-# A descriptor is sent after all earlier messages. This is the maximum time for which the peer may read none of them.
+# A descriptor can be sent only after all earlier messages. This is the maximum time for which the peer may read none of
+# these messages.
 DRAIN_SILENCE_S = 1.0
 REPORT_INTERVAL_S = 0.05  # minimum time between two reports
 LOOK_INTERVAL_TICKS = TICKS_PER_S // 2  # minimum time between two requests of `refresh` to the servers
@@ -173,7 +174,8 @@ class StateReport(msgspec.Struct, frozen=True):
             silence began, which changes when the process sends a message.
         awaited: the processes for which the run has been waiting for an unusually long time.
         standstill: see `StallWatch`.
-        late_checkpoint: the checkpoint that has waited for long for the states of scripts; None if there is none.
+        late_checkpoint: the checkpoint that has waited for the states of scripts for a long time; None if there is
+            none.
         steps: server -> the times of the server's steps, from its latest report.
     """
 
@@ -237,7 +239,7 @@ class StateReport(msgspec.Struct, frozen=True):
         )
 
     def has_left(self, *fates: Fate) -> bool:
-        """Return True if a worker has left in one of these ways."""
+        """Return True if any worker has left in one of these ways."""
         return any(each.fate in fates for each in self.departed)
 
 
@@ -275,7 +277,7 @@ class CoordinatorHost(Host):
         agents: handles the reports of the agents of these machines.
         watch: what is known of the processes.
         checkpoints: writes the checkpoints.
-        status: the state of the job that was computed for the last call of `refresh`; None before the first one.
+        status: the state of the job that was computed for the last call of `refresh`; None before the first call.
         steps: server -> the times of the server's steps, from its latest report.
     """
 
@@ -294,7 +296,7 @@ class CoordinatorHost(Host):
         self.steps: Mapping[int, StepsTimed] = {}
         self._observers: set[Caller] = set()
         self.status: JobStatus | None = None
-        self._refreshing = False  # True from a call of `refresh` until the call has been performed
+        self._refreshing = False  # True from a call of `refresh` until the state has been computed
         self._looked_ticks = -LOOK_INTERVAL_TICKS
         header = Header(
             sync=notation(job.schedule.first),
@@ -333,7 +335,7 @@ class CoordinatorHost(Host):
             cuts=0 if job.resumed is None else job.resumed.highest,
         )
         self._metrics = MetricsWriter(self.core.history, Path(job.run_dir), self.core.faults.append)
-        self._members: dict[tuple[str, int], Caller] = {}  # (role, index) -> connection of this process
+        self._members: dict[tuple[str, int], Caller] = {}  # (role, index) -> connection to this process
         self.machines = Machines()
         self.watch = JobWatch(job, self.core, self.machines)
         self.stalls = StallWatch(job, self.core, self.watch, self.asked, self._ask_anew)
@@ -397,7 +399,10 @@ class CoordinatorHost(Host):
         self._metrics.start()
 
     def ask(self, question: Callable[[], Answer]) -> Answer:
-        """Return the result of a function, called on the coordinator's thread, or here if that thread has ended."""
+        """Return the result of a function.
+
+        The coordinator's thread calls the function. If that thread has ended, the caller's thread calls it.
+        """
         found: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         self.call(lambda: found.put(question()))
         while self._thread.is_alive():
@@ -426,7 +431,7 @@ class CoordinatorHost(Host):
     def fail(self, failure: RunFailedError) -> None:
         """Report a failure that another thread has detected, such as a crash.
 
-        Later failures are ignored, except for the cause of the first one.
+        Later failures are ignored, except for the cause of the first failure.
         """
         if self.failure is None or self.cause_may_follow:
             self.failure = failure
@@ -447,8 +452,8 @@ class CoordinatorHost(Host):
     def collect(self) -> Collection:
         """Start collecting the weights. The caller must wait until `finished` of the returned object is set.
 
-        A server is given up only if its connection ends, or carries nothing for `SILENCE_S`. The server is then in
-        `gone_servers`.
+        A server is given up only if its connection ends, or carries nothing for `SILENCE_S`. `gone_servers` then
+        contains the server.
         """
         assert self.core.model is not None
         collection = Collection(self.core.model, self.core.slices, self.core.placement, self._shared.master)
@@ -501,7 +506,7 @@ class CoordinatorHost(Host):
     def stop(self, hurried: Callable[[], bool] = lambda: False) -> None:
         """Order the servers to write their traces and exit, and end the thread when the servers have disconnected.
 
-        A server that sends nothing for `SILENCE_S` is no longer awaited. The server is then in `gone_servers`.
+        A server that sends nothing for `SILENCE_S` is no longer awaited. `gone_servers` then contains the server.
 
         Args:
             hurried: function that is called repeatedly. Once it returns True, `stop` no longer waits for the servers.
@@ -531,7 +536,7 @@ class CoordinatorHost(Host):
         self.report = StateReport.of(self)
 
     def late_checkpoint(self) -> LateCheckpoint | None:
-        """Return the checkpoint that has waited for long for the states of scripts; None if there is none."""
+        """Return the checkpoint that has waited for the states of scripts for a long time; None if there is none."""
         waits_s, giving = self.checkpoints.waits_s, self.core.reconfigurations.giving
         if waits_s < STATES_S or giving is None or not (awaited := giving.awaited):
             return None
@@ -585,7 +590,10 @@ class CoordinatorHost(Host):
             self._publish()
 
     def _tend_trace(self, now_ticks: int) -> None:
-        """Write the buffered part of the trace. If the segment is large enough, begin a new one. The core is idle."""
+        """Write the buffered part of the trace.
+
+        If the segment is large enough, begin a new one. Call this method only while the core is idle.
+        """
         if self._trace is None or self._recorder is None or now_ticks < self._tend_ticks:
             return
         self._tend_ticks = now_ticks + TEND_TICKS
@@ -741,7 +749,7 @@ class CoordinatorHost(Host):
         if model is not None and (isinstance(message, Contributed) or self.core.expects_model(party)):
             try:
                 require_sound(model, self.job.optimizers)
-            except ConfigurationError as error:  # the worker's version of torch differs from the one here
+            except ConfigurationError as error:  # the worker's version of torch differs from the version here
                 if not isinstance(message, Register):
                     raise ProtocolError(str(error)) from error
                 # The worker's script fails with this error, and reports the error.
@@ -792,7 +800,10 @@ class CoordinatorHost(Host):
             self.send(to, message)
 
     def _send_descriptor(self, to: Peer, message: Message) -> None:
-        """Send a message with the file descriptor of the new shared memory for the weights, if there is any."""
+        """Send a message.
+
+        If there is new shared memory for the weights, also send the file descriptor of this memory.
+        """
         if (descriptor := self._shared.descriptor) is None:
             self.send(to, message)
         elif (member := self._member(to.role, to.index)) is not None:
@@ -829,7 +840,7 @@ class CoordinatorHost(Host):
         self.agents.take_out_for_good(request.worker, request.reason)
 
     def _end(self) -> None:
-        """End the run. The last report is published first, for all that wait for the end of the run."""
+        """End the run. The last report is published first, for all threads that wait for the end of the run."""
         if not self.over.is_set():
             self._publish()
             self.over.set()

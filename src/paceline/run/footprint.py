@@ -172,7 +172,7 @@ def shortage(
         needed_bytes: memory that the run needs, see `footprint`.
         available: available memory in bytes, see `available_bytes`. If it is None (unknown), the result is "".
         what: description of the run, such as "4 workers over tcp".
-        could_share: True if the run would need less memory with shared memory, and this system has it.
+        could_share: True if the run would need less memory with shared memory, and this system supports shared memory.
     """
     if available is None or needed_bytes <= available:
         return ""

@@ -68,7 +68,7 @@ def what_differs(
     if pickled and found.python != expected.python:
         return (
             f"this machine has Python {found.python}, but {pickled} was pickled by Python {expected.python}, and no "
-            f"other version can load it. Use Python {expected.python} on this machine."
+            f"other version of Python can load it. Use Python {expected.python} on this machine."
         )
     if found.optimizers and (lacking := sorted({*optimizers} & {*expected.optimizers} - {*found.optimizers})):
         return (

@@ -46,8 +46,8 @@ class ResumedFrom(msgspec.Struct, frozen=True):
     Attributes:
         path: directory of the checkpoint, on the machine of the coordinator.
         faults: for each newer checkpoint, a sentence that says why this checkpoint is not used.
-        highest: the highest number of all checkpoints of the lineage, whole or not. The run continues after this
-            number.
+        highest: the highest number of all checkpoints of the lineage, whole or not. The checkpoints of this run get
+            higher numbers.
         lock: number of the newest lock on the run directory when the checkpoint was chosen; None if this process
             already has the lock. See `run_lock`.
     """
@@ -72,7 +72,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         pause_below: number of workers below which the run pauses until other workers join; 0 if it never pauses.
         joined: True if the workers run on machines that join the run, so that the launcher starts no workers.
         servers: number of servers. See `core.layout.Placement`.
-        remote_servers: number of servers that machines bring when they join the run. They have the highest indices.
+        remote_servers: number of servers that machines bring when they join the run. These servers have the highest
+            indices.
         shards: number of slices into which the parameters are divided.
         slicing: "auto" for slices of equal size, except for optimizers that need whole tensors; "even"; or
             "by-parameter" for slices that contain about the same number of whole parameters.
@@ -111,7 +112,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         torchrun_port: MASTER_PORT in the environment of the workers, which then has the variables that torchrun sets; 0
             to leave the environment as it is.
         token: secret that each peer must send before it is served.
-        mark: 16 hexadecimal digits that distinguish this run from others with the same secret. They are not secret.
+        mark: 16 hexadecimal digits that distinguish this run from other runs with the same secret. The digits are not
+            secret.
         epoch_ns: reading of the monotonic clock at time 0 of the run, in nanoseconds.
         secure: True if the connections use TLS, with keys that are derived from the token.
         version: version of Paceline, which must be the same on all machines; "" if the run is on one machine only.
@@ -122,8 +124,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         server_devices: the devices among which the servers of this machine are divided; () for the CPU.
         resumed: the checkpoint with which the run begins; None if the run does not resume another one.
         lineage: the common identity of this run and of all runs that it has resumed in its directory. Each checkpoint
-            of these runs names it. See `paceline.checkpoints.manifest`.
-        origin: the directory of the checkpoint of another lineage with which this lineage has begun; "" for none.
+            of these runs names this identity. See `paceline.checkpoints.manifest`.
+        origin: the directory of the checkpoint with which this lineage has begun, if that checkpoint is of another
+            lineage; else "".
     """
 
     workers: int
@@ -199,7 +202,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def local_servers(self) -> int:
-        """Number of servers on the coordinator's machine. They have the lowest indices."""
+        """Number of servers on the coordinator's machine. These servers have the lowest indices."""
         return self.servers - self.remote_servers
 
     @property
@@ -214,10 +217,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def marks_outside(self) -> bool:
-        """True if pushes state how long their scripts were outside of training, so that models can exclude this time.
+        """True if each push says how long its worker's script was outside of training.
 
-        With raw hyper-parameters, models predict from whole intervals, as in their papers. A run that chooses its
-        models itself always needs these times.
+        Models can then exclude this time. With raw hyper-parameters, models predict from whole intervals, as in their
+        papers. A run that chooses its models itself always needs these times.
         """
         return self.translated or self.schedule.auto
 
@@ -389,7 +392,7 @@ def encode_job(job: Job) -> bytes:
 
 
 def decode_job(data: bytes, now_ticks: int) -> Job:
-    """Return the configuration that `encode_job` has encoded, on the clock of this machine.
+    """Return the configuration that `encode_job` has encoded, with `epoch_ns` on the clock of this machine.
 
     Args:
         data: the encoded configuration.
@@ -424,7 +427,7 @@ _HYPERPARAMETERS_TEXTS = {
     "raw": "used as they are in each update (raw)",
 }
 _GUARD_TEXTS = {
-    "off": "says only when training no longer learns anything, because of NaN (off)",
+    "off": "reports only NaN or inf in the weights, or in the gradients of all workers (off)",
     "tell": "says when training diverges (tell)",
     "stop": "stops the run when training diverges, and keeps the last good weights (stop)",
 }
@@ -474,5 +477,5 @@ def describe(job: Job) -> dict[str, str]:
 
 
 def _with_memory(device: Device) -> str:
-    """Return the label of a device and the size of its memory, if this is known."""
+    """Return the label of a device and, if known, the size of its memory."""
     return f"{device.label}, {device.memory_bytes / 1e9:.1f} GB" if device.memory_bytes else device.label

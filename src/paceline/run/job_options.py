@@ -83,7 +83,7 @@ def make_job(
             checkpoint_dir = named
         resumed = find_resumed(file, Path(run_dir), checkpoint_dir, trust=values["trust"])
         lineage, origin = lineage_of(file, Path(run_dir), resumed)
-        # The orders of the epochs follow from the seed, so the resumed run keeps its seed.
+        # The seed determines the order of the data in each epoch, so the resumed run keeps its seed.
         values |= {"run_dir": run_dir, "checkpoint_dir": checkpoint_dir, "seed": cut_of(resumed).seed}
     elif values["checkpoint_dir"] and is_bucket(values["checkpoint_dir"]):
         from ..checkpoints.buckets import require_bucket  # imports torch
@@ -207,7 +207,7 @@ def require_script(path: Path) -> None:
     if not path.is_file():
         what = "is not a file" if path.exists() else "does not exist"
         raise ConfigurationError(f"the script {str(path)!r} {what}; give the path of a Python file.")
-    if path.suffix in (*BYTECODE_SUFFIXES, *EXTENSION_SUFFIXES):  # a module that is compiled already
+    if path.suffix in (*BYTECODE_SUFFIXES, *EXTENSION_SUFFIXES):  # a compiled module need not be checked
         return
     try:
         source = path.read_bytes()

@@ -337,7 +337,10 @@ class PendingConnections(Generic[P]):
         self._rests_until_s = time.monotonic() + GREETING_S
 
     def late(self) -> Iterator[P]:
-        """Yield the connections whose token is late. The caller must drop each one before it requests the next one."""
+        """Yield the connections whose token is late.
+
+        The caller must drop each connection before it requests the next connection.
+        """
         self._log_count()
         while self._since_s and self._oldest_s() > GREETING_TIMEOUT_S:
             yield next(iter(self._since_s))

@@ -1,5 +1,5 @@
-"""Clients that read from the servers and never push: readers of snapshots, the other requests of a worker (such as
-optimizer states), and the collection of the final weights.
+"""Clients that read from the servers and never push: readers of snapshots, the requests of a worker besides its pulls
+(such as requests for optimizer states), and the collection of the final weights.
 
 A *reader* pulls snapshots of the weights. It connects directly to the servers and never blocks a worker. All weights
 of one shard have the same version, but different shards may have different versions. A snapshot contains the version
@@ -204,7 +204,7 @@ class Reader:
         Raises:
             PeerLostError: the connection to a server is lost.
             DeadlineError: a server does not answer in time.
-            ProtocolError: a server sent a message that is not an optimizer state, or one that is too large.
+            ProtocolError: a server sent a message that is not an optimizer state, or a state that is too large.
         """
         states = []
         for shard, stream in zip(self._shards, self._streams, strict=True):
@@ -252,7 +252,7 @@ class Reader:
 
 
 def _expected(kind: type[Received], answer: Message) -> Received:
-    """Return the answer of a server if it is of this kind. Raise `ProtocolError` otherwise."""
+    """Return the answer of a server. Raise `ProtocolError` if the answer is a message of another kind."""
     if not isinstance(answer, kind):
         raise ProtocolError(f"a server sent {type(answer).__name__} to a reader, expected {kind.__name__}")
     return answer
@@ -261,7 +261,7 @@ def _expected(kind: type[Received], answer: Message) -> Received:
 def read_states(
     address: str, token: str, known: Contexts | None = None
 ) -> tuple[LoopPosition, bytearray] | None:
-    """Return the latest states of a run's tracked objects, with their position in the loop; None if it has no states.
+    """Return the latest states of a run's tracked objects, with their position in the loop; None if there are none.
 
     Args:
         address: the address of the server of shard 0.
@@ -328,7 +328,8 @@ class Fetches(Servers):
         self._assembly: Assembly | None = None  # the weights that are being fetched
         # Memory for the buffers that are being fetched; None if no buffers are being fetched.
         self._buffers: list[bytearray] | None = None
-        self._frozen: dict[str, bytearray] | None = None  # memory for frozen parameters, like `_buffers`
+        # Memory for the frozen parameters that are being fetched; None if no frozen parameters are being fetched.
+        self._frozen: dict[str, bytearray] | None = None
         links.handlers |= {
             Snapshot: self._take_weights,
             OptimizerState: self._take_state,
@@ -562,7 +563,7 @@ def evaluated_in(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
 
 
 def _read_model(digest: Callable[[FrozenSpec], str], reader: Reader) -> dict[str, torch.Tensor]:
-    """Read the weights and buffers of the run, and the frozen parameters whose values differ in this worker."""
+    """Read the weights and buffers of the run, and those frozen parameters whose values in this worker differ."""
     snapshot = reader.read()
     differing = [spec for spec in snapshot.frozen if digest(spec) not in ("", spec.digest)]
     return snapshot.state_dict | reader.read_frozen(differing)

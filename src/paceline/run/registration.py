@@ -115,7 +115,7 @@ def _require_sound_optimizer(
         class_of_torch(optimizer.name)
     if not foreign and optimizer.whole != (optimizer.name in TENSORWISE):
         raise ProtocolError(
-            f"the description of {optimizer.name} is wrong about whether it needs whole tensors"
+            f"the description of {optimizer.name} is wrong about whether this optimizer needs whole tensors"
         )
     if foreign:
         try:
@@ -148,8 +148,8 @@ def require_groups(model: ModelSpec, groups: tuple[HyperParameters, ...], set_in
     before = model.optimizers[set_index].groups
     if [_kinds(group) for group in groups] != [_kinds(group) for group in before]:
         raise ProtocolError("the names or types of the hyper-parameters have changed since training began")
-    # A scheduler often changes the learning rate, and some change the momentum or the betas, too. A trial in every
-    # iteration would cost too much.
+    # Schedulers often change the learning rate, and some schedulers also change the momentum or the betas. A trial in
+    # every iteration would cost too much.
     name = model.optimizers[set_index].name
     if [_flags(group) for group in groups] == [_flags(group) for group in before] and all(
         _is_plain(name, group) for group in groups

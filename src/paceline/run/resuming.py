@@ -65,11 +65,13 @@ def fetch_run(url: str, run_dir: str | None, *, force: bool = False) -> Fetched:
     """Copy a run's description, source and newest checkpoint from a bucket to a directory on this machine.
 
     The run that goes on here has a new identity, because the earlier run may go on elsewhere. If the directory already
-    contains a run that has gone on from this bucket, nothing is copied: the bucket also has that run's own checkpoints.
+    contains a run that has gone on from this bucket, nothing is copied, because that run goes on from its own
+    checkpoints, which the bucket also has.
 
     Args:
         url: the URL of the bucket, or of the folder of a lineage in the bucket.
-        run_dir: the directory of the run on this machine; None for a directory in ./runs with the last name in the URL.
+        run_dir: the directory of the run on this machine; None for the directory in ./runs whose name is the last part
+            of the URL.
         force: see `earlier_run`.
 
     Raises:
@@ -86,7 +88,7 @@ def fetch_run(url: str, run_dir: str | None, *, force: bool = False) -> Fetched:
         file = earlier_run(folder, force=force)
         if file.value_of("--checkpoint-dir").rstrip("/") != bucket:
             raise ConfigurationError(
-                f"resume is {url!r}, but {folder} is the directory of a run with other checkpoints; name another "
+                f"resume is {url!r}, but {folder} is the directory of a run with checkpoints elsewhere; name another "
                 "directory with run_dir (--run-dir)."
             )
         if chosen not in ("", file.lineage, identity_of(Path(file.origin).parent)):
@@ -144,7 +146,7 @@ def _newest_in(bucket: str, url: str, chosen: str, usual: Path) -> NewestCheckpo
 
 
 def _only(there: Sequence[LineageThere], place: str, command: str) -> str:
-    """Return the lineage with which a run goes on: the only lineage that no other one has continued.
+    """Return the lineage with which a run goes on: the only lineage that no other lineage has continued.
 
     Raises:
         ConfigurationError: there are several such lineages.
@@ -179,7 +181,7 @@ def earlier_run(run_dir: Path, *, force: bool = False) -> RunFile:
 
     Args:
         run_dir: the directory of the run.
-        force: True if the run may be in progress. The caller will then end the run.
+        force: True if the run may be in progress, because the caller will end it.
 
     Raises:
         ConfigurationError: the directory contains no run, or the run is still in progress.
@@ -224,7 +226,8 @@ def _what_is_there(directory: Path) -> str:
         return usual
     return (
         f"its checkpoints are those of {counted(len(there), 'run')}: {_listed(there)}. Name the directory of the "
-        f"run. If it is lost, the checkpoints suffice: --resume file://{Path(base, there[-1].name).absolute()}"
+        "run. If this directory is lost, the checkpoints suffice: --resume "
+        f"file://{Path(base, there[-1].name).absolute()}"
     )
 
 
@@ -247,8 +250,8 @@ def require_trust(file: RunFile, run_dir: Path, named: Mapping[str, str]) -> Non
     listed = " and ".join(f"{name} {printable(value)!r}" for name, value in named.items())
     why = "its run.json is not signed with your key" if is_own(run_dir) else "it belongs to another user"
     raise ConfigurationError(
-        f"the directory {run_dir} would decide about {listed}, but {why}, so somebody else may have written this; "
-        "check it, and add --trust (trust=True) if you accept it, or specify it yourself."
+        f"the directory {run_dir} would decide about {listed}, but {why}, so somebody else may have written these "
+        "values; check them, and add --trust (trust=True) if you accept them, or specify them yourself."
     )
 
 
@@ -261,8 +264,8 @@ def find_resumed(
         earlier: the description of the run that is resumed.
         run_dir: the directory of this run.
         checkpoint_dir: directory, or URL of a bucket, for the checkpoints of the resuming run; None for the usual
-            directory. Earlier checkpoints are also looked for there. If a bucket has a newer checkpoint, that one is
-            copied to the usual directory.
+            directory. Earlier checkpoints are also looked for there. If a bucket has a newer checkpoint, this
+            checkpoint is copied to the usual directory.
         trust: True to look for checkpoints wherever the description says, even if another user has written the
             description.
 
@@ -273,8 +276,8 @@ def find_resumed(
     trust = trust or trusts(earlier, run_dir)
     named = earlier.value_of("--checkpoint-dir") if trust else ""
     places = list(dict.fromkeys(filter(None, [named or str(usual), checkpoint_dir])))
-    # A description that is not trusted must not name a place outside of this directory. But its checkpoint of origin
-    # may have been copied to this directory.
+    # A description that is not trusted must not name a place outside of this directory. In this case, the checkpoint of
+    # origin is looked for only in this directory, to which it may have been copied.
     origin = earlier.origin if trust or not earlier.origin else str(usual / origin_of(Path(earlier.origin)))
     found = newest_checkpoint(places, usual, earlier.lineage, origin)
     if (resumed := resumed_with(found)) is not None:
@@ -314,7 +317,8 @@ def newest_checkpoint(places: Sequence[str], usual: Path, lineage: str, origin: 
         lineage: the identity of the lineage; "" for a run of an earlier version, which has no identity. Without an
             identity, a place may have the checkpoints of other runs, so only the first place with a whole checkpoint
             is used.
-        origin: directory of the checkpoint of another lineage with which this lineage has begun; "" for none.
+        origin: directory of the checkpoint with which this lineage has begun, if that checkpoint is of another lineage;
+            else "".
 
     Raises:
         ConfigurationError: a bucket cannot be read.
@@ -364,8 +368,8 @@ def _or_newer(here: NewestCheckpoint, bucket: str, usual: Path, lineage: str) ->
 def lineage_of(earlier: RunFile, run_dir: Path, resumed: ResumedFrom) -> tuple[str, str]:
     """Return the identity of a resuming run, and the checkpoint with which its lineage has begun.
 
-    A run that goes on in the same directory keeps its identity. If the directory is a copy of an original that still
-    exists, the run gets a new identity, because the run in the original directory may go on as well.
+    A run that goes on in the same directory keeps its identity. If the directory is a copy of an original directory
+    that still exists, the run gets a new identity, because the run in the original directory may go on as well.
 
     Args:
         earlier: the description of the run that is resumed.
@@ -378,7 +382,7 @@ def lineage_of(earlier: RunFile, run_dir: Path, resumed: ResumedFrom) -> tuple[s
 
 
 def _is_copy(earlier: RunFile, run_dir: Path) -> bool:
-    """Return True if a run directory is a copy of a directory that still exists. A moved directory is no copy."""
+    """Return True if a run directory is a copy of a directory that still exists. A moved directory is not a copy."""
     try:
         if not earlier.run_dir or Path(earlier.run_dir).samefile(run_dir):
             return False
@@ -422,7 +426,7 @@ def require_meaningful(checkpoint: Checkpoint) -> None:
     """Check the content of a checkpoint whose files are undamaged.
 
     Whoever can write a checkpoint can also write a matching manifest. A run must refuse a checkpoint with invalid
-    content, as it refuses an incomplete one, instead of failing later.
+    content, as it refuses an incomplete checkpoint, instead of failing later.
 
     Raises:
         CheckpointError: the content is not valid for this version of Paceline.
@@ -437,12 +441,12 @@ def require_meaningful(checkpoint: Checkpoint) -> None:
             f"job.json cannot be read: {error}; use the version of Paceline that has begun the run"
         ) from None
     if cut.number != checkpoint.manifest.number:
-        raise CheckpointError(f"job.json is that of checkpoint {cut.number}")
+        raise CheckpointError(f"job.json belongs to checkpoint {cut.number}")
     try:
         require_sound_parameters(cut.model)
         require_plausible(cut)
     except ProtocolError as error:
-        raise CheckpointError(f"job.json means nothing: {error}") from None
+        raise CheckpointError(f"job.json is not valid: {error}") from None
     if len(checkpoint.manifest.versions) != len(cut.shards):
         raise CheckpointError("job.json and the manifest differ in the number of shards")
     checkpoint.require_content(cut.model)
@@ -494,11 +498,11 @@ def require_same_source(name: str, source: str, run_dir: Path, accept: str) -> s
         ConfigurationError: the source has changed. The message states the first difference.
     """
     if not source:
-        return f"{name} is not compared with that of the run before, because its source cannot be read."
+        return f"{name} is not compared with that of the previous run, because its source cannot be read."
     try:
         before = read_regular(run_dir / SOURCE).decode(errors="replace").splitlines()
     except FileNotFoundError:
-        return f"{name} is not compared with that of the run before, because {run_dir} does not contain its source."
+        return f"{name} is not compared with that of the previous run, because {run_dir} does not contain its source."
     except OSError as error:
         raise ConfigurationError(
             f"{run_dir / SOURCE} cannot be read: {error.strerror}. Remove it, or add {accept}."

@@ -10,9 +10,9 @@ This module alone decides whether the holder of a lock is alive:
 
 - A process on the same kernel and in the same process namespace is visible, so its state is known at once. So a run
   can be resumed immediately after its launcher was killed.
-- Any other process is judged by its heartbeats: every few seconds, it sets the time of its file. After three missed
-  heartbeats, it counts as dead. The clock of the file server alone measures the time: the times of two files in the
-  directory are compared, so the clocks of different machines do not matter.
+- Any other process is judged by its heartbeats: every few seconds, it updates the time of its lock file. After three
+  missed heartbeats, it counts as dead. The clock of the file server alone measures the time: the times of two files in
+  the directory are compared, so the clocks of different machines do not matter.
 
 Every second, the holder checks whether another process has taken its lock (`--force`, or after missed heartbeats). If
 so, the holder ends at once and writes nothing more, because its files would mix with those of the other run.
@@ -67,7 +67,7 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
         boot: identifier of the boot of the machine's kernel. It is equal in all containers on one machine.
         namespace: number of the process namespace of the process.
         process: the process, with its id in this namespace.
-        token: text that distinguishes this lock from all others.
+        token: text that distinguishes this lock from all other locks.
         heartbeat_s: time between two heartbeats, in seconds.
         free: True if the process has given the lock back.
     """
@@ -213,7 +213,7 @@ class RunLock:
 
     Attributes:
         number: number of the lock.
-        token: text that distinguishes this lock from all others.
+        token: text that distinguishes this lock from all other locks.
         lost: a message that another process has taken the lock, so that the run of this process must end at once; ""
             if no process has taken the lock.
     """
@@ -351,7 +351,7 @@ class RunLock:
     def _await_others(
         self, before: list[_Lock], tell: Callable[[str], object], look: Callable[[], object]
     ) -> None:
-        """Wait until all runs have ended whose locks are replaced by this lock."""
+        """Wait for the end of all runs whose locks this lock replaces."""
         held = [each for each in before if each.life != "dead"]
         for each in held:
             tell(
@@ -409,8 +409,8 @@ def _await_sign_of_life(
         first_s, age_s = _changed(lock.path), clock.age_s(lock.path)
         if age_s is None and lock.path.exists():
             raise ConfigurationError(
-                f"the run directory {run_dir} cannot be written, so it cannot be told whether {lock.words}, which "
-                "holds it, is alive; allow writing."
+                f"the run directory {run_dir} cannot be written, so Paceline cannot find out whether {lock.words}, "
+                "which holds the directory, is alive; make the directory writable."
             )
         if age_s is None or age_s > lock.patience_s:
             return "dead"
@@ -503,7 +503,10 @@ def _changed(path: Path) -> float | None:
 
 
 def _changed_s(path: Path) -> float:
-    """Return the time of a file. The file is opened, because network file systems then ask their servers."""
+    """Return the time of a file.
+
+    The file is opened, because this makes a network file system ask its server for the time.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.fstat(descriptor).st_mtime
@@ -529,7 +532,7 @@ def _warn(words: str) -> None:
 
 
 def _boot() -> str:
-    """Return the identifier of the boot of the kernel; "" if the kernel does not tell."""
+    """Return the identifier of the boot of the kernel; "" if the kernel does not report it."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -537,7 +540,7 @@ def _boot() -> str:
 
 
 def _namespace() -> int:
-    """Return the number of the process namespace of this process; 0 if the kernel does not tell."""
+    """Return the number of the process namespace of this process; 0 if the kernel does not report it."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:
@@ -561,7 +564,7 @@ State = Literal["running", "stopped", "traced", "gone"]
 """The state of a process: "stopped" by a signal, "traced" if a debugger has stopped it, or "gone" if it has ended."""
 
 STATES: dict[str, State] = {"T": "stopped", "t": "traced", "Z": "gone", "X": "gone", "x": "gone"}
-"""The states that the kernel names with these letters. All other letters mean kinds of running or sleeping."""
+"""The states that the kernel names with these letters. All other letters mean that a process runs or sleeps."""
 
 START_TIME = 22 - 3  # index of the start time in the fields of /proc/PID/stat that follow the name
 
@@ -622,7 +625,8 @@ def _fields(process_id: int | str) -> list[str] | None:
 #
 # The file contains the address and the secret of the run, so only its owner may read it. The file also names the
 # launcher's process: if the launcher is killed, the file remains, and readers notice that the launcher has ended.
-# Readers on another machine or in another process namespace cannot see the launcher. They use only its heartbeats.
+# Readers on another machine or in another process namespace cannot see the launcher. Such readers use only the
+# launcher's heartbeats.
 
 FILE_NAME = "running.json"
 RUNS = Path("runs")
@@ -669,7 +673,9 @@ class RunInProgress(msgspec.Struct, frozen=True):
 
 @contextlib.contextmanager
 def published(run_dir: Path, address: str, token: str, dashboard: str = "") -> Iterator[None]:
-    """Return a context in which a run of this process has its file. If the file is not writable, a warning is logged.
+    """Return a context in which the run of this process has such a file.
+
+    If the file is not writable, a warning is logged.
 
     Args:
         run_dir: the directory of the run.
@@ -726,7 +732,8 @@ def unreachable(run_dir: Path, found: RunInProgress) -> PacelineError:
     if quiet_s is not None and quiet_s <= MOST_MISSED * launcher.heartbeat_s:
         return ConfigurationError(
             f"the run in {run_dir} is in progress: its launcher, {launcher.words}, has just given a sign of life, "
-            "but cannot be reached from here. Call status on that machine, in the container of the launcher, if any."
+            "but cannot be reached from here. Call status on that machine, and in the launcher's container if there is "
+            "one."
         )
     last = "" if quiet_s is None else f" Its last sign of life was {quiet_s:.0f} s ago."
     return PeerLostError(
@@ -767,7 +774,10 @@ def newest_run(folder: Path = RUNS) -> Path:
 
 
 def _write(file: Path, content: RunInProgress) -> None:
-    """Write the file atomically, so that no process reads a part of it. Other users are never permitted to read it."""
+    """Write the file atomically, so that no process reads an incomplete file.
+
+    Other users are never permitted to read it.
+    """
     new = file.with_name(f".{FILE_NAME}-{secrets.token_hex(4)}")
     descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:

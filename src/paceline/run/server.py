@@ -102,7 +102,8 @@ from .traces import TEND_S, TEND_TICKS, SegmentedFile, parts_of, segmenting, tra
 
 log = logging.getLogger("paceline.server")
 
-# Maximum number of connections from readers, per shard. Each connection may hold a copy of a snapshot on its way.
+# Maximum number of connections from readers, per shard. Each connection may hold a copy of a snapshot that is being
+# sent.
 READERS_PER_SHARD = 32
 
 Fetch = FetchSnapshot | FetchOptimizerState | FetchBuffers | FetchInitialBuffers | FetchFrozen | FetchStates
@@ -456,7 +457,7 @@ class ServerHost(Host):
         )
 
     def _expect_end(self, worker: int) -> None:
-        """Let the connection to a worker that has left the run end. If there is no connection, do nothing."""
+        """If a worker that has left the run is connected, drop its connection after its last messages."""
         if (peer := self._workers.get(worker)) is not None:
             self._hub.expect_end(peer)
 
@@ -568,7 +569,7 @@ class ServerHost(Host):
         self._frozen.retain(memory.frozen_sizes())
 
     def _save_states(self) -> None:
-        """If this server has states of tracked objects, write the latest ones to the run directory."""
+        """If this server has states of tracked objects, write the latest states to the run directory."""
         if self._memory is None or self._memory.states is None:
             return
         position, data = self._memory.states
@@ -623,7 +624,10 @@ class ServerHost(Host):
         return self._recorders[shard][1]
 
     def _tend_traces(self, now_ticks: int) -> None:
-        """Write the buffered parts of the traces, and begin new segments. No core is handling an event."""
+        """Write the buffered parts of the traces, and begin new segments.
+
+        Call this method only while no core handles an event.
+        """
         self._tend_ticks = now_ticks + TEND_TICKS
         for shard, (file, recorder) in self._recorders.items():
             if file.tend():

@@ -254,7 +254,10 @@ class ServerMemory:
         self._added.clear()
 
     def extend(self) -> None:
-        """Store the extended model from now on, unless this is already so. All initial weights must have arrived."""
+        """Store the extended model from now on, unless this server already stores it.
+
+        All initial weights must have arrived.
+        """
         if self._next is None:
             return
         if self._added.keys() != self._next.slices.keys():
@@ -376,7 +379,8 @@ class ServerMemory:
                 self._bases[index] = BaseSender(self._wire.weights, weights)
             based = self._bases[index]
             if based.numbers.get(part, 0) != answer.base:
-                # This is also needed here, because a base may change although the weights do not.
+                # `before_update` must also be called here, because a base may change although the weights do not
+                # change.
                 self._before_update(index)
                 based.advance(part, answer.base, vectors)
             return based.payload(vectors, whole=answer.codec == "float32"), based.checksum(vectors)
@@ -423,8 +427,8 @@ def _are_some_of(indices: Sequence[int], count: int) -> bool:
 
 # -- A server's view of one worker's region, limited to one shard: an inbox for each pair of worker and shard
 #
-# In both kinds, `gradient` maps each dtype to the slice of the gradient that the worker pushes, as bytes. `weights`
-# maps each dtype to the slice of the weights that the worker reads, or is None if the weights must be sent.
+# In both kinds of inboxes, `gradient` maps each dtype to the slice of the gradient that the worker pushes, as bytes.
+# `weights` maps each dtype to the slice of the weights that the worker reads, or is None if the weights must be sent.
 
 
 class SharedInbox:
@@ -469,7 +473,7 @@ class StreamedInbox:
         self.missing = set(range(len(self.pieces)))
         vectors = tensors_over(self.gradient)
         self._codecs = {name: Receiver(name, vectors) for name in {"float32", codec}}
-        # The ranges of a whole gradient, because most messages contain a whole gradient.
+        # The ranges of a whole gradient are kept here, because most messages contain a whole gradient.
         self._whole = tuple(range(len(self.pieces))), ranges_of(self.pieces)
 
     def places(self, pieces: Sequence[int], codec: str = "float32") -> list[memoryview]:

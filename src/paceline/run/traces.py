@@ -2,7 +2,8 @@
 
 Servers on other machines send their traces at the end of a run. The coordinator writes each trace to a temporary file
 in the run directory, and renames the file when the trace is complete. Several machines may share the run directory. In
-this case, the server itself has already written this trace there, and the file is complete at every moment.
+this case, the server itself has already written its trace there. Because of the renaming, this file is complete at
+every moment.
 """
 
 from __future__ import annotations
@@ -104,8 +105,8 @@ class TraceFiles:
             file.write(data)
             if message.last:
                 file.close()
-                # If the machines share the directory, these segments are those that the server has written there. The
-                # new trace contains them.
+                # If the machines share the directory, the server has written these segments there. The new trace
+                # contains them.
                 for segment in earlier_segments(trace_path(self._run_dir, shard)).values():
                     segment.unlink()
                 unfinished.finish()
@@ -221,15 +222,15 @@ class Segmenting(NamedTuple):
 def segmenting(
     job: Job, kind: Literal["shard", "coordinator", "worker"], machine: int = 0
 ) -> Segmenting | None:
-    """Return how a process of a run writes its traces or records; None to keep all of them.
+    """Return how a process of a run writes its traces or records in segments; None to write a single segment.
 
-    All files of the run share the bytes that the user grants, so that they cover about the same time.
+    The bytes that the user grants are divided among all files of the run, so that all files cover about the same time.
 
     Args:
         job: the configuration of the run.
         kind: the kind of process that writes the file.
-        machine: index of the process's machine. On machine 0, the launcher's, segments are digested before they are
-            deleted.
+        machine: index of the process's machine. On machine 0, which is the launcher's machine, segments are digested
+            before they are deleted.
     """
     if job.traces.kept != "recent":
         return None
@@ -243,7 +244,7 @@ def segmenting(
 # -- Optional output files of a run: logs and traces. Training continues even if these files cannot be written
 #
 # Other processes read these files during the run, and a process that is killed loses its buffered data. So data is
-# not buffered. Exceptions are files to which much is written: their owners flush them regularly instead.
+# usually not buffered. Only files to which much is written have a buffer, which their owners flush regularly.
 
 
 class BestEffortFile:
@@ -252,7 +253,7 @@ class BestEffortFile:
     Args:
         path: path of the file, which is overwritten if it exists.
         failed: called once with an error message when the file cannot be opened, written or closed.
-        append: True to append to the file instead.
+        append: True to append to the file instead of overwriting it.
 
     Attributes:
         buffered: True if data is buffered, so that the owner must call `flush` regularly.
@@ -326,7 +327,7 @@ class SegmentedFile(BestEffortFile):
         path: path of the file, which is overwritten if it exists.
         failed: called once with an error message when the file cannot be opened, written or closed.
         segmenting: how the file is written in segments; None to write one segment that never ends.
-        append: True to append to the file instead.
+        append: True to append to the file instead of overwriting it.
     """
 
     buffered = True

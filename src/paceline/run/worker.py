@@ -496,7 +496,7 @@ class WorkerSession(Session):
             self._stand_in_s = now_s + self._idle_interval_s
 
     def _give_state(self, *, ended: bool = False) -> None:
-        """If a cut wants the state of the script, give it. The script must be waiting, or must have ended."""
+        """If a cut wants the state of the script, give this state. The script must be waiting, or must have ended."""
         if self.core.owes_state and self.callbacks.state is not None:
             self.servers.keep_worker_state(self.callbacks.state(ended))
 
@@ -560,7 +560,10 @@ class WorkerSession(Session):
             self._wait_while_paused()
 
     def _push_nothing(self, ask: Callable[[Sequence[Any]], Sequence[Request]]) -> None:
-        """Push without a gradient, and pull. `ask` returns the requests for the contents of the push."""
+        """Push without a gradient, and pull.
+
+        `ask` takes the contents of the push, and returns the requests of the core.
+        """
         links, core = self.links, self.core
         assert self.memory is not None
         self._forget_staged()
@@ -615,7 +618,8 @@ class WorkerSession(Session):
         if links.finished:
             return
         links.finished = True
-        # If this worker leaves or a server was lost, an unfinished pull may have changed weights. This is no edit.
+        # If this worker leaves, or if a server was lost, an unfinished pull may have changed weights. Such a change is
+        # not an edit by the script.
         unfinished = links.asked_to_leave or bool(self.core.waiting_for)
         if not unfinished:
             self._give_state(ended=True)

@@ -83,7 +83,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class Leaving(SystemExit):
-    """Raised in the script when this worker has been asked to leave the run, at the end of its current iteration."""
+    """Raised in the script at the end of the current iteration if this worker has been asked to leave the run."""
 
 
 class Linked(Protocol):
@@ -390,7 +390,7 @@ class Links(Host):
         if self.taken_out is None:
             try:
                 for message in self.coordinator.receive():
-                    if type(message) is TakenOut:  # no other message can be carried out
+                    if type(message) is TakenOut:  # other messages no longer matter
                         self.core.handle(message)
             except TakenOutError as reason:
                 self.taken_out = reason
@@ -429,7 +429,7 @@ SKIPPED_ITERATIONS = 5
 WATCHED_ITERATIONS = 15  # number of iterations after which the measurement ends
 LEAST_BYTES = 65_536  # the time to send less data depends on the latency of the link, not on its rate
 FACTOR = 2.0  # a link is too slow if sending takes more than this many times as long as computing
-ESTIMATE = "the gradients, because the way of the weights is not measured"
+ESTIMATE = "the gradients, because the transfer of the weights is not measured"
 
 
 class SlowLink:
@@ -471,7 +471,7 @@ class SlowLink:
         iterations = WATCHED_ITERATIONS - SKIPPED_ITERATIONS
         both = list(zip(self._before, sendings, strict=False))
         sent_bytes = sum(after.sent - before.sent for before, after in both) / iterations
-        # All connections send at the same time, so the time of the slowest one counts.
+        # All connections send at the same time, so the time of the slowest connection counts.
         busy_s = max((after.busy_s - before.busy_s for before, after in both), default=0.0) / iterations
         usual_s = median(self._computing_s[SKIPPED_ITERATIONS:])
         if busy_s <= FACTOR * usual_s or sent_bytes < LEAST_BYTES:
@@ -608,7 +608,8 @@ class WorkerMemory:
         self.shared = job.carrier.shares_memory
         self._awaits = awaits
         self._attached: set[int] = set()  # shards that use the region although their servers use TCP
-        # In a run that machines join, the user has not chosen TCP for connections within a machine.
+        # In a run that machines join, the transport must be TCP, but servers on this machine may use this worker's
+        # memory.
         limit_bytes = file_limit()
         fits = limit_bytes is None or Region.size_of(model.layout) <= limit_bytes
         offered = job.joined and any(local) and fits and shared_memory_available()
@@ -660,14 +661,18 @@ class WorkerMemory:
         return len(self._codecs) > 1 and len(self._attached) < len(self.shards)
 
     def weights(self, *, in_place: bool) -> Vectors:
-        """Return the weights in the memory that the servers update if `in_place` is True, else in the region."""
+        """Return the weights of the model.
+
+        If `in_place` is True, these are the weights in the memory that the servers update; otherwise, the weights in
+        the region.
+        """
         memory = self._master if in_place else self.region
         assert memory is not None
         self.in_place = in_place
         return tensors_over(memory.weights)
 
     def take_over(self) -> None:
-        """Copy the weights from the memory that the servers update to the region."""
+        """Copy the weights to the region, from the memory that the servers update."""
         assert self._master is not None
         for dtype, target in self.region.weights.items():
             target[:] = self._master.weights[dtype]
@@ -814,7 +819,7 @@ class Outbox:
         self._codecs = codecs
         self._gradients = {shard.index: cut(gradients, shard) for shard in shards}
         self._pieces = {shard.index: shard.pieces(PIECE_BYTES) for shard in shards}
-        # The ranges of a whole gradient, because most commits send whole gradients.
+        # The ranges of a whole gradient are kept here, because most commits send whole gradients.
         self._whole = {shard: ranges_of(pieces) for shard, pieces in self._pieces.items()}
         # The number of parameters in each piece. A piece is identified by (shard, number of the piece in the shard).
         self._parameter_counts: dict[tuple[int, int], int] = {}
@@ -903,7 +908,7 @@ class Outbox:
         Args:
             shard: index of the shard.
             set_index: the parameter set whose pieces are sent; None for all sets.
-            exact: True to send the pieces unencoded. If so, no piece may have been sent early.
+            exact: True to send the pieces unencoded. In this case, no piece may have been sent early.
             absent: the parts of the shard's vectors that have no gradient.
         """
         if shard not in self._pieces:

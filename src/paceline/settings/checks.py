@@ -198,8 +198,8 @@ RUN, SERVE, SCHEDULED = "run", "serve", "scheduled"
 Check = Callable[[str, Any], Any]
 """A function from the name and the value of a setting to the value that the run uses.
 
-The value is what a user has written: an argument in Python, or the text of an option. If this value is not valid, the
-function raises `ConfigurationError`, which states the name, the value and what was expected.
+The function receives the value that a user has written: an argument in Python, or the text of an option. If this value
+is not valid, the function raises `ConfigurationError`, which states the name, the value and what was expected.
 """
 
 
@@ -322,7 +322,7 @@ def converted(
         kind: the type.
         tables: pattern of the place of a table within `values`, such as "target" or r"models\\[.*\\]", or "" for
             `values` itself -> the entries of this table.
-        choices: name of an entry -> the words that it may be, for each entry that is one of several words.
+        choices: name of an entry -> its permitted words, for each entry that must be one of several words.
         where: the name of this table or entry in the file; "" for the whole file.
 
     Raises:
@@ -368,7 +368,7 @@ def _type_words(types: str) -> str:
 
 
 def _value_at(values: Any, place: str) -> Any:
-    """Return the value at a place as msgspec names it: "budget.seconds", "models[2]"."""
+    """Return the value at a place that is named as in messages of msgspec, such as "budget.seconds" or "models[2]"."""
     for key in re.findall(r"[^.\[\]]+", place):
         values = values[int(key)] if isinstance(values, Sequence) else values[key]
     return values

@@ -193,7 +193,7 @@ class Settings(TypedDict, total=False):
         str,
         Setting(
             default="stop",
-            doc='"stop" to end the run if a gradient contains NaN or inf, or "skip" to drop that push.',
+            doc='what happens if a gradient contains NaN or inf: "stop" to end the run, or "skip" to drop the push.',
             help="If a gradient contains NaN or inf, stop the run or skip the push. With skip, a worker whose "
             "gradients contain NaN ten times in a row is taken out of the run.",
             metavar="<stop|skip>",
@@ -266,8 +266,8 @@ class Settings(TypedDict, total=False):
         float | None,
         Setting(
             default=None,
-            doc="number of seconds after which a silent worker or server is killed if others wait for it. Default: "
-            "never. If a worker is killed, the run continues without it.",
+            doc="number of seconds after which a silent worker or server is killed if other processes wait for it. "
+            "Default: never. If a worker is killed, the run continues without it.",
             help="Kill a worker or server that has been silent for this many seconds while others wait for it. "
             "Default: never. If a worker is killed, the run continues without it. With or without this option, the "
             "terminal shows which process the run is waiting for.",
@@ -402,7 +402,7 @@ class Settings(TypedDict, total=False):
             doc="True to let the directory that is resumed decide where checkpoints are, even if you have not "
             "started its run.",
             help="Do what the run directory says: run its command, import its modules, use its paths. Needed if you "
-            "have not started its run, or had another home directory.",
+            "did not start its run, or started it with another home directory.",
             panel=RESUMING,
             commands=(RUN, SERVE),
             field=None,
@@ -551,7 +551,7 @@ def checked(settings: Settings) -> dict[str, Any]:
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-WIDTH = 114  # of a docstring without its indentation
+WIDTH = 114  # width of a docstring without its indentation
 
 
 def shows_settings(function: Function) -> Function:

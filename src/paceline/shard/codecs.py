@@ -1,10 +1,10 @@
-"""Codecs: the formats in which vectors travel between processes, by the names of the option `--wire`.
+"""Codecs, the formats in which vectors travel between processes. The option `--wire` selects a codec by its name.
 
 `core.layout.CODECS` has a row for each codec: the dtypes and blocks that it encodes, and their sizes, which decide how
 long transfers take in a simulation. Here, each codec has a `Packer`: an object without state, which packs blocks of
 values into bytes and unpacks them. Vectors travel from one end of a *way* to the other end, and both ends have state. A
-`Sender` encodes gradients, and a `Receiver` decodes them; a `BaseSender` and a `BaseReceiver` are the ends of the
-weights' way if both hold a common base. The ends know nothing of the format, and all hosts use them.
+`Sender` encodes gradients, and a `Receiver` decodes them. If weights are sent as differences from a common base, the
+ends of their way are a `BaseSender` and a `BaseReceiver`. The ends know nothing of the format, and all hosts use them.
 `core.messages.push` says which vectors are encoded.
 
 Blocks are counted from the start of a shard's slice. With `--slicing even`, slices are cut between blocks, so blocks
@@ -97,11 +97,12 @@ class Int8(Packer, codec="int8"):
 
 
 class Int4(Packer, codec="int4"):
-    """Every 32 values have a bfloat16 scale. Values are rounded to the nearest of its 15 multiples, ties to even.
+    """Every 32 values share a bfloat16 scale, and are rounded to the nearest of 15 multiples of the scale, ties to
+    even.
 
-    The scale is rounded down, so that the largest float32 values do not become infinite.
-    The k-th byte of a block contains the k-th value of the block's first half in its lower bits, and the k-th value of
-    the second half in its upper bits.
+    The scale is rounded down, so that the largest float32 values do not become infinite. The k-th byte of a block
+    contains the k-th value of the block's first half in the lower bits, and the k-th value of the second half in the
+    upper bits.
 
     >>> Sender("int4", {"float32": torch.tensor([7.0, 0.5, -1.6])}).arriving()
     {'float32': tensor([ 7.,  0., -2.])}
@@ -138,14 +139,14 @@ def _usable(scales: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class End:
-    """One end of the way of some vectors.
+    """One end of the way on which some vectors travel.
 
     Both ends have vectors with the same names and sizes. Ranges begin and end between blocks, or at the end of a
     vector.
 
     Args:
         codec: name of the codec.
-        vectors: the flat vectors, with values that are not encoded.
+        vectors: the flat vectors. Their values are not encoded.
 
     Attributes:
         vectors: the flat vectors.
@@ -178,7 +179,10 @@ class End:
 
     @cached_property
     def _bytes(self) -> dict[str, tuple[memoryview, int, int]]:
-        """Vector -> its bytes as it travels, values in a block, bytes of a block. Made once, because views are slow."""
+        """Vector -> its bytes in the format in which it travels, values in a block, bytes of a block.
+
+        The result is kept, because making views takes long.
+        """
         found = {name: (bytes_of(vector), 1, vector.element_size()) for name, vector in self.vectors.items()}
         for name, packed in self._packed.items():
             found[name] = bytes_of(packed.view(-1)), self._codec.block, self._codec.block_bytes
@@ -230,7 +234,7 @@ class Sender(End):
         """
         if self._packed:
             absent = [part for part in absent if part[0] in self._packed]
-            for name, start, stop in absent:  # other contents of the memory could make scales larger
+            for name, start, stop in absent:  # values other than 0 could make the scales larger
                 self.vectors[name][start:stop] = 0
             kept = [self._take_residual(part) for part in absent if part[0] in self._residual]
             for name, place, packed, scratch in self._chunks(ranges):
@@ -299,10 +303,10 @@ class Receiver(End):
 
 
 class BaseSender(End):
-    """The end of a server that sends weights, as differences from a base that all workers have.
+    """The server's end of the way of the weights, which are sent as differences from a base that all workers have.
 
-    Each version of the weights is encoded once. The base then has the values that the workers have, so the next
-    difference makes up for the rounding error of this difference. `core.shard.Bases` numbers the bases of each
+    Each version of the weights is encoded once. Afterwards, the base has the values that the workers have, so each
+    difference makes up for the rounding error of the difference before it. `core.shard.Bases` numbers the bases of each
     parameter set.
 
     Attributes:
@@ -314,10 +318,13 @@ class BaseSender(End):
         super().__init__(codec, vectors)
         self.base = {name: torch.zeros_like(vectors[name]) for name in self._packed}
         self.numbers: dict[int | None, int] = {}
-        self._checksums: dict[tuple[str, ...], int] = {}  # of vectors of the base, once they are known
+        self._checksums: dict[tuple[str, ...], int] = {}  # vectors -> checksum of the present base
 
     def advance(self, part: int | None, number: int, vectors: Iterable[str]) -> None:
-        """Make the base with this number: by a difference if it follows the last base, else from the weights.
+        """Make the base with this number.
+
+        If the number follows that of the last base, a difference is encoded and added to the last base. Otherwise, the
+        base is a copy of the weights.
 
         Args:
             part: the parameter set.
@@ -356,7 +363,7 @@ class BaseSender(End):
 
 
 class BaseReceiver(End):
-    """The end of a worker that receives weights, as differences from the base of a `BaseSender`.
+    """The worker's end of the way of the weights, which arrive as differences from the base of a `BaseSender`.
 
     The base is kept apart from the worker's weights, which a script may change.
     """

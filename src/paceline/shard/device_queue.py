@@ -2,8 +2,8 @@
 
 A device computes asynchronously: a call returns before the device has begun. So a copy must begin after the device has
 computed the values that are copied, and whatever needs the result must wait for the copy. A `DeviceQueue` carries out
-copies in the order in which they are submitted. Each copy begins after all computations that were started before it.
-Later computations may overlap with the copy, unless they are told to wait.
+copies in the order in which they are submitted. Each copy begins after all computations that were started before the
+copy was submitted. Later computations may overlap with the copy, unless they are told to wait.
 
 Workers whose parameters are on a device copy weights and gradients in this way (see `train.weights`), and so do servers
 whose optimizers make their steps on a device: see `SliceOnDevice`.
@@ -40,7 +40,8 @@ class DeviceQueue(Protocol):
     """Carries out copies on a device, one after another.
 
     Attributes:
-        overlaps: True if copies run beside computations. Otherwise, a copy has ended when `submit` returns.
+        overlaps: True if copies run at the same time as computations. Otherwise, a copy has ended when `submit`
+            returns.
     """
 
     overlaps: bool
@@ -83,7 +84,7 @@ class DeviceQueue(Protocol):
 
 
 def queue_of(device: torch.device) -> DeviceQueue:
-    """Return a queue for a device. If its backend in torch has no streams, copies do not overlap."""
+    """Return a queue for a device. If the device's backend in torch has no streams, copies do not overlap."""
     try:
         return _StreamQueue(device)
     except RuntimeError:  # this is how backends say that they have no streams
@@ -134,7 +135,7 @@ class _StreamQueue:
         if len(registered) < len(places):
             log.warning("some memory of the host cannot be locked for a device, so copies take longer")
 
-        def unregister(memory: Sequence[torch.Tensor] = memory) -> None:  # keeps the memory alive until then
+        def unregister(memory: Sequence[torch.Tensor] = memory) -> None:  # the default keeps the memory alive
             for address, _ in registered:
                 torch.cuda.cudart().cudaHostUnregister(address)
 
@@ -143,7 +144,8 @@ class _StreamQueue:
     def _lock(self, address: int, size_bytes: int, way: int) -> bool:
         if int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, way)) == 0:
             return True
-        # CUDA keeps the error, and torch would find it after an unrelated kernel. Let torch raise and clear it now.
+        # CUDA keeps the error, and torch would find it after an unrelated kernel. So let torch raise and clear the
+        # error now.
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device=self._device)
         return False
@@ -204,8 +206,8 @@ class _Ended:
 class SliceOnDevice:
     """A copy of a slice's weights on a device, and memory on this device for a gradient.
 
-    The server sends the weights in the memory of the host. `publish` changes these weights when the step on the device
-    has ended. When anything else has changed them, `bring_weights` must be called.
+    The server sends the weights from the memory of the host. `publish` copies the weights to this memory when the step
+    on the device has ended. When anything else has changed the weights on the host, `bring_weights` must be called.
 
     Args:
         weights: the slice's vectors in the memory of the host.

@@ -10,8 +10,8 @@ parameters. The result is right only if two conditions hold, which a worker test
 
 The test takes a few steps on small parameters of several shapes, with the script's optimizer, and with optimizers that
 are built like those of two servers: first on slices, then on whole tensors. The test is done in double precision and in
-the dtypes of the model, and takes some milliseconds. If all results differ, the optimizer is refused with a message
-that says what differed.
+the dtypes of the model, and takes some milliseconds. If the results differ in both cases, the optimizer is refused with
+a message that says what differed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .optimizer_sources import OptimizerSources, class_name
 from .vectors import entries_of, tensors_of
 
 SHAPES = ((), (1,), (7,), (4, 3), (3, 2, 2, 2), (3, 5), (2, 3, 2), (5, 1, 2), (2, 3, 1, 2))
-LARGE = ((4608,), (72, 64), (18, 16, 16), (18, 16, 4, 4))  # shapes of parameters whose state is looked at
+LARGE = ((4608,), (72, 64), (18, 16, 16), (18, 16, 4, 4))  # shapes for the test of rounded states
 STEPS = 12
 WITHOUT_GRADIENT = ((2, 1), (3, 1), (3, 3), (7, 4))  # (step, parameter of the group)
 EVALUATED = (3, 8, STEPS)  # steps after which optimizers with modes are evaluated
@@ -56,10 +56,10 @@ _sources: list[OptimizerSources] = []
 def register_elementwise(cls: Kind) -> Kind:
     """State that an optimizer class updates each element independently, so that it may run on slices.
 
-    Without this call, Paceline tests the class before training begins, and refuses it if its results on slices differ.
-    If the test refuses a class although you know that slices make no difference, register the class. An example is a
-    class that rounds stochastically. This function can be used as a decorator. The servers must be able to load the
-    class; see the guide.
+    Without this call, Paceline tests the class before training begins, and does not run the class on slices if its
+    results differ from those on whole tensors. If the test refuses a class although you know that slices make no
+    difference, register the class. An example is a class that rounds stochastically. This function can be used as a
+    decorator. The servers must be able to load the class; see the guide.
 
     Args:
         cls: a subclass of `torch.optim.Optimizer`.
@@ -133,7 +133,7 @@ def use_sources(sources: OptimizerSources) -> None:
 
 
 def loaded_optimizers(imports: Sequence[str]) -> OptimizerSources:
-    """Return where a run of a function of this process finds the optimizer classes that the process has loaded.
+    """Return the places from which the servers of a run may take the optimizer classes that this process has loaded.
 
     Classes that other processes cannot import, because a script or a notebook defines them, are pickled.
 
@@ -211,7 +211,7 @@ def evaluated(optimizer: torch.optim.Optimizer, copies: Mapping[int, torch.Tenso
 def evaluated_state(
     optimizer: torch.optim.Optimizer, copies: Mapping[int, torch.Tensor], state_dict: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the `state_dict()` of an optimizer after its `eval()`, given the one in training mode.
+    """Return the `state_dict()` of an optimizer after its `eval()`, given its `state_dict()` in training mode.
 
     Args:
         optimizer: an optimizer of a class that has modes. It is not changed.
@@ -264,7 +264,7 @@ class Acceptance(NamedTuple):
 
 
 def look_inside(optimizer: torch.optim.Optimizer) -> Acceptance:
-    """Return whether the servers could build an optimizer. They cannot if it contains another optimizer."""
+    """Return whether the servers could build an optimizer: they cannot build one that contains another optimizer."""
     for attribute, value in vars(optimizer).items():
         if isinstance(value, torch.optim.Optimizer):
             return Acceptance(
@@ -374,7 +374,7 @@ AROUND = (
 )
 UNROUNDED = (
     "Use the class whose state is not rounded, such as torch.optim.AdamW: the state is in the memory of the servers, "
-    "so it takes none on an accelerator"
+    "so it takes no memory on an accelerator"
 )
 BUILT = "an optimizer that is built from its hyper-parameters updates differently: "
 ON_SLICES = "the update of an element depends on others: on slices, "
@@ -436,7 +436,7 @@ class _Trial:
         self.random = False
         for take, needs in {_take: "", **NEEDS}.items():
             small = _copy_of(optimizer, self._groups, whole, dtype)
-            with suppress(Exception):  # the script cannot take such steps, either
+            with suppress(Exception):  # a step that fails here fails in the script, too
                 steps = list(_steps([small], self.whole, dtype, alone=True, take=take))
                 if not self._expected or _difference(self._expected[dtype][0], steps, dtype):
                     self.random = self.random or not needs
@@ -476,7 +476,7 @@ class _Trial:
     def _difference(
         self, servers: list[_Running], parts: list[list[_Segment]], dtype: torch.dtype, *, resumed: bool
     ) -> str:
-        """Describe the first element, or entry of a group, in which servers differ from the script's optimizer.
+        """Describe the first element, or entry of a group, that differs between servers and the script's optimizer.
 
         Args:
             servers: the list to which the optimizers of the servers are added.
@@ -605,8 +605,8 @@ def _copy_of(
 def _rounded_state(optimizer: torch.optim.Optimizer, groups: Sequence[HyperParameters]) -> str:
     """Describe an entry of the state that is kept in 8 bits or fewer; "" if there is none.
 
-    Classes that round do so only for the state of large parameters, so the small parameters of the test do not show it.
-    If a class cannot take this step, the test refuses it later and says why.
+    Classes round only the state of large parameters, so the test with small parameters does not reveal the rounding.
+    This function therefore takes a step with a large parameter. If the step fails, the test that follows says why.
     """
     dimensions = max((p.dim() for group in optimizer.param_groups for p in group["params"]), default=1)
     segment = _Segment(0, len(SHAPES) + min(max(dimensions, 1), len(LARGE)) - 1)
@@ -645,7 +645,7 @@ def _resumed(
     segments: Sequence[_Segment],
     before: _Running,
 ) -> _Running:
-    """Return an optimizer that a server builds from the parts of another optimizer that a checkpoint holds."""
+    """Return the optimizer that a server builds from a checkpoint of the optimizer `before`."""
     running = _built_by_server(kind, groups, segments, before.parameters[0].dtype)
     for old, new in zip(before.parameters, running.parameters, strict=True):
         new.copy_(old)
@@ -680,7 +680,8 @@ def _steps(
         dtype: the dtype of the parameters.
         alone: True to evaluate as a process outside a run does, False to evaluate as a server does.
         take: function that takes the step with this number.
-        resume: function of (segments, optimizer) that returns the optimizer's replacement after half of the steps.
+        resume: function of (segments, optimizer) that is called after half of the steps and returns another optimizer,
+            which makes the rest of the steps. None to keep the optimizers.
     """
     torch.manual_seed(0)
     for step in range(STEPS + 1):
@@ -747,8 +748,8 @@ def _difference(expected: Sequence[Flat], found: Sequence[Flat], dtype: torch.dt
 def _unusual_state(optimizers: Sequence[torch.optim.Optimizer], *, sliced: bool) -> str:
     """Describe an entry of the state that servers cannot hold; "" if there is none.
 
-    If servers hold slices, an entry must be as large as its parameter or a single number. Otherwise, it may also be a
-    list, a tuple or a dictionary.
+    If servers hold slices, an entry must be a single number, or a tensor of the same shape as its parameter. Otherwise,
+    an entry may also be a list, a tuple or a dictionary.
     """
     for optimizer in optimizers:
         for parameter, entries in optimizer.state.items():

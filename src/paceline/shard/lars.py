@@ -33,10 +33,10 @@ class LARS(torch.optim.Optimizer):
     are the same while lr is constant. Second, eps is added to the denominator of the local rate.
 
     LARS can be used alone, like any torch optimizer, or inside `DistributedOptimizer`. Inside `DistributedOptimizer`
-    under BSP, the update is momentum SGD with the mean of the workers' scaled gradients d. With one worker, this
-    update is exactly LARS. With several workers, it differs from LARS on the joint batch, because each worker uses
-    the norm of its own gradient. After `DistributedOptimizer.step()`, `p.grad` may contain d instead of the gradient.
-    LARS used alone does not change `p.grad`. Clear the gradients before each backward pass, as usual.
+    under BSP, the update is momentum SGD with the mean of the workers' scaled gradients d. With one worker, this update
+    is exactly LARS. With several workers, it differs from LARS on the joint batch, because each worker uses the norm of
+    its own gradient. After `DistributedOptimizer.step()`, `p.grad` may contain d instead of the gradient. If LARS is
+    used alone, it does not change `p.grad`. Clear the gradients before each backward pass, as usual.
 
     Args:
         params: parameters to optimize, or dicts that define parameter groups. Gradients may be dense or sparse;

@@ -80,7 +80,7 @@ HARMLESS = frozenset(
         *("state_dict", "load_state_dict", "add_param_group", "zero_grad"),
     }
 )
-"""Attributes of an optimizer class that do not affect how it updates parameters from its hyper-parameters."""
+"""Attributes that a subclass of an optimizer may override without changing the optimizer's updates."""
 
 IMPLEMENTATION_KEYS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Settings that only select one of torch's implementations. The servers do not use the user's choice."""
@@ -181,7 +181,7 @@ def read_groups(optimizer: torch.optim.Optimizer) -> tuple[HyperParameters, ...]
         settings = rest.copy()
         for key in keys:
             value = group.get(key, NOT_SENT)
-            # This runs in every step, and nearly all values are plain.
+            # This loop runs in every step, and nearly all values need no conversion.
             value = value if type(value) in PLAIN else convert(key, value)
             if value is not NOT_SENT:
                 settings[key] = value
@@ -356,8 +356,8 @@ def _defaults_of(kind: Any) -> dict[str, Any]:
 # numbers that an optimizer counts in its groups are in the entry `COUNTERS`.
 
 # An optimizer state is rejected if it is larger than STATE_LIMIT_FACTOR times the shard's weights, plus
-# STATE_SLACK_BYTES, because optimizers store only a few vectors as large as the weights, and for whole tensors a few
-# matrices as large as the square of each side.
+# STATE_SLACK_BYTES, because optimizers store only a few vectors as large as the weights and, for each dimension of a
+# whole tensor, a few square matrices with as many rows as this dimension has elements.
 STATE_LIMIT_FACTOR = 8
 STATE_SLACK_BYTES = 16 * 1024 * 1024
 
@@ -417,7 +417,8 @@ def segments_of_state(
     Args:
         bounds: the shard.
         state: the state of the shard.
-        scalars: True if any entry may have one number per parameter, False if only those in `PER_PARAMETER_STATE`.
+        scalars: True if any entry may have one number per parameter. False if only the entries in `PER_PARAMETER_STATE`
+            may have one number per parameter.
 
     Raises:
         ProtocolError: a name or a shape matches no segment of this shard.
@@ -489,7 +490,7 @@ def _scalar_dtype() -> torch.dtype:
 
 
 def require_plausible_state(shard: ShardSlice, size_bytes: int) -> None:
-    """Raise `ProtocolError` if a shard's optimizer state of this size is larger than that of any optimizer."""
+    """Raise `ProtocolError` if a shard's optimizer state is larger than the state of any optimizer can be."""
     sides_bytes = sum(
         side * side * item_bytes(segment.dtype) for segment in shard.segments for side in segment.shape or ()
     )
@@ -503,7 +504,7 @@ def require_plausible_state(shard: ShardSlice, size_bytes: int) -> None:
 # Some methods of `torch.optim.Optimizer`, among them `add_param_group` and so the constructor, ask
 # `torch._dynamo` not to trace them. The first call of such a method imports `torch._dynamo`, which takes as
 # much time as importing torch itself. But nothing can be tracing before `torch._dynamo` has been imported, so
-# the request has no effect before that.
+# the request has no effect before this import.
 
 # In torch 2.13, a function that `torch._disable_dynamo` has wrapped looks up its untraced version in this
 # attribute of the original function, and imports `torch._dynamo` only if the attribute is missing.
@@ -523,7 +524,7 @@ def defer_dynamo() -> None:
 
 
 def _deferred(method: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls the original, or the method if `torch._dynamo` has been imported."""
+    """Return a function that calls `method` if `torch._dynamo` has been imported, and otherwise `original`."""
 
     @functools.wraps(original)
     def call(*args: Any, **options: Any) -> Any:

@@ -87,7 +87,7 @@ class SliceOptimizer(Protocol):
         """Return the entries that the optimizer itself has changed in each group. See `core.layout.Counters`."""
 
     def load_counters(self, counters: Sequence[HyperParameters]) -> None:
-        """Continue to count where an optimizer of the same class has stopped.
+        """Take over the counters of an optimizer of the same class.
 
         Args:
             counters: the `counters()` of an optimizer whose groups are the first groups of this optimizer.
@@ -176,9 +176,9 @@ def _adam_part(
 ) -> Kernel:
     """Return the kernel of a fraction of a step of Adam or AdamW.
 
-    torch's kernel moves the weights by the mean of a whole step, and leaves this mean in the state; the fraction of
-    this mean is taken afterwards. The kernel corrects no bias here, because the numbers of steps differ between the two
-    averages; the learning rate and epsilon contain the corrections instead.
+    torch's kernel makes a whole step of the running mean, moves the weights by this mean, and leaves it in the state.
+    Afterwards, the mean in the state is moved back to the fraction. The kernel corrects no bias here, because the
+    numbers of steps differ between the two averages; the learning rate and epsilon contain the corrections instead.
 
     Args:
         settings: the hyper-parameters.
@@ -232,7 +232,7 @@ def _sgd_part(
 
     With the momentum m, the last velocity u, the dampening d, the gradient g and the learning rate h, a whole step
     computes the velocity v = m u + (1 - d) g. The step moves the weights by -h v, or by -h (g + m v) with Nesterov's
-    momentum. Both are -h (a g + b u).
+    momentum. Both have the form -h (a g + b u), where a and b depend on m and d.
     """
     momentum, damped = settings["momentum"], 1.0 - settings["dampening"]
     if not momentum:
@@ -647,7 +647,7 @@ def use_joint_square(
         square: the running mean of squares, which is changed; a sum if `kept` is 1. Same shape as the gradient.
         gradient: the gradient of the update.
         mean: running mean of the gradient that begins with zero; None if there is none yet.
-        mean_weight: sum of the weights of the gradients in `mean`: less than 1 at the beginning.
+        mean_weight: sum of the coefficients of the gradients in `mean`: less than 1 at the beginning.
         kept: the part of the running mean that the step keeps.
         share: the update's share of a joint batch.
     """
@@ -662,8 +662,8 @@ def use_joint_square(
 def coupled_decay(settings: Mapping[str, Any]) -> float:
     """Return the factor with which an optimizer adds the weights to the gradient before it squares the sum.
 
-    A fraction of a step adds the weights itself, and sets the optimizer's decay to 0 meanwhile, because the estimate of
-    the square needs the same sum. The factor is negative if the objective is maximized; 0 if there is nothing to add.
+    A fraction of a step is computed with this sum instead of the gradient, and with a decay of 0, because the estimate
+    of the square needs the sum. The factor is negative if the objective is maximized; 0 if there is nothing to add.
     """
     if settings.get("decoupled_weight_decay", False):
         return 0.0
@@ -672,7 +672,7 @@ def coupled_decay(settings: Mapping[str, Any]) -> float:
 
 
 LATE = torch.tensor(1e9)
-"""Number of steps after which the bias of an average is negligible, if its decay is below 1 - 1e-7."""
+"""Number of steps after which the bias of an average is negligible, if the average's decay is below 1 - 1e-7."""
 
 
 class FractionalSteps:
@@ -751,7 +751,7 @@ class FractionalSteps:
         weight = self._mean_weights[parameter] = weight + part * (1.0 - weight)
         parameter.grad = self._saved(
             -1 - place, "", mean.lerp_(gradient, part / weight)
-        )  # a copy, because the step may change it
+        )  # a copy of the mean, because the step may change the gradient
 
     def _saved(self, place: int, key: str, value: Any) -> Any:
         """Return a copy of an entry of the state, in memory that is used again for the next step."""

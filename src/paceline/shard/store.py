@@ -139,7 +139,7 @@ class Store:
         for set_index, keys, shares in _by_set(taken, scales):
             held = [taken[key] for key in keys]
             newest = max(range(len(keys)), key=lambda i: (keys[i][1], -keys[i][0]))
-            flags = {push.present for push in held}  # nearly always the same for all pushes
+            flags = {push.present for push in held}  # nearly always a single value, the same for all pushes
             self._sets[set_index].optimizer.step(
                 [push.gradient for push in held],
                 shares,
@@ -245,7 +245,7 @@ class Store:
             )
 
     def _extended(self, push: Push, parameters: int) -> Push:
-        """Extend a push that arrived before parameters were added. The new parameters have no gradients in it."""
+        """Extend a push from before parameters were added. The new parameters have no gradients in this push."""
         edits = not push.groups
         vectors = self.weights if edits else of_set(self.weights, push.set_index)
         added = {name: torch.zeros_like(each) for name, each in vectors.items() if name not in push.gradient}
@@ -460,7 +460,7 @@ def require_complete(name_of: Mapping[str, str], found: Iterable[str]) -> None:
     """Check that values with all requested digests have been found. `name_of`: digest -> name of a parameter.
 
     Raises:
-        ConfigurationError: no worker of the run has one of these values any more.
+        ConfigurationError: one of these values is no longer in any worker of the run.
     """
     if absent := name_of.keys() - set(found):
         name = min(name_of[digest] for digest in absent)

@@ -104,9 +104,10 @@ def squared_norm(vectors: Sequence[torch.Tensor], scales: Sequence[float] = (1.0
 
 
 def sampled_norm(vectors: Iterable[torch.Tensor]) -> float:
-    """Return the L2 norm over the elements of some flat vectors, estimated from evenly spaced elements of each.
+    """Return the L2 norm over the elements of some flat vectors, estimated from evenly spaced elements.
 
-    The result is NaN or inf if one of these elements is. The time hardly depends on the sizes of the vectors.
+    The result is NaN or inf if one of these elements is NaN or inf. The time hardly depends on the sizes of the
+    vectors.
 
     >>> sampled_norm([torch.tensor([2.0, 1.0]), torch.tensor([2.0])])
     3.0
@@ -154,7 +155,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 # -- Hashes of frozen parameters: those that no optimizer trains ---------------------------------------------
 #
 # Every worker loads the frozen parameters itself, for example from a checkpoint. So that a base model of
-# gigabytes does not travel, workers compare hashes, and a server keeps only the hashes. A value is sent only
+# gigabytes need not be sent, workers compare hashes, and a server keeps only the hashes. A value is sent only
 # if a worker's hash differs.
 
 CHUNK_BYTES = 16 * 2**20
@@ -431,7 +432,7 @@ def _structure(value: Any, where: str, tensors: list[torch.Tensor], depth: int) 
 
 
 def decode_states(data: bytes | bytearray | memoryview, *, arrays: bool = True) -> dict[str, Any]:
-    """Return the states in some bytes.
+    """Return the states that these bytes encode.
 
     Args:
         data: the bytes.
@@ -456,7 +457,7 @@ def decode_states(data: bytes | bytearray | memoryview, *, arrays: bool = True) 
 
 
 def require_states(data: bytes | bytearray | memoryview) -> None:
-    """Check that some bytes are those of states, without copying the values of tensors.
+    """Check that these bytes encode states, without copying the values of tensors.
 
     Raises:
         ProtocolError: the bytes are not those of states.

@@ -141,9 +141,8 @@ class DatasetClockwork(Clockwork):
         # worker -> numbers of its batches and pushes since it joined
         self._batches: dict[int, int] = {}
         self._pushes: dict[int, int] = {}
-        self._owed: dict[
-            int, int
-        ] = {}  # worker -> number of empty pushes that it still owes, for joint batches without its part
+        # worker -> number of empty pushes that the worker must still make, one for each joint batch without its part
+        self._owed: dict[int, int] = {}
         # worker -> function that draws how long its script is outside of training after an epoch
         self._outside = {
             worker: sample

@@ -85,7 +85,7 @@ class Kernel:
         heapq.heappush(self._heap, (self.now_ticks + delay_ticks, MESSAGE, number, function, arguments))
 
     def pending(self, priority: int) -> list[object]:
-        """Return the first argument of each pending call with a priority."""
+        """Return the first argument of each pending call with this priority."""
         return [arguments[0] for _, each, _, _, arguments in self._heap if each == priority]
 
     def stop(self) -> None:

@@ -8,9 +8,9 @@ worker. With four servers, all four pushes take only as long as a push from one 
 arrive in the order in which they were sent. Each connection has a latency, which may vary from message to message. A
 message without a payload takes only the latency of its connection.
 
-Deviation from max-min fairness: if a transfer cannot use its share of a lane because its other end is slower, the
-unused part of the share is not given to the other transfers on the lane. The times are exact if all transfers have
-the same bottleneck.
+Deviation from max-min fairness: if a transfer cannot use its share of a lane because the other end of the transfer is
+slower, the unused part of the share is not given to the other transfers on the lane. The times are exact if all
+transfers have the same bottleneck.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .kernel import Kernel
 
 
 class Lane:
-    """One direction of a network interface. All transfers that use it share its bandwidth evenly.
+    """One direction of a network interface. All transfers that use the lane share its bandwidth evenly.
 
     While n transfers share the lane, each of them gets 1/n of the bandwidth. So it is sufficient to store the
     progress of an imaginary transfer that is always active (`_passed_ticks`). A transfer ends when this progress
@@ -200,10 +200,10 @@ class Transfer(NamedTuple):
     """A message that is transferred.
 
     Attributes:
-        begun_s: time at which it begins, in seconds.
-        sender: the machine that sends it.
-        receiver: the machine that receives it.
-        size_bytes: its size in bytes.
+        begun_s: time at which the transfer begins, in seconds.
+        sender: the machine that sends the message.
+        receiver: the machine that receives the message.
+        size_bytes: size of the message in bytes.
     """
 
     begun_s: float

@@ -3,8 +3,8 @@
 The compute times come from the workers' records. The time of a message is the difference between two clock readings,
 which are comparable because all processes on a machine use the same clock. The time of a push runs from the moment
 when the worker begins to send it until it has arrived at the shard. The time of an answer runs from the moment when
-every shard may answer the pull until all weights have arrived at the worker. It includes the time that a server takes
-to process a push before it answers, mainly to apply the gradient.
+every shard may answer the pull until all weights have arrived at the worker. This time includes the time that a server
+takes to process a push before it answers, mainly to apply the gradient.
 
 If the bandwidth of the run's network is known, the transfers are subtracted from the times of the messages. For this,
 all recorded messages are sent through the simulated network, each at its recorded time. The difference between the
@@ -248,7 +248,7 @@ def _arguments(
         atypical: list[tuple[int | None, float]] = []
         for record in iterations:
             number = record.iteration
-            if own.atypical.get(number) != EMPTY:  # inside `evaluating`, others do not wait for the worker
+            if own.atypical.get(number) != EMPTY:  # inside `evaluating`, no other worker waits for this one
                 besides.add(record)
             for shard, column in enumerate(own.arrived_s):
                 if (arrived_s := column.get(number)) is not None:
@@ -263,7 +263,8 @@ def _arguments(
                 estimate.add(from_server, record.answered_s, answers)
             samples = own.samples.get(number)
             times = atypical if own.atypical.get(number) else observed
-            computed_s = record.computing_s + record.apart_s[1]  # loading takes as long under every model
+            # Loading takes equally long under every model.
+            computed_s = record.computing_s + record.apart_s[1]
             times.append((None if samples is None else int(samples), computed_s))
         if observed or atypical:
             latencies.append((to_server, from_server))
@@ -334,12 +335,12 @@ def compute_times(
 
 
 def _sizes(run_dir: Path, shards: int) -> Sizes | None:
-    """Return the bytes that travelled in a run; None if its summary does not contain them for each shard."""
+    """Return the bytes that travelled in a run; None if the summary does not contain them."""
     summary = _summary(run_dir)
     try:
         wire = WireFormat.read(summary.get("wire", "float32"))
         keys = "shard_bytes", "push_bytes", "pull_bytes"
-        if "rounded_bytes" in summary:  # of an earlier version, with the sizes for each of its codecs
+        if "rounded_bytes" in summary:  # a summary of an earlier version has the sizes for each codec
             earlier = {"float32": "shard_bytes", "bf16": "rounded_bytes"}
             keys = "shard_bytes", earlier[wire.gradients], earlier[wire.weights]
         whole, pushes, pulls = (tuple(map(int, summary[key])) for key in keys)

@@ -391,7 +391,8 @@ class Recorders:
         meter: computes statistics from the trace entries of all shards and of the coordinator.
         recording: traces and records in memory; None if they are not kept.
         takers: functions that receive the record of each iteration.
-        history: what the training function has logged. It is written when the context ends, also after a failure.
+        history: what the training function has logged. The history is written when the context ends, even after a
+            failure.
         shards: the recorder of each shard. Set by `begin`.
         job: the recorder of the coordinator. Set by `begin`.
 

@@ -310,8 +310,8 @@ def simulate(
 def _loss_recorder(losses: list[Loss], goes_on: Callable[[], bool]) -> TakeRecord:
     """Return a function that appends the loss of an iteration to `losses`, if the iteration has a loss.
 
-    `goes_on` says whether the run may go on without a loss. If it returns False after five iterations of a worker
-    without a loss, the function raises `UsageError`.
+    `goes_on` says whether the run may go on without a loss. If `goes_on` returns False after five iterations in which a
+    worker has reported no loss, the function raises `UsageError`.
     """
 
     def take(worker: int, record: IterationRecord) -> None:

@@ -19,8 +19,8 @@ class CutShard:
 
     Attributes:
         bounds: the slice of the shard.
-        weights: its weights.
-        state: its optimizer state.
+        weights: the weights of the shard.
+        state: the optimizer state of the shard.
     """
 
     def __init__(self, bounds: ShardSlice, weights: Vectors, state: Vectors) -> None:
@@ -72,7 +72,7 @@ class SimCut:
         return {name: whole[name][start:stop].clone() for name, (start, stop) in bounds.bounds.items()}
 
     def put_into(self, layout: Layout, bounds: ShardSlice, weights: Vectors) -> Vectors:
-        """Overwrite those weights of a slice that the cut contains. Return the cut's optimizer state for the slice.
+        """Overwrite the weights of a slice, as far as the cut contains them. Return the slice's optimizer state.
 
         Args:
             layout: layout of a model that has all parameters of the cut, and perhaps others.

@@ -13,10 +13,10 @@ Events at the same tick have a fixed order, which follows from the order in whic
   for this tick.
 - A worker sends its push to the shards in descending order, and then its report to the coordinator. If one event
   releases several answers, a shard sends these answers in the order of the actions of its sync model.
-- If updates take time, a server handles a worker's message when the updates of all earlier messages have ended. It
-  handles a timer, a departure or a message of the coordinator at once, but an update that this event causes begins
-  only when the server has completed its earlier work. A message to a worker leaves the server when all updates that
-  were begun earlier have ended.
+- If updates take time, a server handles a worker's message when the updates of all earlier messages have ended. The
+  server handles a timer, a departure or a message of the coordinator at once, but an update that this event causes
+  begins only when the server has completed its earlier work. A message to a worker leaves the server when all updates
+  that were begun earlier have ended.
 - Timers come last, in the order in which they were set. Messages that are sent while a timer is handled precede the
   next timer.
 """
@@ -399,7 +399,7 @@ class VirtualJob:
 
         Args:
             worker: index of the worker.
-            logged: what its script has logged since its last push.
+            logged: what the worker's script has logged since the worker's last push.
             ended: True if the worker will not push what was logged, because its script has ended or fails.
         """
         state = self.workers[worker]
@@ -433,7 +433,7 @@ class VirtualJob:
         return state.refreshing
 
     def push_edit(self, worker: int, pushes: Sequence[object] = ()) -> None:
-        """Push to every shard, then pull. The push contains the worker's edit unless another worker's edit counts.
+        """Push to every shard, then pull. The push contains the worker's edit unless another worker's edit is used.
 
         `Driver.answered` is called when every shard has answered.
         """
@@ -693,7 +693,7 @@ class VirtualJob:
             self._enter(worker, "outside")
 
     def _record(self, state: VirtualWorker, loss: float | None = None) -> None:
-        """If a record of a worker has waited for its loss, pass it on to the recorders."""
+        """If a record of a worker has waited for its loss, pass the record on to the recorders."""
         record, state.unrecorded = state.unrecorded, None
         if record is None:
             return
@@ -790,7 +790,7 @@ class VirtualJob:
         """
         self._exchanged.append((server, message, to_server))
         if len(self._exchanged) > 1:
-            return  # an outer call delivers it
+            return  # an outer call delivers the message
         while self._exchanged:
             server, message, to_server = self._exchanged[0]
             if to_server:
@@ -983,7 +983,7 @@ class _ServerHost(Host):
         send, life = state.from_server[self._server].send, state.life
         if self._updated_ticks < job.kernel.now_ticks:
             send(size_bytes, job._at_worker, worker, life, message)
-        else:  # also if the update ends now, because earlier messages that wait for its end may not have left yet
+        else:  # even if the update ends now: earlier messages that wait for this end may not have left yet
             job.kernel.at(self._updated_ticks, send, size_bytes, job._at_worker, worker, life, message)
 
     def take_cut(self, request: TakeCut) -> None:

@@ -214,9 +214,9 @@ class Resampled(_Listed, frozen=True, kw_only=True, tag="resampled"):
 
 
 class Timed(_Listed, frozen=True, kw_only=True, tag="timed"):
-    """Durations that were measured at known times. Each duration applies from its time until that of the next.
+    """Durations that were measured at known times. Each duration applies from its time until the time of the next one.
 
-    When the last measurement has applied for the mean distance between two measurements, the measurements repeat.
+    The last duration applies for the mean time between two measurements. Then the durations repeat from the first one.
 
     Attributes:
         at: time of each measurement, in seconds, in ascending order.
@@ -618,7 +618,7 @@ class Pauses:
 
     Args:
         pause: describes the pauses.
-        key: key of their random times.
+        key: key of the random times of the pauses.
 
     Attributes:
         begins_s: beginnings of the pauses that were drawn, in seconds.

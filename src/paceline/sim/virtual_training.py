@@ -83,7 +83,7 @@ class Training(Driver):
         job: the simulated job. Must be set before `VirtualJob.run` is called.
         model: description of the trained model. Set by `make_stores`.
         stores: the store of each shard. Set by `make_stores`.
-        states: the loop position and the states of tracked objects that a worker has kept last.
+        states: the position in the training loops and the states of tracked objects, as a worker has kept them last.
     """
 
     def __init__(
@@ -129,7 +129,8 @@ class Training(Driver):
         self._slots: BufferSlots  # set by `make_stores`
         self._frozen: dict[str, torch.Tensor] = {}  # the frozen parameters, by name
         self._initializer = -1
-        self._bases: dict[int, BaseSender] = {}  # shard -> the base of its weights, if differences travel
+        # shard -> the base of its weights, if these travel as differences
+        self._bases: dict[int, BaseSender] = {}
         self._copies: dict[int, dict[int, CutShard]] = {}  # number of a cut -> shard -> its copy
         self._copied: dict[str, torch.Tensor] = {}  # the buffers and frozen parameters of the last cut
         # number of a cut -> (worker, label) -> the state of the script
@@ -189,7 +190,7 @@ class Training(Driver):
         if self.resumed is not None:
             if self.resumed.job.contains(model) or not self.resumed.job.is_extended_by(model):
                 return self.stores
-            self.stores.clear()  # they lack parameters of this model
+            self.stores.clear()  # these stores lack parameters of the model
         self.model = model
         self.slices = self.sliced(model)
         self._initializer = initializer
@@ -721,7 +722,7 @@ class VirtualSession(Session):
         self.strand.require_own_thread()
         self._end_uncommitted()
         if not self.joined and self._training.stores:
-            # The other workers have made the calls before their first step long ago, and do not repeat these calls.
+            # Long ago, the other workers made the calls that precede their first step. They do not repeat these calls.
             return combine({self.worker: Contributed(call, 1, op, numbers, weight)})
         self._gathered = True
         self._training.job.combine(self.worker, call, op, numbers, weight, at_once=not self.joined)
@@ -812,7 +813,7 @@ class VirtualSession(Session):
         self.pulls = None
 
     def _end_uncommitted(self) -> None:
-        """If `step()` raised an exception instead of committing, let the time of that computation pass."""
+        """If `step()` raised an exception instead of committing, let the time of the computation pass."""
         if self._held_back:
             if not self._passed:
                 self._pass_time(droppable=False)

@@ -62,8 +62,8 @@ def serving(
 
     The child ignores SIGTERM, and its servers inherit this. Schedulers send the signal to all processes at once, but
     the servers must still receive the last pushes of the workers. If the run is still in progress at the end of the
-    context, it is interrupted as by Ctrl-C. The program does not wait for its results forever, because it gives up
-    servers that are silent.
+    context, it is interrupted as by Ctrl-C. The program ends even if a server is silent, because it does not wait for
+    such a server forever.
 
     Args:
         arguments: options of the command.
@@ -161,7 +161,7 @@ class Rehearsals:
             self._thread.join()
 
     def __call__(self, situation: Situation, take: Callable[[Sequence[Prospect]], None]) -> None:
-        """Start a simulation, unless another one is in progress. `take` is called with its results."""
+        """Start a simulation, unless another one is in progress. `take` is called with the results."""
         if self._over.is_set() or self._thread.is_alive():
             return
         self._thread = threading.Thread(
@@ -229,8 +229,9 @@ def showing(outlets: Outlets, job: Job, address: str) -> Iterator[str]:
             PROGRAM,
             environment={**without_secret(os.environ), "OMP_NUM_THREADS": "1"},
             pass_fds=[each.descriptor for each in (order.dashboard, order.metrics) if each is not None],
-            # In its own process group, the process does not receive Ctrl-C. In a session of its own, its low
-            # priority would mean nothing beside the processes of the run: the kernel shares out time by session.
+            # In its own process group, the process does not receive Ctrl-C. If the process had a session of its own,
+            # its low priority would have no effect on the processes of the run, because the kernel shares out time by
+            # session.
             process_group=0,
         )
     except OSError as error:

@@ -146,7 +146,8 @@ class ProgressDisplay:
                 )
         elif now_s - self._plain_s >= PLAIN_INTERVAL_S:
             self._plain_s = now_s
-            # Without workers, no machine has joined the run yet. On a busy machine, the state may not be a new one.
+            # If the state has no workers, no machine has joined the run yet. On a busy machine, the state may be the
+            # previous one.
             line = progress_line(status, most) if status.workers else ""
             if line not in ("", self._line):
                 self._line = line

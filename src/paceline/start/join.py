@@ -90,7 +90,7 @@ class Joined(NamedTuple):
     """How the processes of this machine have ended.
 
     Attributes:
-        run_dir: the directory of their logs.
+        run_dir: the directory of the processes' logs.
         finished: True if a worker has finished its script, or there was no worker; False if all workers were lost.
         endings: how the process of each worker has ended, for the user.
     """
@@ -145,7 +145,7 @@ def join(
     devices: Sequence[Device] = (),
     imports: Sequence[str] = (),
 ) -> Joined:
-    """Run processes on this machine for a run whose coordinator listens at `address`, until they have ended.
+    """Run processes of a run on this machine, and return when these processes have ended.
 
     Workers that are taken out of the run join it again (see `start.local`).
 
@@ -234,7 +234,7 @@ def join(
                 if servers is not None and not error.resumes:
                     raise
                 if servers is None and not error.workers:
-                    if engine.finished:  # it is unknown whether the run will keep their work
+                    if engine.finished:  # the run may not keep the work of these workers
                         raise
                     return Joined.of(folder, engine)
                 wanted, indices = len(error.workers), error.workers
@@ -281,7 +281,7 @@ def _listen(servers: ServerOffer, own: str, console: Console) -> tuple[socket.so
         print_sentence(
             console,
             f"the servers of this machine are reached at {listens_at}, so only workers on this machine can use them. "
-            "Name the address on which the other machines reach this one with --listen.",
+            "Use --listen to name the address on which the other machines reach this machine.",
         )
     return sock, listens_at
 
@@ -298,7 +298,7 @@ def _call(
             stream: Stream[Message] = Stream(
                 call(address, left_s, known), first_phase("coordinator", "agent")
             )
-            with contextlib.suppress(OSError):  # the connection is lost, as the first message will say
+            with contextlib.suppress(OSError):  # if the connection is lost, the first message will fail
                 stream.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_MS)
             return stream
         except PeerLostError as error:
@@ -358,7 +358,8 @@ def fetch_checkpoint(stream: Stream[Message], space: Callable[[], str]) -> Path 
 
     Args:
         stream: a connection to the coordinator on which the greeting has been sent.
-        space: called if the files must be fetched. It creates an empty directory for them, and returns the path.
+        space: called if the files must be fetched. This function creates an empty directory for the files, and returns
+            the path.
 
     Raises:
         CheckpointError: the files cannot be written, or have not arrived intact.
@@ -393,7 +394,7 @@ def fetch_checkpoint(stream: Stream[Message], space: Callable[[], str]) -> Path 
 
 
 def _pieces(stream: Stream[Message], name: str) -> Iterator[_Piece]:
-    """Fetch a file, and yield its pieces. The last one is empty."""
+    """Fetch a file, and yield its pieces. The last piece is empty."""
     begin = 0
     while True:
         asked_s = time.monotonic()
@@ -423,8 +424,8 @@ def _pieces(stream: Stream[Message], name: str) -> Iterator[_Piece]:
 # machine (see `join`), and sends heartbeats. Workers that were taken out of the run join it again on the same
 # connection. If the connection is lost, the agent ends all processes.
 #
-# The run cannot continue without the servers that a machine brings. So these servers run until the
-# coordinator ends them, and the agent runs as long. When the agent is asked to leave, it tells the coordinator.
+# The run cannot continue without the servers that a machine brings. So these servers run until the coordinator ends
+# them, and the agent runs until then, too. When the agent is asked to leave, it tells the coordinator.
 
 NO_DEVICES: Mapping[int, Device] = {}
 POLL_INTERVAL_S = 0.05
@@ -436,7 +437,7 @@ class CutOffError(PeerLostError):
     """The connection to the coordinator was lost, so this machine is no longer part of the run.
 
     Attributes:
-        workers: the workers that join the run again if this machine does.
+        workers: the workers that join the run again if this machine joins it again.
         resumes: True if the run goes on from a checkpoint, so that its coordinator expects this machine again.
     """
 
@@ -454,13 +455,13 @@ class _Hosted(msgspec.Struct):
     """A worker of this machine.
 
     Attributes:
-        incarnation: its incarnation.
-        running: its process; None until this has been started.
-        taken_out_s: None while it takes part in the run. After it was taken out, the time since which its process has
-            been running again; inf while its process is not running.
-        excluded: True if it was taken out for good.
-        gone: True if it has ended and never joins again.
-        reported: True if its end has been reported.
+        incarnation: incarnation of the worker.
+        running: process of the worker; None until this process has been started.
+        taken_out_s: None while the worker takes part in the run. After the worker was taken out, the time since which
+            its process has been running again; inf while its process is not running.
+        excluded: True if the worker was taken out for good.
+        gone: True if the worker has ended and never joins again.
+        reported: True if the worker's end has been reported.
     """
 
     incarnation: int
@@ -509,14 +510,14 @@ class Agent:
         self._payload = b""
         self.devices: dict[int, Device] = {}
         self._hosted: dict[int, _Hosted] = {}  # the last incarnation of each worker that was started here
-        # (time at which a worker asks to join again, its index), sorted
+        # (time at which a worker asks to join again, index of the worker), sorted
         self._due: list[tuple[float, int]] = []
         self._asked: int | None = (
             None  # the worker that has asked to join again, until the coordinator answers
         )
         # why the run has failed; "" if the run has succeeded; None while the run is in progress
         self._failure: str | None = None
-        self._saved = False  # True once the results of the run have been saved, or could not be
+        self._saved = False  # True once the results of the run have been saved, or saving has failed
         self._resumes = ""  # why the run goes on from a checkpoint; "" if it does not
         self._cut_off: CutOffError | None = None  # set if the connection to the coordinator was lost
         self._ended_servers: set[int] = set()  # servers whose end has been reported

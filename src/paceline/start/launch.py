@@ -192,8 +192,8 @@ def _source_of(function: Callable[..., object]) -> str:
 # The local engine starts all processes on this machine (see `start.local`). Any other engine places
 # *programs* on machines: one program serves the run (see `start.run`), and one for each worker joins
 # the run (see `start.join`). Each program starts the processes of its machine as the local engine does, and
-# tells the coordinator how they end. So such an engine knows nothing of servers and workers; it only places
-# its programs again if they end too early.
+# tells the coordinator how they end. So such an engine knows nothing of servers and workers: it places its programs,
+# and places a program again if the program ends too early.
 #
 # A scheduler that starts the programs by itself, such as Slurm, needs no engine (see `start.schedulers`).
 
@@ -226,7 +226,7 @@ class Engine(ABC):
 
     @abstractmethod
     def options(self, asked: Asked) -> dict[str, Any]:
-        """Return the arguments of `make_job` that the engine decides. They replace those that the user has set.
+        """Return the arguments of `make_job` that the engine decides. These replace the user's arguments.
 
         Raises:
             ConfigurationError: the engine cannot do what the user asks for.

@@ -32,7 +32,7 @@ from .processes.spawn import Child, Starter
 from .terminal import Channels
 
 TERMINATE_TIMEOUT_S = 3.0
-# Long, because a process in an uninterruptible system call survives SIGKILL until the call returns.
+# This time is long, because a process in an uninterruptible system call survives SIGKILL until the call returns.
 KILL_TIMEOUT_S = 10.0
 # Maximum time to wait for the last output of a process that has ended. A child process may keep the pipe open.
 OUTPUT_TIMEOUT_S = 1.0
@@ -400,9 +400,9 @@ class LocalEngine:
 # -- When workers that were taken out of a run join it again -------------------------------------------------
 #
 # A worker is taken out if it was stopped, or if its machine was silent, while the other workers
-# continued. When it runs again, its results are no longer used, so its process ends. Then the agent of its machine
-# asks the coordinator to let the worker join again. The agent asks after a pause, which doubles each time, and asks
-# only a limited number of times. A worker whose script has failed, or that was killed, does not join again.
+# continued. When the worker runs again, its results are no longer used, so its process ends. Then the agent of its
+# machine asks the coordinator to let the worker join again. The agent asks after a pause, which doubles each time, and
+# asks only a limited number of times. A worker whose script has failed, or that was killed, does not join again.
 
 MOST_REJOINS = 10
 """Default maximum number of times that workers of one machine try to join again."""
@@ -429,7 +429,7 @@ class Rejoins:
         self._next_s = FIRST_PAUSE_S
 
     def pause_s(self) -> float | None:
-        """Return the time in seconds after which a worker may try to join again; None if it may not."""
+        """Return the time in seconds after which a worker may try to join again; None if it may never try again."""
         if self._count == self._most:
             return None
         self._count += 1

@@ -10,11 +10,11 @@ If an actor dies, or its worker is lost or leaves, the driver requests the place
 incarnation. Before Ray takes away a node, it lists the node as draining, but sends no signal to the processes there.
 So the driver looks at this list, and lets the workers on draining nodes leave.
 
-If its node sees the run directory, the program that serves the run works in this directory, so that checkpoints outlive
-the driver and the node. When a server is lost, the program goes on by itself. If the program itself is lost, the driver
-requests all places anew, and the run goes on from its newest checkpoint. If the node does not see the run directory,
-the program works in a directory of its own. In this case, the driver copies to this node the checkpoint with which the
-run begins. At the end of the run, the driver fetches the files that the program has written.
+If the node of the program that serves the run sees the run directory, the program works in this directory, so that
+checkpoints outlive the driver and the node. When a server is lost, the program goes on by itself. If the program itself
+is lost, the driver requests all places anew, and the run goes on from its newest checkpoint. If the node does not see
+the run directory, the program works in a directory of its own. In this case, the driver copies to this node the
+checkpoint with which the run begins. At the end of the run, the driver fetches the files that the program has written.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ ANSWER_TIMEOUT_S = 10.0
 CHUNK_BYTES = 16 * 2**20
 THREADS = 8  # number of methods of an actor that run at the same time
 
-LEAVING = "Ray is about to take away its node"
+LEAVING = "Ray is about to take away the node"
 LOST = "the actor with its coordinator and its servers was lost"
 
 
@@ -495,12 +495,12 @@ class RayRun:
             needs = " and ".join(_listed(bundle) for bundle in self._group.bundle_specs)
             self._say(
                 f"Ray has not placed {counted(self._job.servers, 'server')} and {counted(self._job.least, 'worker')} "
-                f"yet: they need {needs} at the same time, and the cluster has {_listed(total)}, of which others may "
-                "use a part"
+                f"yet: they need {needs} at the same time, and the cluster has {_listed(total)}, of which other "
+                "programs may use a part"
             )
 
     def _look_at_nodes(self) -> None:
-        """Let the programs on nodes that Ray is about to take away leave."""
+        """If Ray is about to take away a node, let the program on this node leave."""
         now_s = time.monotonic()
         if now_s < self._drains_s:
             return
@@ -508,7 +508,7 @@ class RayRun:
         draining = self._draining()
         if self._server.node in draining and self._failure is None and not self._server.leaving:
             self._server.leaving = True
-            failure = RunFailedError("the run", f"{LEAVING}, which serves it")
+            failure = RunFailedError("the run", f"{LEAVING} that serves it")
             try:
                 resumed = self._newest(failure)
             except RunFailedError:
@@ -516,12 +516,12 @@ class RayRun:
             else:
                 name = Path(resumed.path).name
                 self._say(
-                    f"{LEAVING}, which serves the run. The run will go on from its newest checkpoint, now {name}"
+                    f"{LEAVING} that serves the run. The run will go on from its newest checkpoint, now {name}"
                 )
         for place in self._workers:
             if place.joining and not place.leaving and place.node in draining:
                 place.leaving = True
-                self._say(f"{place.name}: {LEAVING}, so its worker leaves")
+                self._say(f"{place.name}: {LEAVING}, so the worker leaves")
                 place.actor.signal.remote(signal.SIGTERM)
 
     def _draining(self) -> set[str]:
@@ -550,7 +550,7 @@ class RayRun:
         actor, get = place.actor, self._ray.get
         try:
             for name, size in get(actor.files.remote(), timeout=ANSWER_TIMEOUT_S):
-                if is_lock(name):  # a file of the lock on the directory there
+                if is_lock(name):  # a file of the lock on the program's directory
                     continue
                 target = Path(self._job.run_dir, name)
                 target.parent.mkdir(parents=True, exist_ok=True)

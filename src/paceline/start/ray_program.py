@@ -1,8 +1,8 @@
 """The program under an actor of Ray, and the actor: the program serves a run, or joins it with one worker.
 
 The program receives one order and one payload over a pipe, and then the numbers of signals. So no secret is on its
-command line or in its environment. When the pipe ends, the actor has ended. Then the program leaves the run as after
-SIGTERM, and kills itself if this takes more than 20 s. The program reports over another pipe.
+command line or in its environment. The end of this pipe means that the actor has ended. Then the program leaves the run
+as after SIGTERM, and kills itself if this takes more than 20 s. The program reports over another pipe.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def main() -> None:
 
 
 def search_path(other: Sequence[str]) -> list[str]:
-    """Return the module search path of this machine, followed by the entries that only the other machine has."""
+    """Return the module search path of this machine, followed by the entries that are only in `other`."""
     return [*sys.path, *(entry for entry in other if entry not in sys.path)]
 
 

@@ -92,7 +92,7 @@ class RunResult(msgspec.Struct, frozen=True):
 
     @property
     def tracked(self) -> dict[str, Any]:
-        """The last kept states of the objects that the script tracked, by name. See `paceline.track`."""
+        """The state that was kept last of each object that the script tracked, by name. See `paceline.track`."""
         path = self.run_dir / "tracked.pt"
         return torch.load(path)["states"] if path.exists() else {}
 
@@ -557,7 +557,7 @@ def _settings(job: Job) -> list[ReportedSetting]:
 log = logging.getLogger("paceline.run")
 
 QUIET = ("--devices", "--server-device", "--transport")
-"""Options whose usual values depend on the machine, so that a change is not reported."""
+"""Options whose usual values depend on the machine. A change of these options is not reported."""
 
 
 class _Progress(NamedTuple):
@@ -680,7 +680,7 @@ class _SnapshotThread:
         self._thread.start()
 
     def stop(self, hurried: Callable[[], bool]) -> None:
-        """Stop taking snapshots. If one is in progress, wait for its end, or until `hurried` returns True."""
+        """Stop taking snapshots. If a snapshot is in progress, wait until it has ended or `hurried` returns True."""
         self._stopped.set()
         while self._thread.is_alive() and not hurried():
             self._thread.join(POLL_INTERVAL_S)

@@ -87,15 +87,15 @@ POLL_INTERVAL_S = 0.05
 CAUSE_TIMEOUT_S = 10.0
 # Time after which the terminal names a server that sends nothing while its weights are collected.
 TELL_S = 5.0
-# Time after Ctrl-C or another signal until which a checkpoint is written. Slurm and Kubernetes kill after 30 s.
+# Maximum time to write a checkpoint after Ctrl-C or another signal. Slurm and Kubernetes kill processes after 30 s.
 LAST_CHECKPOINT_S = 20.0
-USUAL_NEWS = ("samples", "averages", "codecs", "device", "steps")  # the keys of news that are no warnings
+USUAL_NEWS = ("samples", "averages", "codecs", "device", "steps")  # the keys of news that are not warnings
 GONE = {"lost": "was lost", "left": "has left"}
 """How the earlier main worker has left, as a clause."""
 
 # Maximum time to wait for processes to exit by themselves after a run.
 GRACE_S = 10.0
-# The maximum time after a run that has failed.
+# Maximum time to wait for processes to exit by themselves after a run that has failed.
 FAILED_GRACE_S = 0.5
 
 
@@ -531,7 +531,7 @@ class LiveRun:
                 self._say(words, style="" if key in USUAL_NEWS else "yellow")
 
     def _news(self) -> Iterator[tuple[object, str]]:
-        """Yield pairs (key, words): the news of a run in progress. Of news with the same key, the first is printed."""
+        """Yield pairs (key, words): the news of a run in progress. Only the first pair with each key is printed."""
         report, checkpoints = self._coordinator.report, self._coordinator.checkpoints
         if report.started:
             yield "samples", samples_line(self._job, report.samples, self._program)
@@ -645,7 +645,7 @@ class LiveRun:
         return "".join(f"\n  worker {each.worker}: {each.cause}" for each in lost)
 
     def _next_life(self, failure: RunFailedError | None) -> Job | None:
-        """Return the configuration with which the run goes on; None if it does not."""
+        """Return the configuration with which the run goes on; None if the run ends."""
         if failure is None or not is_loss(failure):
             return None
         left = self._coordinator.settle()
@@ -703,7 +703,7 @@ class LiveRun:
             self._tell()
 
     def _keep_weights(self, failure: RunFailedError | None) -> None:
-        """Save the weights, if training has begun and this has not been done yet.
+        """Save the weights, if training has begun and the weights have not been saved yet.
 
         If the run has diverged, the last good weights are saved, if there are any. Otherwise, the present weights of
         the servers are saved.
@@ -885,7 +885,7 @@ class LiveRun:
 
 
 def _reason(failure: RunFailedError) -> str:
-    """Return the reason for a failure, as the machines of the run are told, as a continuation of "the run failed: "."""
+    """Return the reason for a failure for the machines of the run, in words that continue "the run failed: "."""
     return failure.reason if failure.process == "the run" else str(failure)
 
 
@@ -967,8 +967,8 @@ def _is_again(job: Job, resumed: ResumedFrom | None) -> bool:
 
 # -- Says when a run waits for machines to join it, and gives up after a while if none does ------------------
 
-# Time in which machines can join again a run that goes on by itself. By default, `paceline join --wait` tries for as
-# long to reach the coordinator.
+# Time in which machines can join again a run that goes on by itself. By default, `paceline join --wait` tries for the
+# same time to reach the coordinator.
 RETURN_TIMEOUT_S = 60.0
 SHORTAGE, LIFE = "shortage", "life"
 

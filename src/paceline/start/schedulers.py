@@ -9,8 +9,9 @@ these functions. Nothing else depends on a scheduler's variables. The functions 
     slurm     first node of step    SLURM_PROCID is 0  SLURM_PROCID    PACELINE_SECRET    SLURM_LOCALID
 
 The secret may also be in a file that the user names. A worker inherits the environment, and its device is the
-accelerator with the number in the last column. If the scheduler hides all accelerators but one, the device is this one.
-Paceline hides no accelerators from the worker, because a script may choose its accelerator by this variable itself.
+accelerator with the number in the last column. If the scheduler hides all accelerators but one, the device is the
+accelerator that remains. Paceline hides no accelerators from the worker, because a script may choose its accelerator by
+this variable itself.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ def torchrun(environment: Mapping[str, str]) -> JobPlace:
     rank, count = read.number("RANK"), read.number("WORLD_SIZE")
     run, restarts = read.text("TORCHELASTIC_RUN_ID"), read.number("TORCHELASTIC_RESTART_COUNT")
     host, port = read.text("MASTER_ADDR"), read.number("MASTER_PORT")
-    # If a machine leaves or comes, torchrun starts all workers again with the same restart count, so the number of
+    # If a machine joins or leaves, torchrun starts all workers again with the same restart count, so the number of
     # workers is a part of the name.
     name = f"torchrun-{run}-{count}-{restarts}"
     hosted = environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -150,7 +151,7 @@ def slurm(environment: Mapping[str, str]) -> JobPlace:
         "this process is not a task of a Slurm job step. Use, for example, `srun --ntasks 2 paceline join --slurm "
         "SCRIPT` in a file for sbatch; without Slurm, `paceline join HOST:PORT SCRIPT`",
     )
-    step = read.number("SLURM_STEP_ID")  # a batch script has all other variables, too
+    step = read.number("SLURM_STEP_ID")  # a batch script has all variables except for this one
     rank, job = read.number("SLURM_PROCID"), read.number("SLURM_JOB_ID")
     nodes = expand(read.text("SLURM_STEP_NODELIST"))
     components = (
@@ -246,7 +247,7 @@ def listening_address(place: JobPlace, listen: str) -> str:
     if is_local(f"tcp:{address}:0") and not (place.alone or is_local(f"tcp:{place.host}:0")):
         raise ConfigurationError(
             f"on this machine, the name {place.host!r} means {address}, which the other machines of the job cannot "
-            "reach. Name the address on which they reach this machine with --listen."
+            "reach. Use --listen to name the address on which these machines reach this machine."
         )
     return address
 
@@ -279,7 +280,8 @@ def join_job(
         version: version of Paceline on this machine.
         console: console for messages.
         patience_s: number of seconds for which the first process is awaited.
-        run_dir: run directory. If it has the checkpoint of a run that has not finished, the job resumes this run.
+        run_dir: run directory. If this directory has the checkpoint of a run that has not finished, the job resumes
+            this run.
             Default: a new directory in ./runs.
         streams: how the user wants to use the standard streams of the worker.
         device: the device of the worker; None if none is assigned.
@@ -348,8 +350,8 @@ def join_job(
             asked = end
         except RunFailedError as error:  # the run may continue without this worker
             print_sentence(console, str(error))
-        # When the machine is about to be taken away, the other workers usually leave, too. If not, the run is
-        # interrupted, so that it can still save its weights.
+        # When the machine is about to be taken away, the other workers usually leave, too. If they do not leave, the
+        # run is interrupted, so that it can still save its weights.
         with Interruption() as interruption:
             asked_s = None if asked is None else time.monotonic()
 

@@ -46,8 +46,9 @@ class Channel(NamedTuple):
     """The standard streams of one process.
 
     Attributes:
-        stdin: descriptor of its standard input. Once the process has started, it must be closed.
-        stdout: descriptor of its standard output and standard error. Once the process has started, it must be closed.
+        stdin: descriptor of standard input. Once the process has started, this descriptor must be closed.
+        stdout: descriptor of standard output and standard error. Once the process has started, this descriptor must be
+            closed.
         copy: a function that copies the output, until it ends, to the log and to the screen.
         close: a function that releases the resources of `copy`, for a process that cannot be started.
     """
@@ -86,7 +87,7 @@ class Channels:
 
         Args:
             name: name of the process.
-            log: path of its log.
+            log: path of the process's log.
             append: True if the log contains the output of an earlier process, which is kept.
         """
         if name == self._first and self._terminal is not None:
@@ -431,7 +432,7 @@ def _no_job_control() -> Iterator[None]:
 
 # -- Text on the screen. Output that cannot be written is dropped, instead of raising an exception -----------
 #
-# Training may take hours. Its result must be kept even if the reader of the output stops reading
+# Training may take hours. The result of training must be kept even if the reader of the output stops reading
 # (`paceline run ... | head`), the disk is full, or the terminal is closed.
 
 log = logging.getLogger("paceline.output")
@@ -506,7 +507,7 @@ def plain_console(*, stderr: bool = False, **options: Any) -> Console:
 def print_sentence(
     console: Console, text: str, style: str = "", *, marked: tuple[str, str] = ("", "")
 ) -> None:
-    """Print text for people. A terminal wraps it between words; in a pipe or a file, it is never wrapped.
+    """Print text for people. In a terminal, the text is wrapped between words, but not in a pipe or a file.
 
     A word that is longer than a line, such as a path, is left whole, so that it can be copied. A command line should
     not be printed by this function, because a wrapped command line cannot be copied.

@@ -45,7 +45,8 @@ class Waiting:
         self._timeout_s = timeout_s
         self._say = say
         self._terminal = terminal
-        # Until these times, the silence of all processes, and the silence of worker 0, has a known reason.
+        # Until `_excused_s`, the silence of all processes has a known reason. Until `_typed_s`, the silence of worker 0
+        # has a known reason.
         self._excused_s = self._typed_s = -math.inf
         # (role, index, incarnation) of each reported process -> its clock, and for how long it had been silent.
         self._reported: dict[tuple[Literal["worker", "server"], int, int], tuple[float | None, float]] = {}
@@ -102,7 +103,7 @@ class Waiting:
         return msgspec.structs.replace(awaited, quiet_s=now_s - excused_s)
 
     def _may_take_its_time(self, awaited: AwaitedProcess) -> bool:
-        """Return True if no worker waits for this one, because others have finished: it may be evaluating its model.
+        """Return True if no worker waits for this worker, because others have finished: it may be evaluating its model.
 
         A stopped process cannot be evaluating, so it gets no more time.
         """
@@ -123,7 +124,8 @@ class Waiting:
         starting = awaited.role == "worker" and not training
         lines = [
             f"{name.capitalize()} has sent nothing for {awaited.quiet_s:.0f} s. It {awaited.doing}{usual}. No other "
-            "worker is waiting for it. Its script may do something other than training, such as evaluating the model."
+            f"worker is waiting for it. The script of {name} may do something other than training, such as evaluating "
+            "the model."
             if unawaited
             else f"The run is waiting for {name}, which has sent nothing for {awaited.quiet_s:.0f} s. It "
             f"{awaited.doing}{usual}."
@@ -136,20 +138,26 @@ class Waiting:
             lines.append(f"Worker{'s' * many} {names} {'are' if many else 'is'} waiting for it.")
             stopped = process is not None and process.state == "is stopped"
             if awaited.role == "worker" and training and not stopped:
-                lines.append("Its script may do something other than training, such as evaluating the model.")
+                lines.append(
+                    f"The script of {name} may do something other than training, such as evaluating the model."
+                )
         if process is not None:
             state = process.state
-            lines.append(f"Its process {process.id} {state}.")
+            lines.append(f"Process {process.id} of {name} {state}.")
             if state == "is stopped":
                 lines.append(f"Run 'kill -CONT {process.id}' to resume the process.")
             elif starting:
-                lines.append("Its script may still import libraries or load data.")
+                lines.append(f"The script of {name} may still import libraries or load data.")
         if self._timeout_s is not None:
-            lines.append(f"It will be killed after {self._timeout_s:g} s of silence (--stall-timeout).")
+            lines.append(
+                f"{name.capitalize()} will be killed after {self._timeout_s:g} s of silence (--stall-timeout)."
+            )
         else:
             option = "In another run, --stall-timeout SECONDS (in Python, stall_timeout=SECONDS)"
             if process is None:
-                lines.append(f"It runs on another machine. {option} kills such a {awaited.role}.")
+                lines.append(
+                    f"{name.capitalize()} runs on another machine. {option} kills such a {awaited.role}."
+                )
             elif not starting or state == "is stopped":
                 others = self._coordinator.report.live - {awaited.index}
                 effect = "let the others continue" if awaited.role == "worker" and others else "end the run"

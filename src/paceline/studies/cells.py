@@ -227,7 +227,7 @@ TEXTS = {
     "train": "the text of the training function or script",
     "imports": "a module with sync models, or its text,",
 }
-"""Key of the identity of a study whose value contains fingerprints of source texts -> its name in messages."""
+"""Keys under which the identity of a study contains fingerprints of source texts -> names in messages."""
 
 
 class Folder:
@@ -235,7 +235,7 @@ class Folder:
 
     Args:
         path: the folder, which is made if it does not exist.
-        identity: the values that another study must share with this study to go on with its cells.
+        identity: the values that another study must have in common with this study to reuse the cells of this study.
 
     Raises:
         ConfigurationError: the folder cannot be written, or its content does not belong to this study.

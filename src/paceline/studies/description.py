@@ -44,7 +44,7 @@ FIRST_TUNING_SEED = 1_000_000
 
 
 class ModelEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A model with more than its notation. See `Contender`. An omitted entry has the value of the whole study."""
+    """A model with entries beside its notation. See `Contender`. An omitted entry has the value of the whole study."""
 
     sync: str
     name: str = ""
@@ -62,7 +62,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         value: the value to be reached; None if the final value of a model sets the target.
         of: the model whose mean final value is to be reached on each cluster; "" if `value` is given.
         within: by how much the value may be worse than the final value of that model.
-        better: "higher" or "lower"; by default "lower" if the metric is called a loss or an error.
+        better: "higher" or "lower"; by default "lower" if the metric is called a loss, an error or a perplexity.
     """
 
     metric: str
@@ -528,7 +528,7 @@ class Jitter(Generator, frozen=True, kw_only=True, tag="jitter"):
 
 
 class StudyPauses(Generator, frozen=True, kw_only=True, tag="pauses"):
-    """Each worker is slow for some time, now and then.
+    """From time to time, each worker is slow for a while.
 
     Attributes:
         slower: how many times longer a gradient takes while the worker is slow.

@@ -170,7 +170,7 @@ def _over(result: StudyResult, drawing: Drawing, unit: str) -> Figure:
 
 
 def _scale(axes: Axes, means: Sequence[float], drawing: Drawing) -> None:
-    """Let the axis of the metric show where the curves differ, not the first steps."""
+    """Limit the axis of the metric to the values at which the curves differ, without the first steps."""
     finite = sorted(value for value in means if math.isfinite(value))
     if not finite:
         return
@@ -347,7 +347,7 @@ def _front(result: StudyResult, drawing: Drawing) -> Figure:
 
 
 def _scale_finals(axes: Axes, rows: Sequence[StudyRow]) -> None:
-    """Let the axis show the final values, and the target unless this would squeeze them."""
+    """Let the axis show the final values. Include the target, unless the final values would then be squeezed."""
     found = [number for row in rows for number in (row.final.low, row.final.value, row.final.high)]
     finite = [number for number in found if math.isfinite(number)]
     if not finite:
@@ -444,7 +444,7 @@ def _time_of_workers(result: StudyResult) -> Figure:
 
 
 def _tuning(result: StudyResult, drawing: Drawing) -> Figure:
-    """Draw the median time to the target over the hyper-parameter that has most values, and mark the choices."""
+    """Draw the median time to the target over the hyper-parameter with the most values, and mark the choices."""
     axis = _axis(result)
     figure, panels = _panels(result, 2.7)
     handles: dict[str, Any] = {}
@@ -503,7 +503,7 @@ def _tuning(result: StudyResult, drawing: Drawing) -> Figure:
 
 
 def _axis(result: StudyResult) -> str:
-    """Return the hyper-parameter with most values in the runs of the tuning."""
+    """Return the hyper-parameter with the most values in the runs of the tuning."""
     values: dict[str, set[Any]] = {}
     for cell, _ in result.tuning:
         for key, value in cell.point:

@@ -2,9 +2,9 @@
 
 A run that ends before it reaches its target is *censored*: its time to the target is only known to be longer than the
 run. Censored times are neither left out nor replaced by the time at which the run ended. `ratio_of_times` tests each
-ratio: the times are divided by the ratio, both times of each pair are cut off where the shorter run of the pair ends,
+ratio: our times are divided by the ratio, both times of each pair are cut off where the shorter run of the pair ends,
 and Student's test compares them. The ratio belongs to the interval if the test finds no difference. If the times really
-differ by this ratio only, the cut-off treats both sides alike, so that the test is valid. Without censored times, the
+differ by exactly this ratio, the cut-off treats both sides alike, so the test is valid. Without censored times, the
 interval is Student's interval for the mean of the logarithms.
 """
 
@@ -145,9 +145,10 @@ def typical_time(times: Sequence[Time]) -> Estimate:
     """Return the geometric mean of times, with an interval.
 
     If some of the times are censored, each value is tested: the logarithm of each time is cut off at the same distance
-    on both sides of the value's logarithm, and Student's test compares their mean with this logarithm. The value is in
-    the interval if the test finds no difference. The distance is that to the end of the run, so values behind the first
-    end of a run cannot be tested. If all values up to this end belong to the interval, the interval has no upper end.
+    on both sides of the value's logarithm, and Student's test compares the mean of these logarithms with the value's
+    logarithm. The value is in the interval if the test finds no difference. The distance is the distance from the value
+    to the end of the run, so values beyond the end of the shortest run cannot be tested. If all values up to the end of
+    the shortest run belong to the interval, the interval has no upper end.
 
     >>> estimate = typical_time([Time(value, 9.0, True) for value in (1.0, 1.2, 1.1)])
     >>> [round(number, 2) for number in estimate]
@@ -294,7 +295,7 @@ class _Logs(NamedTuple):
 
 
 Test = Callable[[float], _Mean]
-"""Function that returns the mean difference at a shift. The difference and Student's t fall with the shift."""
+"""Function that returns the mean difference at a shift. The difference and Student's t decrease as the shift grows."""
 
 
 def _cut_off(ours: Sequence[Time], others: Sequence[Time], *, paired: bool) -> Test:

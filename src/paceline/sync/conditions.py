@@ -17,7 +17,7 @@ round begins, and earlier rounds do not count the worker. The condition `always`
 immediately, too.
 
 If the push condition does not require all workers, a worker may be *late*: c_p < V_train. Where pushes are averaged,
-`paceline.sync.drop_stragglers` says what becomes of the pushes of a late worker, whatever the conditions are.
+`paceline.sync.drop_stragglers` says what becomes of the pushes of a late worker, under any conditions.
 
 Guarantee: Under all conditions, each push is applied, averaged or dropped exactly once, and no worker waits for
 a worker that has left. The conditions determine whether a run makes progress. The models of this
@@ -30,8 +30,8 @@ Deviations: Conditions test `Count[V_train] >= n` with the number n of live work
 
 The n of `push_scale` is another number. The paper divides each gradient by a constant, the total number N of workers
 (Algorithm 1, line 15, and Table II). Here, workers come and go, so n is the largest number of workers that have been
-present at once at this shard. When a worker finishes or is lost, n stays, so the last and most outdated pushes are
-not enlarged. A worker that joins again is not counted twice: n increases only if a join makes more workers present
+present at once at this shard. When a worker finishes or is lost, n stays the same, so the last and most outdated pushes
+are not enlarged. A worker that joins again is not counted twice: n increases only if a join makes more workers present
 than ever before. Changes of the model leave n as it is. A checkpoint contains n, so a resumed run begins with the n of
 its job, even if the run has fewer workers.
 """
@@ -146,7 +146,7 @@ def always(state: PullState) -> bool:
 
 
 def everybody(state: PushState) -> bool:
-    """Return True if every live worker has pushed round V_train. All rows of Table III except one use it."""
+    """Return True if every live worker has pushed round V_train. All rows of Table III but one use this condition."""
     return state.pushed >= state.live
 
 
@@ -446,7 +446,7 @@ class ConditionMachine(ShardMachine):
         return ApplyPush(push.worker, push.iteration)
 
     def _fill(self, push: PushReceived, late: bool) -> bool:
-        """Count a push on the weights of this round. Return True if the mean already has a push of the worker."""
+        """Count a push of a worker in `_late`. Return True if the mean already contains a push of this worker."""
         averaged = self._late[push.worker]
         if not late:
             self._pushed -= averaged  # c_p has reached this round, so the worker would be counted twice

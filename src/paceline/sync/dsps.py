@@ -13,13 +13,13 @@ Guarantee: No worker starts an iteration while it is more than `upper` iteration
 run makes progress as long as the slowest live worker does. With lower = upper, the model is SSP(lower).
 Use: When the ratio between the workers' speeds is not known in advance.
 Deviations: The rule for s is an interpretation (see Reference). Intervals do not include the time for which a pull is
-delayed: otherwise, a worker that waits for the slowest worker would seem to be as slow, and s would shrink. Intervals
-include the transfers and, with several shards, the time for which a worker waits for other shards. Unless the run has
-`--hyperparameters raw`, intervals do not contain the time that the script spent outside of training, for example to
-evaluate the model. Each push says how long this time was. At first, s is `lower`. It does not change until every live
-worker has pushed. With the soft barrier, a delayed pull waits for the current round to close, even if s has grown or
-shrunk in the meantime. With `push_scale="1/n"`, n is the largest number of workers that have been present at once (see
-`paceline.sync.conditions`). In the paper, N is a constant.
+delayed: otherwise, a worker that waits for the slowest worker would seem as slow as the slowest, and s would shrink.
+Intervals include the transfers and, with several shards, the time for which a worker waits for other shards. Unless the
+run has `--hyperparameters raw`, intervals do not contain the time that the script spent outside of training, for
+example to evaluate the model. Each push says how long this time was. At first, s is `lower`. It does not change until
+every live worker has pushed. With the soft barrier, a delayed pull waits for the current round to close, even if s has
+grown or shrunk in the meantime. With `push_scale="1/n"`, n is the largest number of workers that have been present at
+once (see `paceline.sync.conditions`). In the paper, N is a constant.
 
 >>> DSPS(lower=1, upper=9).at_shard().staleness
 1

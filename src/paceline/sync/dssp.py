@@ -121,7 +121,7 @@ class SpendingMachine(ConditionMachine):
         q = max(slowest, key=lambda w: (interval.get(w, math.inf), -w))  # the longest interval
         if (
             q not in interval or worker not in interval
-        ):  # one of them has not pushed yet, so nothing can be predicted
+        ):  # one of these workers has not pushed yet, so nothing can be predicted
             return 0
         return iterations_to_spend(
             last[worker],

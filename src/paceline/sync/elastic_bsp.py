@@ -24,7 +24,7 @@ computed on weights that contain all updates up to the last barrier. From the pl
 members ends 1 to R iterations. So, while no worker joins, a gradient that is computed on weights pulled after the plan
 has a staleness of at most (R - 1)(n - 1) updates. The paper says only that the difference between the workers' numbers
 of iterations has a bound "within the R future intervals" (section 3). This bound leaves out the monitoring phase, in
-which a worker that is r times as fast as the slowest worker ends up to 2r iterations, however small R is.
+which a worker that is r times as fast as the slowest worker completes up to 2r iterations, however small R is.
 Use: When the workers' speeds differ but are steady, so that end times can be predicted. The run keeps most of the speed
 of ASP and still averages gradients at barriers.
 Deviations: Of several barriers with the same d_Z, section 4.2 prefers the earliest. In its example, Fig. 8b, it prefers
@@ -120,8 +120,8 @@ class Barrier:
 class ElasticShard(ShardMachine):
     """The state machine at a shard. It handles unflagged pushes as ASP does, and holds flagged pushes.
 
-    More than one barrier can be open at the same time: if a worker belongs only to the next superstep, its flagged
-    push may arrive here before the last flagged push of this superstep.
+    More than one barrier can be open at the same time: if a worker belongs only to the next superstep, its flagged push
+    may arrive here before the last flagged push of the current superstep.
     """
 
     def __init__(self) -> None:
@@ -280,7 +280,7 @@ class Planner(JobMachine):
         self._lookahead = lookahead
         self._pace: dict[int, _Pace] = {}  # live workers, in order of joining
         self._superstep = 0
-        self._members: set[int] = set()  # members of this superstep
+        self._members: set[int] = set()  # members of the current superstep
         self._begun = False  # True after the first push: from then on, new workers join the next superstep
         self._unmonitored: set[int] = set()  # members with fewer than two pushes since their last barrier
         self._remaining: set[int] | None = None  # members that have yet to stop; None while monitoring
@@ -346,7 +346,7 @@ class Planner(JobMachine):
         if not awaited and self._pace:  # all members have stopped, or left before the plan was published
             self._superstep += 1
             self._remaining = None
-            for newcomer in self._pace.keys() - self._members:  # they are monitored from this barrier on
+            for newcomer in self._pace.keys() - self._members:  # newcomers are monitored from this barrier on
                 self._pace[newcomer].pushes = 0
             self._members = set(self._pace)
             self._unmonitored = {worker for worker, pace in self._pace.items() if pace.pushes < 2}

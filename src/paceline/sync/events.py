@@ -23,7 +23,7 @@ Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 
 Ticks = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
-"""A time in ticks: 146 years in nanoseconds."""
+"""A time in ticks. The largest time is 146 years if a tick is a nanosecond."""
 
 
 MOST_NORM = 1e300
@@ -113,11 +113,11 @@ class Event(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 def maker(
     made: type[Any], source: type[msgspec.Struct], heard: tuple[str, ...] = HEARD
 ) -> Callable[..., Any]:
-    """Return a function that makes a struct from a `source`, with the fields that both have, and from `heard` fields.
+    """Return a function that makes a struct from the fields that it shares with a `source`, and from `heard` fields.
 
-    Every push becomes a message to each shard, and each message an event. So the function names all fields, as if it
-    were written by hand: a loop over the fields would take four times as long. Fields are positional where they can be,
-    because CPython packs more than 15 keywords into a dictionary, which takes ten times as long.
+    Every push becomes a message to each shard, and each message becomes an event. So the function names all fields, as
+    if it were written by hand: a loop over the fields would take four times as long. Fields are positional where they
+    can be, because CPython packs more than 15 keywords into a dictionary, which takes ten times as long.
 
     Example:
         >>> push = maker(PushReceived, PushFlags, ("now_ticks", "worker", "iteration"))(PushFlags(samples=32), 7, 0, 1)
@@ -155,7 +155,7 @@ class WorkerJoined(WorkerEvent, kw_only=True):
         superstep: the first superstep that waits for the worker, if the model plans barriers. If a worker is lost and
             joins again, earlier supersteps do not wait for it.
         pulls: True if the run is in progress, so that the worker next pulls its first weights, with the label
-            `iteration` - 1. False if it has the initial weights.
+            `iteration` - 1. False if the worker has the initial weights.
     """
 
     iteration: int = 0

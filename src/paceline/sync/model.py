@@ -156,8 +156,8 @@ class ShardMachine:
     def settle(self, worker: int, kept: int | None) -> list[AnyAction]:
         """Handle the verdict about the held pushes of a frozen worker: drop those with a label above `kept`.
 
-        None keeps all pushes. If the model was told before that the worker has left (see `core.shard`), the updates
-        that have waited for this verdict are applied now. Otherwise, the worker's `WorkerLost` event follows.
+        None keeps all pushes. If the model has already been told that the worker has left (see `core.shard`), the
+        updates that have waited for this verdict are applied now. Otherwise, the worker's `WorkerLost` event follows.
 
         A subclass that overrides this method must call it, or remove the worker from `frozen` itself.
         """
@@ -168,7 +168,7 @@ class ShardMachine:
     def entry(self) -> int:
         """The least c_p with which a worker could join now. By default, min c.
 
-        All shards are asked for this number, and the worker joins at every shard with the largest answer.
+        All shards are asked for this number. The largest of the answers is the worker's c_p at every shard.
         """
         return self.counts.slowest
 
@@ -580,8 +580,8 @@ class Counts:
 # -- What a sync model does to the result of training, as far as its rule alone tells ------------------------
 #
 # Speed can be simulated without the script of a user, but accuracy cannot. So if Paceline
-# recommends a model for its speed, it also says which of these effects the model has. Only training with the
-# model shows how large the effect is.
+# recommends a model for its speed, it also says which of the `EFFECTS` the model has. Only training with the model
+# shows how large the effect is.
 #
 # A model also determines the number of samples in an update: with n workers, an update of one model uses n
 # batches, and an update of another model uses a single batch. The hyper-parameters of a script are
@@ -648,7 +648,7 @@ class Samples(NamedTuple):
         workers: number of workers.
         batch: batch size of the loader in samples; None if it is unknown.
         joint: True if the batch size is the size of the joint batch, which is divided among the workers.
-        balanced: True if the sizes of the workers' batches follow their speeds.
+        balanced: True if the size of each worker's batch follows the worker's speed.
         translated: True if the hyper-parameters refer to the joint batch. See `paceline.sync.translation`.
         divisible: True if the batches of the loader could be divided.
         loader: False if the script distributes no loader, but makes its batches itself, of an unknown size.

@@ -20,7 +20,7 @@ from .model import SyncModel
 M = TypeVar("M", bound=SyncModel)
 
 AUTO = "auto"
-"""Used instead of the notation of a model, this lets the coordinator choose the models of a run; see `core.auto`."""
+"""If this word is given instead of a model, the coordinator chooses the models of the run; see `core.auto`."""
 
 MODELS: dict[str, type[SyncModel]] = {}
 """The registered sync models by name."""
@@ -91,8 +91,8 @@ def misplaced_auto(text: str) -> ConfigurationError:
     """Return the error for "auto" where only a model can stand."""
     return ConfigurationError(
         f"sync {text!r}: 'auto' is not a sync model, but chooses the models for the whole run. So it stands alone, "
-        "without parameters: --sync auto, or in Python sync='auto'. It cannot be a step of a schedule, the model of "
-        "one shard, or requested during a run."
+        "without parameters: --sync auto, or in Python sync='auto'. It cannot be a step of a schedule or the model "
+        "of one shard, and it cannot be requested during a run."
     )
 
 
@@ -180,7 +180,7 @@ def parse_shards(text: str) -> tuple[SyncModel, ...]:
 
 
 def notation(models: Sequence[SyncModel]) -> str:
-    """Return the text that `parse_shards` parses as these models. If all models are equal, one is written."""
+    """Return the text that `parse_shards` parses as these models. If all models are equal, the text names one model."""
     return str(models[0]) if len(set(models)) == 1 else "|".join(map(str, models))
 
 

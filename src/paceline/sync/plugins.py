@@ -5,8 +5,8 @@ Admission: A pull is answered on arrival if and only if the pull condition holds
 round and answered when that round closes. The current round, V_train, closes when the push condition holds.
 State: The same as in every model that is defined by conditions (see `paceline.sync.conditions`).
 Guarantee: Each push is handled exactly once: it is applied on arrival, averaged with the other pushes of its round, or
-dropped. Progress is not guaranteed: conditions that never hold stall all workers. The run detects and reports this. If
-a condition raises an exception or returns anything other than True or False, the run reports this failure, and the
+dropped. Progress is not guaranteed: if the conditions never hold, all workers stall. The run detects and reports this.
+If a condition raises an exception or returns anything other than True or False, the run reports this failure, and the
 shard falls back to the last model that worked (BSP if there was none).
 Use: To try out your own synchronization rule.
 Deviations: With `push_scale="1/n"`, n is the largest number of workers that have been present at once (see
@@ -75,7 +75,7 @@ PUSHES = ("apply", "average")
 Condition = Callable[[Any], bool]
 
 local_conditions: dict[str, Condition] = {}
-"""Conditions that other processes cannot import, by name. The launcher sends the servers those that the run uses."""
+"""Conditions that other processes cannot import, by name. The launcher sends the servers the ones that the run uses."""
 
 LOCAL = "local"  # the part before the colon in the names of local conditions
 
@@ -268,7 +268,7 @@ def _find(name: str) -> Condition:
 # only the user's frames, as it has for an error in a script.
 
 PACKAGE = str(Path(__file__).parent.parent)
-# Paceline calls code of the user inside context managers, with the module that runs scripts, and on threads.
+# Python's own modules through which Paceline calls code of the user: context managers, `runpy`, and threads.
 CALLERS = (
     PACKAGE,
     contextlib.__file__,
@@ -354,7 +354,7 @@ def script_traceback(error: BaseException) -> str:
     told = traceback.TracebackException.from_exception(error)
     innermost = told.stack[-1] if told.stack else None
     meant = isinstance(error, PacelineError) and not isinstance(error, InternalError)
-    # The script asked for a name that does not exist.
+    # An error in `__getattr__` means that the script asked for a name that does not exist.
     meant = meant or (innermost is not None and innermost.name == "__getattr__")
     ours = innermost is not None and innermost.filename.startswith(PACKAGE) and not meant
     for part in _parts(told):

@@ -19,11 +19,11 @@ because a worker continues only if no shard delays it. The run makes progress as
 Use: When SSP makes too many workers wait at the same time: PSSP delays fewer pulls. With `execution="lazy"`, constant
 PSSP has the same bound on the expected regret as SSP(s + 1/c - 1).
 Deviations: The random draw is keyed by (seed, worker, iteration), so that all shards agree, and the number of shards
-does not change the model. In the paper, each server evaluates `rand(0,1) > P` by itself. `draws="per-shard"` does the
-same. Then P is the probability at one shard, and the probability that a worker has to wait is 1 - (1 - P)^M, which the
-paper does not discuss. For example, P = 0.1 on 8 shards delays a worker with a probability of 0.57. With
-`push_scale="1/n"`, n is the largest number of workers that have been present at once (see `paceline.sync.conditions`).
-In the paper, N is a constant.
+does not change the model. In the paper, each server evaluates `rand(0,1) > P` by itself. With `draws="per-shard"`, each
+shard draws by itself, too. Then P is the probability at one shard, and the probability that a worker has to wait is
+1 - (1 - P)^M, which the paper does not discuss. For example, P = 0.1 on 8 shards delays a worker with a probability of
+0.57. With `push_scale="1/n"`, n is the largest number of workers that have been present at once (see
+`paceline.sync.conditions`). In the paper, N is a constant.
 
 >>> from paceline.sync.events import PullRequested, PushReceived, WorkerJoined
 >>> shard = PSSP(staleness=0, probability=1.0).at_shard()

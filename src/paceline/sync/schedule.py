@@ -22,7 +22,7 @@ from .model import SyncModel
 from .notation import AUTO, notation, parse_shards, require_registered, require_shards
 
 OVERLAPS = ("shards", "off")
-"""Whether each shard answers pulls independently."""
+"""Whether each shard answers pulls independently, or workers pull only after all workers have pushed ("off")."""
 
 
 class ScheduleStep(msgspec.Struct, frozen=True):
@@ -56,7 +56,7 @@ class Schedule(msgspec.Struct, frozen=True):
 
     Attributes:
         steps: the steps, in order.
-        auto: True if the coordinator chooses the models after the first step, which has bsp.
+        auto: True if the coordinator chooses the models after the first step, whose model is bsp.
     """
 
     steps: tuple[ScheduleStep, ...]

@@ -6,7 +6,8 @@ workers), the coordinator tells the worker to discard its computation, to pull, 
 the *fixed* variant, ABORT_TIME and ABORT_RATE are given (the paper finds them by a grid search, which it calls
 cherry-picking). In the *adaptive* variant, both are tuned at the end of each epoch. Let T_i be the duration of worker
 i's last iteration. If this iteration had started with a delay D, its weights would have included u_i(D) more pushes,
-but a fraction D / T_i of the other m - 1 workers would have missed its push. The gain in freshness is estimated as
+but a fraction D / T_i of the other m - 1 workers would have missed worker i's push. The gain in freshness is estimated
+as
 
     F(D) = sum over i of (u_i(D) - D (m - 1) / T_i)                                                      (Eq. 7)
 
@@ -22,11 +23,11 @@ worker makes progress. Staleness is bounded if the base model bounds it.
 Use: When staleness slows down training more than repeating computations does, and pushes arrive in bursts.
 Deviations: An epoch ends when every live worker has pushed since the last tuning, or when the last worker that has not
 pushed leaves. D is at most T; if several delays are equally good, the shortest is chosen. There is no speculation
-before the first tuning, or while no D has a positive F, or with a single worker. An iteration uses the parameters at
-its start, and m is the number of live workers when its timer is due. If the last iteration was restarted, T_i and u_i
-run from its first start. Unless the run has `--hyperparameters raw`, T_i and u_i leave out the time that the script
-spent outside of training before the iteration, for example to evaluate the model. Each push says how long this time
-was.
+before the first tuning, or while no D has a positive F, or with a single worker. An iteration uses the parameters that
+are in force at its start, and m is the number of live workers when its timer is due. If the last iteration was
+restarted, T_i and u_i run from its first start. Unless the run has `--hyperparameters raw`, T_i and u_i leave out the
+time that the script spent outside of training before the iteration, for example to evaluate the model. Each push says
+how long this time was.
 
 >>> from paceline.sync.events import IterationFinished, IterationStarted, TimerFired, WorkerJoined
 >>> coordinator = SpecSync(abort_time_s=0.5, abort_rate=0.5).at_coordinator()
@@ -139,7 +140,10 @@ class Speculation(msgspec.Struct, frozen=True):
 
 
 class Span(msgspec.Struct, frozen=True):
-    """The start and end times of a worker's last completed iteration, without time outside of training before it."""
+    """The start and end times of a worker's last completed iteration.
+
+    The time for which the script was outside of training before the iteration is left out.
+    """
 
     start_ticks: int
     end_ticks: int
@@ -258,7 +262,7 @@ class Speculator(JobMachine):
         return {"_push_count": None, "_workers": workers}
 
     def _stated(self) -> Speculation | None:
-        """Return the parameters that the model states; None if the parameters are tuned."""
+        """Return the parameters that the model was given; None if the parameters are tuned."""
         time_s, rate = self._model.abort_time_s, self._model.abort_rate
         if time_s is None or rate is None:
             return None
@@ -306,7 +310,8 @@ def tune(spans: Mapping[int, Span], pushes: Sequence[tuple[int, int]]) -> Specul
     gain = np.searchsorted(delays, delays, side="right")
     loss = delays.astype(np.float64) * ((m - 1) * sum(1 / duration for duration in durations))
     estimate = gain - loss
-    # The sum of m reciprocals and the three operations that follow it are wrong by less than a factor 1 + (m + 4) u.
+    # Let u = 2**-53 be the unit roundoff. The relative error of `loss`, a sum of m reciprocals followed by three
+    # operations, is less than (m + 4) u. The bound `error` is larger than the errors of `gain - loss`.
     error = (gain + loss) * ((m + 8) * 2.0**-52)
     close = np.flatnonzero(estimate + error >= (estimate - error).max())
     best = int(close[0])

@@ -8,7 +8,7 @@ models apply updates that use a part of this batch, for example one push out of 
     then the weights and the state move by the fraction s towards the result, where s is the update's share of the
     samples in a joint batch.
 
-This is the step of the same system in smaller units of time. The same number of samples moves the weights as far,
+In this way, the same system makes steps in a smaller unit of time. The same number of samples moves the weights as far,
 decays the weights as much, and advances the state (momentum, step counts, running means) as far as under BSP, for every
 class of optimizer, every schedule and all hyper-parameters. For SGD with learning rate h, momentum m and velocity u,
 
@@ -22,10 +22,10 @@ would not be damped.) Two things depend on more than the share.
 **Delay.** A gradient is computed on weights that miss the updates which are applied between its pull and its push. The
 shares of these updates add up to the *delay* d, in joint steps; with n workers under ASP, d is about 1. Momentum lags
 behind as well, and both lags together let directions of large curvature oscillate. Therefore averages of the gradient
-(`Family.means`) move by s / (1 + d / 2) only: each gradient is spread over more samples, so that the immediate part of
-each push dominates where the delay matters. The distance that a gradient moves the weights in the long run stays the
-same, but momentum builds up more slowly. To correct half of the delay is a compromise: if the whole delay is corrected,
-runs of a hundred joint steps lag behind, and if no delay is corrected, large steps oscillate
+(`Family.means`) move only by s / (1 + d / 2). Each gradient is then spread over more samples, so in the directions in
+which the delay matters, the immediate effect of each push dominates. The distance that a gradient moves the weights in
+the long run stays the same, but momentum builds up more slowly. Correcting half of the delay is a compromise: if the
+whole delay is corrected, runs of a hundred joint steps lag behind, and if no delay is corrected, large steps oscillate
 (`docs/models/same-accuracy.md`).
 
 **Second moments.** Adam and its relatives divide by a running mean of squared gradients. A push of a share s contains
@@ -101,13 +101,15 @@ class Fraction(NamedTuple):
 
 
 LAG = 0.5
-"""The part of the delay by which averages of the gradient lag behind, relative to one joint step."""
+"""The part of the delay that is corrected: averages of the gradient move by s / (1 + LAG d)."""
 
 WHOLE = Fraction(1.0, 1.0, 1.0)
 
 
 class Family(NamedTuple):
-    """How an optimizer class takes fractions of steps: the entries of its state that do not move by the step.
+    """How the state of an optimizer class moves if an update takes only a fraction of a step.
+
+    `means` and `square` name the entries of the state that do not move by `Fraction.step`.
 
     Attributes:
         means: keys of averages of the gradient.
@@ -159,7 +161,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def averages_words(optimizers: Sequence[str]) -> str:
-    """Return which optimizers receive a running mean of gradients, and what this may cost; "" if there is none.
+    """Return which optimizers receive a running mean of gradients, and what this may cost; "" if no optimizer does.
 
     Args:
         optimizers: the classes of the optimizers, as in `FAMILIES`.

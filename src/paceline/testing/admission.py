@@ -40,7 +40,8 @@ class WorkerView(NamedTuple):
         deferred: True if the worker's last pull has not been answered and the worker's timer has not fired since.
         stop: the barrier flag of the worker's last push; None if the push had no flag.
         fenced: True from the time at which the worker is fenced until its loss is settled.
-        joining: True from the time at which the worker joins a run in progress until its first pull is answered.
+        joining: True from the time at which the worker joins a run in progress until the worker's first pull is
+            answered.
         newest: True if the worker's weights are those of the current round.
         counted: True if a gradient of the worker is in the mean of the current round.
         last_stop: the latest superstep whose barrier does not wait for the worker, because the worker has stopped for
@@ -91,7 +92,7 @@ class Admission(NamedTuple):
 
     Attributes:
         must: function that returns the workers that must wait.
-        may: function that returns the workers that are allowed to wait, with or without those that must wait.
+        may: function that returns the workers that are allowed to wait. It may leave out workers that must wait.
         quorum: number of pushes that close a round; None if all workers must push. This determines
             `ShardView.round`.
     """
@@ -139,7 +140,7 @@ def timer_runs(shard: ShardView) -> set[int]:
 
 
 def superstep_open(shard: ShardView) -> set[int]:
-    """Return the workers that have stopped for a superstep and wait for another live member to stop for it."""
+    """Return the workers that have stopped for a superstep for which another live member has not stopped yet."""
     return {
         w
         for w, view in enumerate(shard.workers)

@@ -97,7 +97,8 @@ def _small_jobs(
     if rule is None and isinstance(sync, Conditions):
         rule = UNKNOWN
     plans = sync.at_coordinator() is not None
-    # Staleness differs with every order of the events at every shard, so models that use it have many more states.
+    # Staleness differs with every order of the events at every shard, so models that use staleness have many
+    # more states.
     stale = sync.needs_staleness and not sync.one_shard
     if sync.one_shard:
         shards = 1

@@ -531,8 +531,8 @@ def _check_fate(push: PushReceived, action: AnyAction) -> None:
 # -- The events that a shard may legally receive next --------------------------------------------------------
 #
 # Each worker joins, then repeatedly pushes, pulls and is answered, and may leave at any time.
-# `paceline.core.order` enforces this order. This module implements the order independently, so that the tests
-# do not depend on that module.
+# `paceline.core.order` enforces this order. This module implements the order a second time, so that the
+# tests do not depend on `paceline.core.order`.
 
 Phase = Literal["computing", "pushed", "waiting"]
 
@@ -549,7 +549,8 @@ class LegalEvents:
         now_ticks: time of the next event, in ticks. The caller may increase this attribute.
         phase: live worker -> its phase, in order of joining.
         label: live worker -> iteration that its next push is labeled with.
-        progress: worker -> the later round from which the worker was told to continue, until its next push.
+        progress: worker -> the later round from which the worker was told to continue; removed at the worker's next
+            push.
         gone: workers that have left and have not joined again.
         timers: timers that are set and have not fired.
     """

@@ -242,8 +242,8 @@ def _seconds(ticks: int) -> str:
 #
 # The decisions of a state machine may depend on its events alone. A machine that reads a clock decides
 # differently in a live run, in virtual time and in a replay. A machine that draws from a global generator
-# decides differently at each shard. A clock rarely makes two machines differ that receive the same events, so
-# a comparison would miss it. Therefore, the calls are watched.
+# decides differently at each shard. Two machines that receive the same events rarely differ because of a
+# clock, so comparing them would not reveal that they read a clock. Therefore, the calls are watched.
 
 CLOCKS = (
     time.time,

@@ -20,13 +20,14 @@ The following reductions keep the number of states small. Each entry explains wh
 - *Commits.* A push and the pull that follows it are received together, as in a live run. With `commits=False`, they
   are received separately.
 - *Answers together.* A worker receives the answers from all shards when the last answer arrives. The earlier answers
-  only affect the round from which the worker continues, and the latest such round is kept.
+  have only one effect: each may name a round from which the worker must continue. The job keeps the latest of these
+  rounds until the last answer arrives.
 - *Orders are received at the push.* A message from the coordinator only changes the worker's next push, or restarts
   the iteration. So these messages are received just before the push, and every possible number of received messages
   is tried. A restart that comes too late would be ignored whenever it is received, so it is discarded immediately.
 - *Losses while waiting* (made by `reduced_steps`, like the reductions with "first" in their names). Losing a worker
-  just before a push has the same effect as losing it after the push, with none of the push's messages delivered. So
-  the search only considers losses of waiting workers.
+  just before a push has the same effect as losing the worker after the push if none of the push's messages are
+  delivered. So the search only considers losses of waiting workers.
 - *Answers about joins.* The coordinator receives a `JoinOffered` or a `WorkerWelcomed` immediately. A later receipt
   would have the same effect, except that the messages that it causes would be sent later, and these messages may be
   delayed anyway.
@@ -50,11 +51,11 @@ The following reductions keep the number of states small. Each entry explains wh
   the answers, so the loss commutes with all steps since the push. A separate test checks, in every state of small
   jobs, that the order has no effect.
 - *Notifications first, and late pushes* (`_apart`; only for SpecSync with ASP as its base). With this base, a push
-  affects other workers only when the coordinator receives the notification of the push. A restart that the
-  coordinator orders before receiving the notification is ignored, like a restart that a worker receives after the
-  push. So a worker pushes only after the coordinator has received all earlier messages from this worker, and the
-  coordinator then receives the notification immediately. If the worker is lost before that, the worker's push affects
-  no other worker.
+  affects other workers only when the coordinator receives the notification of the push. A restart that the coordinator
+  orders before receiving the notification is ignored, like a restart that a worker receives after the push. So a worker
+  pushes only after the coordinator has received all earlier messages from this worker, and the coordinator then
+  receives the notification immediately. If the worker is lost before the coordinator receives the notification, the
+  worker's push affects no other worker.
 - *Order of shards* (`canonical`). Shards with the same model and the same random numbers differ only in name, so
   their order is ignored.
 - *Names of workers* (`canonical`). Workers differ only in name, unless the model draws separate random numbers for
@@ -218,8 +219,8 @@ class SmallJob:
         # True if the messages about losses are searched, because shards may hold pushes of a lost worker, or because
         # a worker may be lost before it has connected to the servers. (Only the coordinator notices such a loss.)
         self._settles = losses > 0 and (late > 0 or any(map(_may_hold, models_of_all)))
-        # Shards are distinguishable if their models differ, if each draws its own random numbers, or if workers join
-        # late (the coordinator's core records which servers have answered).
+        # Shards are distinguishable if their models differ, if each shard draws its own random numbers, or if
+        # workers join late (the coordinator's core records which servers have answered).
         alike = symmetric and not (late or self._settles or clips or edits)
         self._shards_alike = alike and all(
             len(set(step)) == 1 and getattr(step[0], "draws", "shared") == "shared" for step in all_models
@@ -545,8 +546,8 @@ class SmallJob:
         lost = any(worker_state.phase == "lost" for worker_state in state.workers)
         if not self._agree or (self._changes and lost):
             # One shard may have changed the model together with a worker that was lost afterwards, and another shard
-            # changes it together with the next worker. In between, the two shards run different models, and perhaps
-            # only one of these models averages pushes.
+            # changes it together with the next worker. Between these two changes, the two shards run different
+            # models, and perhaps only one of these models averages pushes.
             return
         counted = {w for w, worker_state in enumerate(state.workers) if worker_state.phase == "finished"}
         if self._settles and not self._coordinators[state.coordinator.core].losses.torn:
@@ -776,7 +777,7 @@ class SmallJob:
         return replace(state, servers=put(state.servers, index, self._server_pool(at)))
 
     def _with_queue(self, state: State, w: int, queue: tuple[Message, ...]) -> State:
-        """Return the state with other messages in flight from a worker to the coordinator."""
+        """Return the state with the messages in flight from a worker to the coordinator replaced."""
         at = state.coordinator
         at = self._coordinator_pool(replace(at, queues=put(at.queues, w, queue)))
         return replace(state, coordinator=at)
@@ -877,7 +878,7 @@ class SmallJob:
             call = replace(call, method="handle", message=message)
             if isinstance(message, Hello):
                 if w not in self._servers[at.core].expected or self._servers[at.core].is_fenced(w):
-                    # The server has been told that the worker is lost, and refuses it.
+                    # The server has been told that the worker is lost, so it refuses the connection.
                     return self._server_pool(at), ()
                 call = replace(call, method="connected", message=None)
         core, outcome = self._servers.after(at.core, call)
@@ -958,7 +959,7 @@ class SmallJob:
         return replace(state, coordinator=self._coordinator_pool(at))
 
     def _matters(self, core: int, timer: Timer) -> bool:
-        """Return True if the timer would have an effect now. Otherwise, it will never have one under the same model."""
+        """Return True if the timer would have an effect now. If not, it never has an effect under the same model."""
         after, outcome = self._coordinators.after(core, Call("fire", message=timer, now_ticks=self.now_ticks))
         return after != core or bool(outcome.requests)
 

@@ -1,8 +1,8 @@
 """Recording, reading, replaying and measuring the traces of a run.
 
 A trace contains the events of one core and the actions that followed. Everything that is said about a run afterwards
-is computed from its traces and records: statistics, the use of time, findings, the values of a report. How these
-values are shown is not known here.
+is computed from its traces and records: statistics, the use of time, findings, the values of a report. The code here
+does not depend on how these values are shown.
 
 Read first: `recording` and `replay`, then `measures`.
 

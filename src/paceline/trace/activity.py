@@ -126,10 +126,10 @@ class WorkerActivity(msgspec.Struct):
         computations: number of pushes with a gradient.
         awaited_s: seconds for which other workers have waited for this worker, summed over the other workers.
         fate: "finished" or "lost", or "" while the worker is live.
-        first_joined_s: when it joined for the first time; -1 if it has not joined.
-        joined_s: when it joined for the last time.
-        left_s: when it left for the last time.
-        last_push_s: when its last push arrived.
+        first_joined_s: when the worker joined for the first time; -1 if it has not joined.
+        joined_s: when the worker joined for the last time.
+        left_s: when the worker left for the last time.
+        last_push_s: when the worker's last push arrived.
         asked_s: when the worker's last pull arrived at shard 0, if this pull was unanswered when the worker left;
             else -1.
         since_s: time until which it is known what the worker did; -1 before its first answer.
@@ -158,7 +158,7 @@ class _ShardState(msgspec.Struct):
     version: int = 0
     boundary: Boundary = msgspec.field(default_factory=Boundary)
     pulls: Pulls = msgspec.field(default_factory=Pulls)
-    machine: int = 0  # whose clock the times of `pulls` are on
+    machine: int = 0  # the machine with the clock of the times in `pulls`
     # In states of earlier versions, in place of `pulls`: worker -> arrival in seconds.
     asked: dict[int, float] = {}
 
@@ -449,7 +449,7 @@ class Activity:
             self._finish(worker, own, iteration)
 
     def _add_rest(self, worker: int, own: WorkerActivity, kind: int, asked_s: float, end_s: float) -> None:
-        """Add what a worker did after its last iteration. `asked_s` is when its pull arrived, or negative."""
+        """Add what a worker did after its last iteration. `asked_s`: when its unanswered pull arrived, or negative."""
         computed_s = end_s if asked_s < 0.0 else min(max(asked_s, own.since_s), end_s)
         if own.since_s >= 0.0:
             self._spend(worker, own, kind, own.since_s, computed_s)

@@ -246,7 +246,7 @@ class Era(msgspec.Struct):
 
     Attributes:
         sync: the model in the notation of the command line.
-        from_s: time at which it came into force at shard 0.
+        from_s: time at which the model came into force at shard 0.
         from_updates: number of updates of shard 0 before this time.
         staleness: staleness in updates -> number of pushes with this staleness, counted separately at each shard.
         waits: (reason, awaited worker or -1) -> the waits of this kind. Each pull counts once, with its longest wait

@@ -30,7 +30,7 @@ RECORD_INTERVAL_S = Fraction(3, 4)
 
 
 MOST_RECORDS = 20_000
-"""Number of records after which their intervals grow with the run. After 30 days, the interval is two minutes."""
+"""Number of records after which the interval between two records grows. After 30 days, it is two minutes."""
 
 
 class Moment(msgspec.Struct, frozen=True, order=True):

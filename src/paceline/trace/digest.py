@@ -127,7 +127,7 @@ class Digest:
 
     @property
     def overtaken(self) -> bool:
-        """True if another process has digested and deleted lines before this one read them. A new digest has them."""
+        """True if another process has deleted lines before they were read here. A new digest contains these lines."""
         return any(source.skipped for source in self.sources)
 
     def advance(self, until_ticks: int | None = None, hurried: Callable[[], bool] = lambda: False) -> bool:
@@ -321,10 +321,10 @@ def _read_state(run_dir: Path) -> DigestState | None:
 # own oldest segments.
 
 SETTLED_S = 5.0
-"""Age at which a segment is digested. By then, the other files contain all that was recorded before its end."""
+"""Age at which a segment is digested. The other files then contain all that was recorded before the segment's end."""
 
 POLL_S = 1.0
-NICENESS = 3  # with 19, it would fall behind while training occupies all cores; it needs 30 us per iteration
+NICENESS = 3  # with 19, the process would fall behind while all cores are busy; it needs 30 us per iteration
 
 
 def trim(digest: Digest, kept: int = KEPT_SEGMENTS, settled_s: float = SETTLED_S) -> bool:

@@ -123,7 +123,7 @@ class Pulls(msgspec.Struct):
         waits = self.left(event.worker, event.now_ticks) if type(event) in LEAVE else []  # type: ignore[union-attr]
         if type(event) is PullRequested:
             self.asked[event.worker] = event.iteration, event.now_ticks
-        if type(event) is not PullRepeated:  # its answer is never delayed, and answers no other pull
+        if type(event) is not PullRepeated:  # the answer to it is never delayed, and answers no other pull
             waits += [self.answered(event, each) for each in entry.actions if type(each) is AnswerPull]
         return waits
 
@@ -471,8 +471,8 @@ class _Membership(msgspec.Struct):
     iterations: int = 0
     iteration: int = -1  # label of the worker's last push
     fate: str = ""  # category of this push in `PushFates`; "" while the shard holds the push
-    asked: int = 0  # in states of earlier versions: arrival of the pull that is not answered,
-    pulls: int | None = None  # and its label
+    asked: int = 0  # in states of earlier versions: arrival of the unanswered pull
+    pulls: int | None = None  # in states of earlier versions: label of the unanswered pull
     pushed: int | None = None  # time at which the worker's last push arrived
     superstep: int | None = None  # superstep for whose barrier the worker has stopped with its last push
 
@@ -603,7 +603,7 @@ class _ShardMeter(msgspec.Struct, dict=True):
     pulls: Pulls = msgspec.field(default_factory=Pulls)
 
     def __post_init__(self) -> None:
-        # The last membership of each worker, and of each worker that has not left. Both follow from `ordered`.
+        # The last membership of each worker, and the memberships that have not ended. Both follow from `ordered`.
         self._latest = {member.worker: member for member in self.ordered}
         self.current = {worker: member for worker, member in self._latest.items() if member.left is None}
         self.plans: _Plans | None = None  # set for shard 0 only
@@ -766,7 +766,7 @@ MOST_UPDATES = 0.75  # dropped samples are not reported if the run has more than
 
 
 def unapplied_pushes(pushes: PushFates, unapplied: int) -> str:
-    """Return a sentence about pushes that were never applied; "" if the run has applied the pushes that it should.
+    """Return a sentence about pushes that were never applied; "" if the run has applied enough pushes.
 
     Where the results of a run are shown, this sentence comes first. The run's sync model is then never recommended.
 
@@ -793,7 +793,8 @@ def missing_updates(measures: Measures) -> str:
     """Return a sentence about updates that are missing because gradients were dropped; "" if few are missing.
 
     If the numbers of samples are unknown, the result is "". An update of bsp contains one gradient of each worker.
-    Every worker that has ever taken part counts here, so that a run is not blamed for workers that come and go.
+    Every worker that has ever taken part counts here, so that no updates seem to be missing only because workers come
+    and go.
 
     Args:
         measures: the statistics of the run.

@@ -322,8 +322,8 @@ class IterationRecord(msgspec.Struct, frozen=True):
         restarted_s: time at which the computation was restarted; None if it was not restarted.
         outside_s: part of the time from `begun_s` to `pushed_s` in which the script did not train; see
             `core.metrics`. Unset if there is none, as in all records of earlier versions.
-        loading_s: part of this time in which the script asked for batches.
-        exchanged_s: part of this time in which the worker requested data, or pulled again after an evaluation.
+        loading_s: part of the same time in which the script asked for batches.
+        exchanged_s: part of the same time in which the worker requested data, or pulled again after an evaluation.
         begins_pass: True if the iteration is the first one of a pass over its loader. Its time outside of training
             then lies between two passes.
         machine: index of the machine whose clock the times are on (see `trace.clocks`). Unset if it is machine 0, the
@@ -384,7 +384,7 @@ def records_in(path: Path) -> Iterator[IterationRecord]:
 
 
 def read_records(run_dir: Path) -> list[list[IterationRecord]]:
-    """Read all records in a run directory into memory. Return one list for each worker, in order of their indices."""
+    """Read all records in a run directory into memory. Return one list for each worker, by index."""
     return [list(records_in(path)) for path in record_files(run_dir)]
 
 
@@ -544,7 +544,7 @@ class FileFollower:
                 return  # otherwise, the segment was moved just now, perhaps after further lines were added
 
     def _open(self) -> IO[bytes] | None:
-        """Open the segment that is to be read; None if it is not there yet."""
+        """Open the segment that is to be read; None if it does not exist yet."""
         while True:
             earlier = earlier_segments(self._path)
             if earlier and self._segment < min(earlier):

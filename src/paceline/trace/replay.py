@@ -271,7 +271,7 @@ class _Other:
         """Pass on an event, or defer it if its worker still waits. Return the actions; None for a deferred event."""
         assert isinstance(event, UNDERSTOOD)
         worker = event.worker
-        if worker in self._waiting:  # a timer that is due at the same time may answer its pull
+        if worker in self._waiting:  # a timer that is due at the same time may answer the worker's pull
             self._fire(event.now_ticks + 1)
         leaves = isinstance(event, WorkerLost)
         if leaves:

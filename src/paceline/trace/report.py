@@ -1,6 +1,7 @@
-"""The contents of `run.json` and of a report, as plain values. `look.run_reading` finds and `look.page` shows them.
+"""The contents of `run.json` and of a report, as plain values.
 
-All times are in seconds since the run began, on the coordinator's clock. Durations are in seconds.
+`look.run_reading` finds these values, and `look.page` shows them. All times are in seconds since the run began, on the
+coordinator's clock. Durations are in seconds.
 """
 
 from __future__ import annotations
@@ -53,19 +54,19 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     """One worker in figures.
 
     Attributes:
-        worker: its index.
-        machine: name of its machine; "" if all workers ran on one machine.
-        device: name of its device; "" for the CPU.
-        fate: "finished", "left", "lost", or "" while it takes part in the run.
-        why: why it left or was lost; "" otherwise.
-        iterations: number of its iterations.
-        samples: number of samples that it has used; 0 if unknown.
-        samples_per_s: its speed while it computes; None if unknown.
+        worker: index of the worker.
+        machine: name of the worker's machine; "" if all workers ran on one machine.
+        device: name of the worker's device; "" for the CPU.
+        fate: "finished", "left", "lost", or "" while the worker takes part in the run.
+        why: why the worker left or was lost; "" otherwise.
+        iterations: number of the worker's iterations.
+        samples: number of samples that the worker has used; 0 if unknown.
+        samples_per_s: samples per second while the worker computes; None if unknown.
         time_s: kind (see `KINDS`) -> seconds.
         awaited_s: seconds for which other workers have waited for this worker, summed over the other workers.
         mean_batch: mean number of samples per iteration; None if unknown.
-        share: its share of the samples in all applied updates (of the gradients, if the samples are unknown), from 0
-            to 1; None if unknown.
+        share: the worker's share of the samples in all applied updates (of the gradients, if the samples are unknown),
+            from 0 to 1; None if unknown.
     """
 
     worker: int
@@ -86,7 +87,7 @@ class Spans(msgspec.Struct, frozen=True):
     """The exact times of one worker's iterations, or of its last iterations. All times are in units of 0.1 ms.
 
     Attributes:
-        worker: its index.
+        worker: index of the worker.
         begun: when each iteration began.
         lengths: for each iteration: wasted, computing, transfer to the shards, waiting, transfer back.
         awaited: for each iteration: the worker whose event ended the wait; -1 if there is no such worker, or if the
@@ -165,7 +166,7 @@ class ModelInForce(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         sync: the model in the notation of the command line.
-        from_s: when it came into force.
+        from_s: when the model came into force.
         to_s: when another model came into force, or the run ended.
         staleness: (staleness in updates, number of pushes), ascending, counted at all shards.
         waiting: the reasons for waiting, longest first.
@@ -203,12 +204,12 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         name: name of the run, which is the name of its directory.
-        run_dir: path of its directory.
-        version: version of Paceline that ran it; "" if unknown.
-        begun_at: date and time when it began, in ISO 8601 with the offset from UTC; "" if unknown.
+        run_dir: path of the run's directory.
+        version: version of Paceline that was used; "" if unknown.
+        begun_at: date and time when the run began, in ISO 8601 with the offset from UTC; "" if unknown.
         state: what became of the run. "cut off" if its launcher was killed, so that it left no summary.
-        failure: why it failed, in words; "" if it did not fail.
-        duration_s: how long it trained so far: from when the first worker joined until the last worker left.
+        failure: why the run failed, in words; "" if it did not fail.
+        duration_s: how long the run has trained so far: from when the first worker joined until the last worker left.
         headline: one or two sentences: how much was trained, how fast, and the most costly cause.
         causes: what took the time and what would help; empty if nothing stands out.
         settings: the settings, in the order in which people look for them.
@@ -225,7 +226,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
         samples: what became of the samples: name -> count.
         marks: the single events of the run, in order of time.
         notes: what the reader should know about this report, such as what is missing and why.
-        live: the state of the job, while it is in progress; None afterwards.
+        live: the state of the job, while the run is in progress; None afterwards.
         now_s: the time of a live report, in seconds since the run began; None afterwards.
     """
 
@@ -269,7 +270,7 @@ class Resumption(msgspec.Struct, frozen=True, kw_only=True):
     """An interruption of a run, after which the run has gone on from a checkpoint.
 
     Attributes:
-        why: why the run was interrupted, as a sentence; "" if a user has resumed it.
+        why: why the run was interrupted, as a sentence; "" if a user has resumed the run.
         begun_at: date and time at which the run went on, in ISO 8601 with the offset from UTC.
         checkpoint: the directory of the checkpoint.
         updates: number of updates that the job had made at the checkpoint.
@@ -363,7 +364,7 @@ class RunFile(msgspec.Struct, frozen=True, kw_only=True):
     signature: str = ""
 
     def value_of(self, option: str) -> str:
-        """Return the value of a setting, given the name of its option; "" if the setting is not here."""
+        """Return the value of a setting, given the name of its option; "" if this file does not contain the setting."""
         return next((setting.value for setting in self.settings if setting.name == option), "")
 
 
@@ -371,9 +372,9 @@ def write_run_file(file: RunFile, run_dir: Path, *, sign: bool = True) -> None:
     """Write `run.json`.
 
     Args:
-        file: its content.
+        file: the content of `run.json`.
         run_dir: the directory of the run.
-        sign: True to sign it as the work of this user.
+        sign: True to sign the file as the work of this user.
 
     Raises:
         OSError: the file cannot be written.

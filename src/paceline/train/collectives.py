@@ -36,11 +36,12 @@ def barrier() -> None:
 
     The function does not wait for a worker that has finished or is lost. Outside a run, the function returns at once.
 
-    All workers must make the same calls of `barrier` and `reduce`, in the same order. Call them between two
-    iterations. Under `bsp`, call them after the same number of iterations: if a worker waits for a second worker that
-    cannot finish its iteration without the first, the run ends with an error that names both. Some models, such as
-    `ssp`, let workers differ in their number of iterations, but also let them wait for each other. Under such a model,
-    a worker that waits here pushes without a gradient, as inside `evaluating`, and continues with the newest weights.
+    All workers must make the same calls of `barrier` and `reduce`, in the same order. Call them between two iterations.
+    Under `bsp`, call them after the same number of iterations: if a worker waits for a second worker that cannot finish
+    its iteration without the first, the run ends with an error that names both. Under some sync models, such as `ssp`,
+    workers may differ in their number of iterations, but a worker may still have to wait for slower workers. Under such
+    a model, a worker that waits in `barrier` pushes without a gradient, as inside `evaluating`, and continues with the
+    newest weights.
 
     Raises:
         UsageError: the workers' calls differ, or the call was made inside `optimizer.editing()`.
@@ -485,7 +486,7 @@ def _write(obj: object, path: str | os.PathLike[str], is_valid: Callable[[], boo
 
 
 def _evaluated_by_memory(training: WorkerTraining, sets: Sequence[int]) -> dict[Key, torch.Tensor]:
-    """Return the weights for evaluation of some parameter sets, keyed by the memory of this worker's own weights."""
+    """For some parameter sets, return the weights for evaluation, keyed by the memory of this worker's own weights."""
     found = training.fetch_evaluated(sets)
     return {_key(own): found[i] for i, own in enumerate(training.parameters) if i in found and own.numel()}
 
@@ -510,7 +511,10 @@ def _key(tensor: torch.Tensor) -> Key:
 
 
 def _copy_into(model: nn.Module, twin: nn.Module, values: Mapping[Key, torch.Tensor]) -> None:
-    """Set tensors of `twin`, a copy of `model`, to other values, given by the memory of the tensors of `model`."""
+    """Set tensors of `twin`, a copy of `model`, to other values.
+
+    `values` maps the key of a tensor of `model` (see `_key`) to the value for the copy of this tensor in `twin`.
+    """
     if not values:
         return
     own = {**dict(model.named_buffers()), **dict(model.named_parameters())}
@@ -521,7 +525,10 @@ def _copy_into(model: nn.Module, twin: nn.Module, values: Mapping[Key, torch.Ten
 
 
 def _replaced(obj: Any, values: Mapping[Key, torch.Tensor]) -> Any:
-    """Return an object with other values in some tensors, keyed by their memory. The original is unchanged."""
+    """Return an object with other values in some tensors. The original is unchanged.
+
+    `values` maps the key of a tensor (see `_key`) to the other value of this tensor.
+    """
     if isinstance(obj, torch.Tensor):
         return values.get(_key(obj), obj) if obj.layout == torch.strided else obj
     if isinstance(obj, nn.Module):
@@ -557,10 +564,10 @@ def is_main() -> bool:
     """Return True in the worker that writes files and messages for the whole run.
 
     This is worker 0 at first. If the main worker is lost, or leaves before its script has ended, the worker with the
-    lowest index of those that take part becomes the main worker, and remains so even if worker 0 joins again. In a loop
-    over `epochs`, the result changes only when an epoch begins or the loop ends; outside of such a loop, only when a
-    pass over a distributed loader begins. So do not store the result for longer. For a task that must not move to
-    another worker, use `worker_index() == 0`. Outside a run, the result is True.
+    lowest index of those that take part becomes the main worker, and remains the main worker even if worker 0 joins
+    again. In a loop over `epochs`, the result changes only when an epoch begins or the loop ends; outside of such a
+    loop, only when a pass over a distributed loader begins. So do not store the result for use in later epochs. For a
+    task that must not move to another worker, use `worker_index() == 0`. Outside a run, the result is True.
 
     Example:
         >>> import paceline
@@ -573,7 +580,7 @@ def is_main() -> bool:
 
 
 def update_main(session: Session) -> None:
-    """Set the result of `is_main` until the next call: whether this worker is the main worker, as far as it knows."""
+    """Set the result of `is_main` until the next call of `update_main`, from what this worker knows now."""
     _main[session] = session.main_worker
 
 
@@ -581,7 +588,7 @@ _main: WeakKeyDictionary[Session, int] = WeakKeyDictionary()
 
 
 def working_directory() -> WorkingDirectory | None:
-    """Return the working directory of this process; None if it has been removed, or has a path that is no text.
+    """Return the working directory of this process; None if it has been removed, or if its path is not valid text.
 
     Example:
         >>> here = working_directory()
@@ -598,7 +605,7 @@ def working_directory() -> WorkingDirectory | None:
 
 
 def has_directory(directory: WorkingDirectory) -> bool:
-    """Return True if this machine has a process's working directory, and no other directory in its place."""
+    """Return True if this machine has a process's working directory, and not another directory with the same path."""
     try:
         return os.path.isabs(directory.path) and _number_of(directory.path) == directory.number
     except (OSError, ValueError):

@@ -84,9 +84,9 @@ def distribute(
             Default: the batches stay where the loader puts them.
 
     Returns:
-        An iterable over batches. Its length is the number of batches that each worker would receive if all shares
-        were equal. When a resumed run passes over the rest of an epoch, the length is the number of batches in this
-        rest.
+        An iterable over batches. Its length is the number of batches that each worker would receive if all shares were
+        equal. In a run that was resumed in the middle of an epoch, the length during the first pass is the number of
+        batches in the rest of this epoch.
 
     Raises:
         ConfigurationError: the loader cannot be split, or has fewer items than there are workers, or its batches
@@ -225,7 +225,7 @@ UNDIVIDED = frozenset({"base_dataloader", "batch_sampler", "sampler"})
 
 
 class DistributedLoader(Generic[T]):
-    """One worker's part of a loader. All other attributes are those of the loader, except for `UNDIVIDED`.
+    """One worker's part of a loader. Attributes not listed below are those of the loader, except for `UNDIVIDED`.
 
     Args:
         source: the data to split.
@@ -291,7 +291,7 @@ class DistributedLoader(Generic[T]):
 
     @property
     def left(self) -> int | None:
-        """Number of batches that this worker has yet to draw in the current pass; None if other workers change it."""
+        """Number of batches left for this worker in the current pass; None if the number depends on other workers."""
         return self._part.left
 
     @property
@@ -462,7 +462,7 @@ END = object()
 
 
 class _PassTimes:
-    """Tells the stopwatch of a worker when its script asks a loader for batches, during one pass.
+    """During one pass over a loader, tells the stopwatch of a worker when the worker's script asks for batches.
 
     Args:
         session: the session of the worker.
@@ -594,7 +594,8 @@ class SourcePart:
         workers, whole = self._session.workers, self.whole_length
         if position.dynamic:
             return min(-(-position.end * workers // self.joint), whole)
-        # With equal shares, all workers must return the same number. They have drawn the same part of their shares.
+        # With equal shares, all workers must return the same number. So the number is computed from the part of its
+        # share that a worker has drawn, which is equal in all workers.
         drawn, left, before = position.drawn_in_pass, self.left, (self.before + self._skipped) * workers
         if left is None or position.end == sys.maxsize:
             return min(position.joint_batches * workers, whole)
@@ -611,7 +612,7 @@ class SourcePart:
         )
 
     def skip_batches(self, batches: int) -> int:
-        """Leave out batches at the beginning of the next pass, and return to how many joint batches they amount."""
+        """Leave out batches at the beginning of the next pass, and return the number of whole joint batches in them."""
         positions = batches * self.joint // self._session.workers
         joint_batches = positions // self.joint
         self._skips = positions if self.is_dynamic else joint_batches * self.joint
@@ -623,7 +624,7 @@ class SourcePart:
         return 0 if self.expected is None or self.size is None else self._rounds(self.size) - self.expected
 
     def _rounds(self, size: int) -> int:
-        """Return the number of joint batches of `size` positions."""
+        """Return the number of joint batches in an order of `size` positions."""
         least = 1 if self._division.joint else self._session.workers
         rounds, rest = divmod(size, self.joint)
         return rounds + (rest >= least and not self._source.drop_last)
@@ -815,13 +816,13 @@ def least_samples(session: Session) -> int:
     """Return the minimum number of samples in a batch, for the models that are not trained yet."""
     least = 1
     for optimizer in untrained(session):
-        with suppress(ConfigurationError):  # the model cannot be found; training will say so
+        with suppress(ConfigurationError):  # a missing model is an error later, when training begins
             least = max(least, *(least_samples_of(model.modules()) for model in optimizer.models()))
     return least
 
 
 def _seed(sampler: object, seed: int, epoch: int) -> None:
-    """Set the seed and the epoch on which the order of a sampler, or of the sampler in a batch sampler, depends.
+    """Set the seed and the epoch that determine the order of a sampler, or of the sampler in a batch sampler.
 
     Args:
         sampler: the sampler.
@@ -856,8 +857,8 @@ def _mix(seed: int, epoch: int) -> int:
 
 # Items are drawn in chunks of this size, because saving the states of the generators takes time.
 CHUNK = 1024
-DIGESTED = 256  # number of items at the beginning of the order that `digest` covers
-MOST_DIGESTED_BYTES = 1 << 16  # maximum number of bytes of each tensor that `digest` covers
+DIGESTED = 256  # number of items that `digest` covers, from the beginning of the order
+MOST_DIGESTED_BYTES = 1 << 16  # maximum number of bytes that `digest` covers of each tensor
 
 
 class EpochOrder:
@@ -909,7 +910,7 @@ class EpochOrder:
         }
 
     def go_on(self, content: Mapping[str, Any]) -> None:
-        """Go on from the position up to which an equal order has been drawn. The next iterator must begin there."""
+        """Go on from the position that an equal order has reached. The next iterator must begin at this position."""
         self._drawn, self.start, self._digest = [], content["position"], content["digest"]
         with generators_lock:
             outside = GeneratorStates()

@@ -1,4 +1,4 @@
-"""`device`, the device on which a script computes, and copies of gradients while others are still being computed."""
+"""`device`, the device on which a script computes, and early copies of gradients during the backward pass."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def device() -> torch.device:
 # -- Copies gradients from a device to the host while the backward pass is still running ---------------------
 #
 # A *piece* is a range of a vector that is copied as a whole, once all of its gradients have been accumulated.
-# After that, a script may still change its gradients, for example to clip, unscale or accumulate them. The
+# After that, a script may still change the gradients, for example to clip, unscale or accumulate them. The
 # version counters of tensors do not reveal such changes, because some operations do not increment the
 # counters. So at the commit, the checksum of the copied values is compared with that of the gradients. If
 # they differ, the piece is copied again. If a script changes its gradients after the backward pass, early
@@ -97,12 +97,12 @@ class EarlyCopies:
             # For each piece, the parameters whose gradients have not been computed yet.
             self._missing = [set(piece.parameters) for piece in self._pieces]
             self._copies: dict[int, Ticket] = {}  # the pieces that have been copied, in their order
-            self._arriving: list[tuple[int, Ticket]] = []  # pieces that may not have arrived, in their order
-            # For each parameter, the pieces that have not arrived.
+            self._arriving: list[tuple[int, Ticket]] = []  # those that may not have arrived yet
+            # For each parameter, the number of its pieces that have not arrived.
             self._outstanding = {index: len(numbers) for index, numbers in self._pieces_of.items()}
 
     def ready(self, index: int) -> list[int]:
-        """Copy the pieces that are complete with this gradient. Return the parameters that have newly arrived."""
+        """Copy the pieces that this gradient completes. Return the parameters whose gradients have newly arrived."""
         if self._pause.is_on:
             return []
         with self._lock:
@@ -181,15 +181,15 @@ class _Between:
 class _Checksum:
     """Computes checksums on a device: sums of the bits, which do not depend on the order of the summation.
 
-    The second sum weights each element with a random number that belongs to the element's place. Weights that grow
-    evenly would not reveal changes that cancel out, such as changes by -1, 2 and -1 in three elements, which rounding
-    can cause.
+    In the second sum, each element is multiplied by a random factor that belongs to the element's place. Factors that
+    increase evenly with the place (1, 2, 3, ...) would not reveal changes that cancel out, such as changes by -1, 2 and
+    -1 in three neighboring elements, which rounding can cause.
     """
 
     def __init__(self, longest: int, device: torch.device) -> None:
         random = torch.Generator().manual_seed(0)
         weights = torch.randint(-(2**31), 2**31, (longest,), dtype=torch.int32, generator=random)
-        self._weights = (weights | 1).to(device)  # an odd weight loses no bit of its element
+        self._weights = (weights | 1).to(device)  # an odd factor loses no bit of the element
 
     def of(self, values: torch.Tensor) -> torch.Tensor:
         """Return the two checksums of a flat tensor of at most `longest` elements."""

@@ -34,8 +34,8 @@ def epochs(
     Outside a run, the loop ends after the current epoch.
 
     A worker that joins a run in progress begins with the epoch that the job has reached; `track` names the objects of
-    the script whose states this worker needs. The limits of its loop count from the same beginning as those of the
-    other workers.
+    the script whose states this worker needs. The limits of this worker's loop count from the same beginning as the
+    limits of the other workers.
 
     A worker that is lost in the last epochs may leave data unused. The workers that have not finished their last epoch
     by then make one more pass, over this data only, and the number of the last epoch is repeated.

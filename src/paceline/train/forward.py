@@ -1,9 +1,9 @@
 """Notices the first forward pass in which a script uses given parameters to compute gradients.
 
-Workers must have the same weights before they compute their first gradients. Until then, a script may edit its
-weights, and may wrap or compile its model. A script may also call only a part of the model. So the hook belongs to no
-module: a *global* hook of torch is called before every module's `forward()`, and is removed as soon as it has seen the
-pass that it waits for. A model that is copied, saved or compiled before training therefore contains no hook.
+Workers must have the same weights before they compute their first gradients. Until then, a script may edit its weights,
+and may wrap or compile its model. A script may also call only a part of the model. So a hook on one module would not be
+enough. Instead, a *global* hook of torch is called before every module's `forward()`, and is removed as soon as it has
+seen the pass that it waits for. A model that is copied, saved or compiled before training therefore contains no hook.
 
 A *dispatch mode* of torch sees each operation. Most modes carry the operations out, such as CUDA's sanitizer and
 `FlopCounterMode`, and a pass in such a mode counts like any other. A few modes of torch itself only record the
@@ -53,7 +53,7 @@ def may_look(session: Session, module: nn.Module, parameters: Iterable[torch.Ten
 
 
 def computes(session: Session) -> bool:
-    """Return True unless another worker computes, or torch only compiles, traces or imitates operations."""
+    """Return True if this worker computes, and torch does not only compile, trace or imitate operations."""
     if torch.compiler.is_compiling() or current() is not session:
         return False
     return torch._C._get_tracing_state() is None and not imitates()
@@ -84,10 +84,11 @@ def _holds(module: nn.Module, parameters: Iterable[torch.Tensor]) -> bool:
 
 # -- A guess at the loss of a script that logs none: the tensor on which it calls `backward()` ---------------
 #
-# The function `torch.autograd.backward` is wrapped during a run; `Tensor.backward` calls it as well. The
-# wrapper only looks at the arguments after the gradients have been computed. The loss that it finds is a
-# guess, and is shown as a guess, because the tensor may be a scaled loss or one of several losses. A wrong
-# loss is worse than no loss. So guessing ends, for the rest of the run, as soon as the script
+# The function `torch.autograd.backward` is wrapped during a run; `Tensor.backward` calls it as well. After
+# the gradients have been computed, the wrapper looks at the arguments, and does nothing else. The loss that
+# the wrapper finds is a guess, and is shown as a guess, because the tensor on which `backward()` is called
+# may be a scaled loss or one of several losses. A wrong loss is worse than no loss. So guessing ends, for the
+# rest of the run, as soon as the script
 #
 # - calls `backward()` several times between two steps, as with gradient accumulation, whose losses are parts;
 # - trains several parameter sets, or steps with a closure, whose result is the loss;
@@ -183,10 +184,10 @@ def _loss_of(tensors: Any, grad_tensors: Any = None, *_: Any, **__: Any) -> floa
 
 # -- Keeps `torch.compile` from tracing functions that talk to servers ---------------------------------------
 #
-# If a script compiles a function that calls `backward()` and `step()`, torch would trace the functions that
-# these call. Tracing would take half a minute, and find only reasons to stop. Instead, the graph ends before
-# the call, as it does before each method of torch's own that is not traced, and a new graph begins after the
-# call.
+# If a script compiles a function that calls `backward()` and `step()`, torch would also trace the functions
+# that `backward()` and `step()` call. Tracing these functions would take half a minute, and would lead only
+# to graph breaks. Instead, the graph ends before the call, and a new graph begins after the call. torch does
+# the same at those of its own methods that are not traced.
 #
 # `torch.compiler.disable` imports `torch._dynamo`, which takes as long as importing torch. Nothing is traced
 # before something else has imported `torch._dynamo`, so `disable` is called only then.
@@ -197,7 +198,7 @@ Result = TypeVar("Result")
 
 
 def untraced(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Return a function that does the same, and that `torch.compile` does not trace."""
+    """Return a function that does the same as `function`, but is not traced by `torch.compile`."""
     called = function
 
     @functools.wraps(function)

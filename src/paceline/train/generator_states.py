@@ -32,8 +32,8 @@ from .session import Session
 OF_WORKER, OF_LOADER = 1 << 20, 1 << 21  # parts of the keys from which seeds are drawn
 
 # The generators belong to the whole process. A thread holds this lock while it saves or replaces their
-# states, and while it draws from states that are set only temporarily. A thread may acquire the lock again
-# while it holds it, because a sampler may use another sampler.
+# states, and while it draws from states that are set only temporarily. A thread that holds the lock may
+# acquire it again, because a sampler may use another sampler.
 generators_lock = RLock()
 
 _KEY_BYTES = 624 * 4
@@ -204,7 +204,7 @@ def seed_worker(session: Session) -> None:
         seed = int(uniform(session.seed, session.worker, OF_WORKER) * 2**53)
         with generators_lock:
             GeneratorStates.seeded(seed).give_back()
-            if session.device.type != "cpu":  # the script may use it only later
+            if session.device.type != "cpu":  # the script may first use the device later
                 _seed_devices([session.device], seed)
 
 

@@ -80,8 +80,8 @@ class Gradients:
         self._vectors = stager.gradients
         self._pushed = session.gradients
         self._views = parameter_views(layout, stager.gradients)
-        # The tensors that become `.grad`. These tensors share the memory of the views, but are other tensors, because a
-        # script may move a `.grad` to other memory, as `model.cpu()` does.
+        # The tensors that become `.grad`. These tensors share the memory of the views, but are separate tensors,
+        # because a script may move a `.grad` to other memory, as `model.cpu()` does.
         self._lent = [view.detach() for view in self._views]
         self._written = [False] * len(self._views)  # True for each view that may contain nonzero values
         self._sends_early = session.sends_early and final
@@ -96,8 +96,9 @@ class Gradients:
         # the parameters of which a gradient has been accumulated since the last call of `computed`
         self._noted: list[torch.Tensor] = []
         self._note = note = _noting(self._noted, Weakly(self.computed))
-        # `id` of each parameter whose gradient has been accumulated between the last push and that call -> the gradient
-        # to which autograd adds the next gradient in place; None if it has a graph, because autograd then replaces it
+        # `id` of each parameter whose gradient has been accumulated between the last push and the last call of
+        # `computed` -> this gradient, to which autograd adds the next gradient in place; None for a gradient with a
+        # graph, because autograd replaces such a gradient
         self._since_push: dict[int, torch.Tensor | None] = {}
         trained = {index for each in members for index in each if parameters[index].requires_grad}
         accumulated = Weakly(self._accumulated)
@@ -221,7 +222,7 @@ class Gradients:
 
         The session's vectors must contain the gradients (see `Stager.deliver`).
 
-        The norm is NaN or inf if an element of a gradient is. The name is None if all gradients are finite.
+        The norm is NaN or inf if an element of a gradient is NaN or inf. The name is None if all gradients are finite.
 
         If `set_index` is not None, only the parameters of this set are checked.
         """
@@ -237,7 +238,7 @@ class Gradients:
         return math.sqrt(sum(squared_norm([vector]) for vector in vectors.values())), None
 
     def scale(self, factor: float, set_index: int | None) -> None:
-        """Multiply the gradients of a parameter set by a factor, in place; of all sets if `set_index` is None."""
+        """Multiply the gradients of a parameter set, or of all sets if `set_index` is None, by a factor, in place."""
         for vector in of_set(self._vectors, set_index).values():
             vector.mul_(factor)
 
@@ -407,8 +408,8 @@ MOST_OVERFLOWS = 32
 
 ALWAYS_OVERFLOWS = (
     f"the gradients have overflowed in {MOST_OVERFLOWS} steps in a row, although the GradScaler has lowered its "
-    "scale each time. So the weights, the data or the loss contain NaN or inf. Log the loss; if all workers say "
-    "this, lower the learning rate"
+    "scale each time. So the weights, the data or the loss contain NaN or inf. Log the loss; if all workers log "
+    "this warning, lower the learning rate"
 )
 """Warning about a worker whose gradients overflow at any scale."""
 

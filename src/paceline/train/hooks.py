@@ -86,7 +86,7 @@ class _Watch:
                 handle.remove()
 
     def _call(self, *arguments: object) -> None:
-        # Otherwise, torch would compile the calls of the methods, or refuse to compile the module.
+        # Without this check, torch would compile the calls of the methods, or refuse to compile the module.
         if torch.compiler.is_compiling() or (session := current()) is None:
             return
         for method in tuple(self._methods(session).values()):
@@ -133,7 +133,7 @@ def before_each_load(session: Session, method: Callable[[nn.Module], None]) -> N
 
 @functools.cache
 def _watch_loading() -> None:
-    """Call the hooks in `_before_loads`, for which torch has no global hook, before any module loads weights."""
+    """Call the hooks in `_before_loads` before any module loads weights. torch has no global hook for this purpose."""
     load = nn.Module._load_from_state_dict
 
     @functools.wraps(load)
@@ -341,6 +341,6 @@ def _clip(*arguments: Any, **options: Any) -> Any:
 
 
 def _place(function: Callable[..., Any]) -> None:
-    # Scripts look up the function in the first module, torch itself in the second.
+    # Scripts look up the function in the first module, and torch itself looks up the function in the second module.
     for module in (utils, clip_grad):
         vars(module)[ORIGINAL.__name__] = function

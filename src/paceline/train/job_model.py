@@ -50,10 +50,10 @@ class JointModel:
 
     A module that is a part of another module is not counted twice. If two modules give the same name to different
     tensors, all names of the n-th module begin with "model<n>.", where n is counted from 0 in the order of the
-    optimizers. A joint model can be extended by further modules. Earlier names then remain the same. If an earlier
-    module has a tensor of the same name, only the names of the added module get such a prefix. Tensors that the script
-    has inserted into an earlier module are named as tensors of this module. A tensor that the script has removed from a
-    module keeps its names and its last content.
+    optimizers. A joint model can be extended by further modules. Earlier names then remain the same. If a tensor of an
+    added module has the same name as a tensor of an earlier module, only the names of the added module get such a
+    prefix. Tensors that the script has inserted into an earlier module are named as tensors of this module. A tensor
+    that the script has removed from a module keeps its names and its last content.
 
     Args:
         models: the module that each optimizer trains, in the order of the optimizers.
@@ -208,7 +208,7 @@ def require_not_wrapped(models: Sequence[nn.Module], parameters: Sequence[torch.
     if not torch.distributed.is_available():
         return
     modules = [module for model in models for module in model.modules()]
-    if torch.distributed.is_initialized():  # otherwise, no such module can exist
+    if torch.distributed.is_initialized():  # without a process group, no such module can exist
         trained = {id(parameter) for parameter in parameters}
         modules += [
             candidate
@@ -369,7 +369,8 @@ class Buffers:
     Args:
         model: the model.
         trained: the parameters that the optimizer trains.
-        before: the buffers of a smaller model, which this model extends. Values that they have sent are not sent again.
+        before: the buffers of a smaller model, which this model extends. Values of these buffers that were sent are not
+            sent again.
 
     Attributes:
         specs: description of each buffer, in the order of the `state_dict`.
@@ -388,7 +389,7 @@ class Buffers:
             BufferSpec(name, tuple(tensor.shape), dtype_name(tensor.dtype))
             for name, tensor in tensors.items()
         ]
-        # A list first: see `DistributedOptimizer.parameter_set`.
+        # A list is made first, for the reason given in `DistributedOptimizer.parameter_set`.
         self.specs = tuple([spec for spec in described if not isinstance(tensors[spec.name], nn.Parameter)])
         self._names = frozenset(tensors)
         self._dtypes = [tensors[spec.name].dtype for spec in self.specs]
@@ -510,7 +511,7 @@ class Buffers:
 
 
 def _on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return these tensors in host memory: tensors on the CPU themselves, and other tensors as parts of a copy.
+    """Return these tensors in host memory: tensors on the CPU as they are, other tensors as parts of a copy.
 
     All tensors of one device and dtype are copied at once, because each copy waits for the device.
     """
@@ -595,9 +596,9 @@ class _Sent:
 # evaluation, returns the weights of all sets.
 #
 # If a mean contains pushes of several sets, the store takes one step for each set, with the shares of the
-# set's own pushes. If a push is computed from the same batch as the push before, both have the same weight.
-# The later push is flagged (`repeated`), so that its samples are not counted again. A script with one
-# optimizer sends the same messages as if there were no sets.
+# set's own pushes. If a push is computed from the same batch as the push before it, both pushes have the same
+# weight in a mean. The later push is flagged (`repeated`), so that its samples are not counted again. A
+# script with one optimizer sends the same messages as if there were no sets.
 #
 # When an optimizer takes over a set, the set keeps its index and its vectors, and the servers replace the
 # optimizer of the set and discard the optimizer's state. Parameters of the set that the new optimizer does

@@ -1,4 +1,4 @@
-"""The training loop over `paceline.epochs` that a worker is in: its limits, and the progress of the job in it."""
+"""The training loop over `paceline.epochs` that a worker runs: the limits of the loop, and the progress of the job."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ LONGEST_REPR = 60
 def log(**metrics: Any) -> None:
     """Log metrics, such as `paceline.log(loss=loss, accuracy=0.9)`.
 
-    Any worker may call this function at any time: in each iteration or sometimes, before the first step, during an
+    Any worker may call this function at any time: in some or all iterations, before the first step, during an
     evaluation, and after the last step. The values of all workers are merged over the progress of the job: all values
     within a bucket of the job's samples become their mean, weighted by the numbers of samples of the workers' steps.
     Values that were logged only inside `paceline.evaluating()`, or only by the main worker, are not merged with the
@@ -102,7 +102,7 @@ class MetricLog:
     Any thread may add values. Only the thread that trains may call the other methods.
 
     Args:
-        guess: notices the loss of scripts that log no loss, and what the script does.
+        guess: the script's calls of `backward()`, from which the loss is guessed if the script logs no loss.
     """
 
     def __init__(self, guess: Guess) -> None:
@@ -146,7 +146,7 @@ class MetricLog:
 
     @contextmanager
     def evaluation(self, session: Session) -> Iterator[None]:
-        """Return a context in which the script evaluates the weights that it has at its beginning."""
+        """Return a context for an evaluation of the weights that the script has at the beginning of the context."""
         self._evaluated = _progress(session)
         try:
             yield
@@ -246,7 +246,7 @@ def _automatic(session: Session, loss: float, source: Source) -> Noted:
 
 
 def _progress(session: Session) -> tuple[int, int]:
-    """Return the samples and the updates in the weights that the worker has.
+    """Return the numbers of samples and of updates that the worker's weights contain.
 
     Before the first update, a shard may have received pushes that these weights do not contain.
     """
@@ -273,8 +273,8 @@ def _checked(metrics: Mapping[Any, Any], names: set[str]) -> dict[str, float | t
             _require_name(name)
         if len(names) + len(new) > MOST_METRICS:
             raise UsageError(
-                f"log() got {next(reversed(values))!r}, but a script may log at most {MOST_METRICS} metrics, and has "
-                "logged others. Use the same names in all iterations."
+                f"log() got {next(reversed(values))!r}, but a script may log at most {MOST_METRICS} metrics, and this "
+                "script has already logged other metrics. Use the same names in all iterations."
             )
         names |= new
     return values

@@ -150,8 +150,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             # The wrapped optimizer takes no step in a run, so the hooks that are registered on it run here.
             self._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
             self._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
-            # A scheduler that was created for either optimizer warns if it is stepped before that optimizer. The
-            # wrapped optimizer takes no step in a run, and a worker may have no batch in an epoch.
+            # A scheduler that was created for the wrapped optimizer or for this one warns if it is stepped before its
+            # optimizer. The wrapped optimizer takes no step in a run, and a worker may have no batch in an epoch.
             optimizer._opt_called = self._opt_called = True  # type: ignore[attr-defined]
             require_not_wrapped(self._given, self._parameters())
             self._wait_for_forward(session)
@@ -404,7 +404,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         private block if it has not begun before.
 
         Args:
-            private: True for an edit that ends with the block.
+            private: True for an edit that is undone at the end of the block.
 
         Raises:
             UsageError: `step()`, `evaluating()` or `editing()` was called inside the block.
@@ -672,7 +672,7 @@ def _begin(session: Session) -> None:
         if set_index is None or set_index in indices:
             set_index = len(sets)
         indices.append(set_index)
-        sets[set_index : set_index + 1] = [optimizer.parameter_set()]  # replaces a set, or comes last
+        sets[set_index : set_index + 1] = [optimizer.parameter_set()]  # replaces a set, or is appended
     if training is None:
         begin_resumed(session)
         first = {key: value for optimizer in found for key, value in optimizer._first_buffers.items()}

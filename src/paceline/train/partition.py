@@ -1,4 +1,4 @@
-"""Unequal shares of a dataset: which samples each worker keeps, by the mixture of labels that it gets."""
+"""Unequal shares of a dataset, in which each worker has its own mixture of labels."""
 
 from __future__ import annotations
 

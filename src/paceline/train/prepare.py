@@ -71,16 +71,15 @@ def prepare(
     """Make the parts of a training script ready for a run: models, optimizers, loaders and schedulers.
 
     This is the same as `DistributedOptimizer(optimizer, model=model)` for each optimizer and `distribute(loader)` for
-    each loader. In addition, a scheduler that is stepped in every iteration follows the job's progress, instead of
-    the iteration count of one worker. So write the schedule for a single process. A step of the schedule is one batch
-    of the first of the given loaders, whichever worker uses this batch. In a loop that only
-    `paceline.epochs(updates=...)` ends, a step is one update. If no loader is given, the step depends on the loop: with
-    `updates` or `minutes`, a step is one update; with `samples`, a step is as many samples as the worker uses in one
-    iteration; in any other loop, each call is one step. The schedule then fits any number of workers, even if a fast
-    worker performs more iterations than a slow one. In one iteration, the schedule may advance by several steps or by
-    none. At its end, it stops without an error. A scheduler that is stepped once per epoch works as usual. The state of
-    a scheduler may be loaded before or after this call. Outside a run, the loaders and the schedulers are returned
-    unchanged.
+    each loader. In addition, a scheduler that is stepped in every iteration follows the job's progress, instead of the
+    iteration count of one worker. So write the schedule for a single process. A step of the schedule is one batch of
+    the first of the given loaders, whichever worker uses this batch. In a loop that only `paceline.epochs(updates=...)`
+    ends, a step is one update. If no loader is given, the step depends on the loop: with `updates` or `minutes`, a step
+    is one update; with `samples`, a step is as many samples as the worker uses in one iteration; in any other loop,
+    each call is one step. The schedule then fits any number of workers, even if a fast worker performs more iterations
+    than a slow one. In one iteration, the schedule may advance by several steps or by none. At its end, the schedule
+    stops without an error. A scheduler that is stepped once per epoch works as usual. The state of a scheduler may be
+    loaded before or after this call. Outside a run, the loaders and the schedulers are returned unchanged.
 
     The workers' weights become the same in the first forward pass with gradients enabled, not in this call. Until
     then, a script may still initialize or load weights; see `DistributedOptimizer`.
@@ -238,7 +237,7 @@ def follow(
 def follow_as_written(
     scheduler: LRScheduler, optimizer: DistributedOptimizer, loader: DistributedLoader[Any] | None
 ) -> Any:
-    """Let a scheduler follow the job if its schedule is written for the loader that the script gave to `distribute`.
+    """Let a scheduler follow the job. The schedule must be written for the loader that the script gave to `distribute`.
 
     A step of the schedule is a batch of that loader: a joint batch if the loader's batches are divided among the
     workers, else a batch of any worker. See `follow`.

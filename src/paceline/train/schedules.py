@@ -11,9 +11,9 @@ The progress of the job is measured in the unit for which such a schedule is wri
 
 The job knows how many units all workers together have done. A worker knows how many of these units are its own, and how
 often it has stepped the scheduler for its own units. So each call advances the schedule to the step that a single
-process would have reached after all of these units. Steps are counted from the step that the schedule had reached when
-the measuring began. So the schedule goes on from a state that the script has loaded, and the number of the first epoch
-does not matter.
+process would have reached after the units of all workers. Steps are counted from the step that the schedule had reached
+when the measuring began. So the schedule goes on from a state that the script has loaded, and the number of the first
+epoch does not matter.
 """
 
 from __future__ import annotations
@@ -112,10 +112,10 @@ class JobScheduler:
 
     If the script passes over a distributed loader, a call of `step()` belongs to an iteration under two conditions: the
     call happens during a pass, and the optimizer has made at most one step since the last call. If there is no such
-    loader, every call in a loop that counts updates or samples belongs to an iteration. A call that belongs to an
-    iteration steps the wrapped scheduler as often as necessary to reach the step that corresponds to the progress of
-    the job (see the description of this module). Any other call steps the wrapped scheduler once. All other attributes
-    are those of the wrapped scheduler.
+    loader, every call in a loop that counts updates or samples belongs to an iteration. In a call that belongs to an
+    iteration, the wrapped scheduler is stepped as often as necessary to reach the step that corresponds to the progress
+    of the job (see the description of this module). In any other call, the wrapped scheduler is stepped once. All other
+    attributes are those of the wrapped scheduler.
 
     Args:
         scheduler: the scheduler to wrap.

@@ -136,7 +136,7 @@ class Servers(ABC):
 
     @abstractmethod
     def fetch_frozen(self, specs: Sequence[FrozenSpec]) -> Mapping[str, torch.Tensor]:
-        """Return, by name, the run's values of the given frozen parameters that have another digest in the run.
+        """Return, by name, the run's values of those given frozen parameters whose digests in the run differ.
 
         Raises:
             ConfigurationError: no worker of the run has these values any more.
@@ -333,10 +333,10 @@ class Session(ABC):
 
     def gradient_ready(self, parameter: int) -> None:
         """Tell the session that `gradients` contains a parameter's gradient, which may change until `commit`."""
-        raise NotImplementedError  # only a session that sends early needs it
+        raise NotImplementedError  # only a session that sends early needs this method
 
     def pushes_rows(self, parameter: int) -> bool:
-        """Tell the session that a parameter's gradients are sparse. Return True if only their rows are pushed."""
+        """Tell the session that a parameter's gradients are sparse. Return True if only the rows in them are pushed."""
         return False
 
     @abstractmethod
@@ -652,9 +652,9 @@ resumption_of = OfSession(lambda _: _Resumption())
 # it therefore *reads* the job's weights, buffers and optimizer state, as an observer for which no worker
 # waits, and copies them into its own model.
 #
-# The script cannot be asked when it will look. So the model is read when the script's loop over the epochs or
-# its first pass over a distributed loader begins, and before every call that shows weights: a forward pass
-# without gradients, `evaluating`, `save`, and the optimizer's `state_dict`.
+# It is not known in advance when the script will look at the model. So the model is read when the script's
+# loop over the epochs or its first pass over a distributed loader begins, and before every call that shows
+# weights: a forward pass without gradients, `evaluating`, `save`, and the optimizer's `state_dict`.
 
 
 class Untrained(Protocol):
@@ -673,7 +673,7 @@ class _Newcomer:
     Attributes:
         optimizers: the optimizers with parameters that are not trained yet, in the order in which they were created,
             or in which parameters were added to them.
-        in_progress: True if the run was in progress when the worker came; None while this is not known.
+        in_progress: True if the run was in progress when the worker joined; None while this is not known.
         held: the number of optimizers whose models hold the job's weights.
         digests: the digests of the frozen parameters of these models, by name.
     """

@@ -322,7 +322,7 @@ class DataStream:
 
     @property
     def free(self) -> bool:
-        """True if another source may take over the stream: its source no longer exists, or cannot be tracked."""
+        """True if another source may take over the stream, because its source no longer exists or cannot be tracked."""
         return not self._weak or self._key() is None
 
     def adopt(self, key: object) -> None:

@@ -18,7 +18,7 @@ def track(**objects: Stateful) -> None:
 
     A worker that joins a run in progress runs the script from its first line. It gets the weights and the model's
     buffers from the job, but other objects of its script are new: a learning-rate scheduler, averaged weights, a loss
-    scaler. Name these objects after you have created them, and before the loop over `paceline.epochs`:
+    scaler. Call `track` with these objects after you have created them, and before the loop over `paceline.epochs`:
 
     - At the end of each epoch, one worker sends the states to a server: the worker with the lowest index of those that
       are in training. If this worker is lost, the worker that then has the lowest index sends the states from the next
@@ -28,10 +28,11 @@ def track(**objects: Stateful) -> None:
       takes over the hyper-parameters that the scheduler has set, such as the learning rate. The states are those at
       the beginning of the epoch in progress. If a scheduler was prepared with `paceline.prepare` and is stepped in
       every iteration, it then follows the job's position in the epoch.
-    - The run saves the states that it has kept last in `tracked.pt` in its run directory, with the number of epochs
-      that were complete. `torch.load` reads this file.
+    - The run writes the states that the server has received last to the file `tracked.pt` in the run directory,
+      together with the number of epochs that were complete. `torch.load` reads this file.
 
-    The objects of the other workers are not changed. Outside a run, the function only checks the objects.
+    The objects of workers that have not joined late are not changed. Outside a run, the function only checks the
+    objects.
 
     Args:
         objects: objects with the methods `state_dict()` and `load_state_dict()`, by names of your choice. States may

@@ -108,7 +108,7 @@ class WorkerTraining:
         self._had_nan: set[int] = set()
         # the observation of the last push, if it is sent to the guard after the script has logged the push's loss
         self._unobserved: Observation | None = None
-        # set -> its parameters that had no new gradient at the last check that the model still has them
+        # set -> the parameters of the set that had no new gradient at the last call of `_require_in_model`
         self._missing: dict[int, list[int]] = {}
         self.stale: set[int] = set()
         self.graph_begun = False
@@ -404,7 +404,7 @@ class WorkerTraining:
             result: the number that the closure of the step has returned; None if there is none.
             has_closure: True if the step has a closure.
             leave_out_gradient: True to push without a gradient. The iteration still counts as progress.
-            clip: set if the script clips the gradient that is applied.
+            clip: how the gradient that is applied is clipped; None if the script does not clip this gradient.
 
         Raises:
             NonFiniteGradientError: a gradient contains NaN or inf, and the run does not skip such gradients.
@@ -557,7 +557,7 @@ class WorkerTraining:
         return [index for index in found if not (training and index in self._evaluated)]
 
     def fetch_evaluated(self, sets: Sequence[int]) -> dict[int, torch.Tensor]:
-        """Fetch the current weights for evaluation of these sets: index of each parameter -> its values.
+        """For these sets, fetch the current weights for evaluation: index of each parameter -> its values.
 
         The weights are in new memory on the device of the model. Nothing is fetched if `sets` is empty.
         """
@@ -571,7 +571,7 @@ class WorkerTraining:
         }
 
     def state_in_mode(self, set_index: int, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return the `state_dict()` of a set's optimizer in its present mode, given the one in training mode."""
+        """Return the `state_dict()` of a set's optimizer in its present mode, given that in training mode."""
         if set_index not in self._evaluated:
             return state_dict
         each, weights = self.sets[set_index], self._weights.copies()
@@ -593,7 +593,7 @@ class WorkerTraining:
             self._evaluated.add(set_index)
 
     def train(self, set_index: int) -> None:
-        """Set the parameters of a set to the weights of the last pull again.
+        """Set the parameters of a set back to the weights of the last pull.
 
         Raises:
             WeightsChangedError: weights have been changed since `evaluate`.

@@ -73,7 +73,7 @@ class Weights:
         self._apart: dict[int, int] = {}
 
     def copy_to(self, vectors: Vectors) -> None:
-        """Copy the values of the parameters into flat vectors. Parameters of other vectors are not copied."""
+        """Copy the values of the parameters into flat vectors. Parameters of vectors that are not given are omitted."""
         places = zip(self._parameters, self._layout.parameters, self._layout.offsets, strict=True)
         for parameter, described, offset in places:
             if described.vector in vectors:
@@ -81,9 +81,10 @@ class Weights:
                 view.copy_(parameter.detach().reshape(-1))
 
     def use(self, stager: Stager) -> list[int]:
-        """Point each parameter at its part of the stager's vectors. Return the indices of parameters that differ.
+        """Point each parameter at its part of the stager's vectors.
 
-        An autograd graph that holds a parameter stays usable unless the values of this parameter change.
+        Return the indices of the parameters whose values change. An autograd graph that holds a parameter stays usable
+        unless the values of this parameter change.
         """
         self._stager = stager
         vectors = stager.weights
@@ -187,7 +188,7 @@ class Weights:
         self._apart |= {index: self._parameters[index]._version for index in values}
 
     def put_back(self, indices: Sequence[int]) -> None:
-        """Set parameters that were set apart to the values of the last pull again.
+        """Undo `set_apart`: set these parameters back to the values of the last pull.
 
         Raises:
             WeightsChangedError: a parameter was edited meanwhile.
@@ -298,7 +299,10 @@ class Weights:
     def _error_of_edit(
         self, index: int, moved: Sequence[int], suspects: Sequence[int]
     ) -> WeightsChangedError:
-        """Return the error for a parameter that differs from the last pull; -1 if it is not known which parameter."""
+        """Return the error for a parameter that differs from the last pull.
+
+        `index` is -1 if it is not known which parameter differs.
+        """
         if index in moved:
             change = "was moved or replaced (model.to(...), .data = ...)"
         elif index in suspects:
@@ -335,10 +339,10 @@ class Weights:
         """Point each parameter at its part of the flat vectors again, and set it to the given values."""
         point_at(self._parameters, self._views)
         _set(self._views, values)
-        self._stager.weights_edited()  # discards private copies of the servers' memory, now with the same content
+        self._stager.weights_edited()  # discards private copies of the servers' memory, which now equal this memory
 
     def give_back(self, values: Sequence[torch.Tensor]) -> None:
-        """Set the parameters to the values of the last pull after the script has changed them for itself.
+        """Set the parameters back to the values of the last pull after an edit in this worker alone.
 
         An autograd graph that holds a changed parameter can no longer be used.
         """
@@ -418,9 +422,9 @@ def shape_error(parameter: Parameter, shape: torch.Size) -> WeightsChangedError:
 # -- The stager: where a worker's parameters and gradients are, and how they get to and from the session's memory
 #
 # A session has its weights and gradients in flat vectors in the memory of the host. On the CPU, the
-# parameters and their gradients are views of these vectors (`Aliasing`). On another device, they are views of
-# flat vectors on the device, which are copied to and from those of the session (`Copying`). This module is
-# the only place where weights and gradients change memory.
+# parameters and their gradients are views of these vectors (`Aliasing`). On another device, the parameters
+# and their gradients are views of flat vectors on this device, and `Copying` copies values between these
+# vectors and those of the session. This module is the only place where weights and gradients change memory.
 #
 # `Copying` copies gradients while the backward pass is still running (see `device.py`). Weights are copied to
 # the device in pieces: some while the rest of a pull is still arriving, and the remaining ones after the
@@ -451,7 +455,7 @@ class Stager(Protocol):
         """Use these vectors from now on as the session's weights, because the session has moved its weights to them."""
 
     def weights_pulled(self, set_index: int | None) -> None:
-        """Copy the session's weights to the parameters; only those of one parameter set if `set_index` is not None."""
+        """Copy the session's weights to the parameters of one parameter set, or of all sets if `set_index` is None."""
 
     def weights_edited(self) -> bool | None:
         """Return True if the script has changed `weights` since the last pull, None if this is not known."""
@@ -480,10 +484,10 @@ class Stager(Protocol):
         """
 
     def deliver(self, set_index: int | None) -> None:
-        """Wait until the session's vectors contain `gradients`, or only those of one set if `set_index` is not None."""
+        """Wait until the session's vectors contain the gradients of one set, or of all sets if `set_index` is None."""
 
     def begin_next(self) -> None:
-        """Record that the gradients from now on belong to the next push."""
+        """Record that gradients that are computed from now on belong to the next push."""
 
 
 def stager_of(layout: Layout, session: Session, device: torch.device) -> Stager:
@@ -648,14 +652,14 @@ def _on_device(layout: Layout, device: torch.device) -> Vectors:
 
 
 def _set(views: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    """Set each view to a value. A view that has its value already is not written, so its version stays the same."""
+    """Set each view to a value. A view that already has its value is not written, so its version stays the same."""
     for view, value in zip(views, values, strict=True):
         if not same(view, value):
             view.copy_(value)
 
 
 def point_at(parameters: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:
-    """Point each parameter at a view, without a change of its version."""
+    """Point each parameter at a view, without a change of the parameter's version."""
     with _unsafe_preserve_version_counter(tuple(parameters)):
         for parameter, view in zip(parameters, views, strict=True):
             parameter.data = view

@@ -7,13 +7,14 @@ average of the weights may not have made the step that follows `optimizer.step()
 
 A script may also wait (in `barrier()`, in `reduce()`, or until other workers have added parameters), or evaluate the
 model while the other workers go on. A cut does not wait until the script asks for its next batch. So a script that
-waits gives its state at this moment. The state of a script that evaluates is copied at the beginning of the evaluation.
+waits gives its state while it waits. The state of a script that evaluates is copied at the beginning of the evaluation.
 At all other times, no state is copied.
 
-A resumed script runs from its first line and so creates the same objects. Their states are replaced when the script
-has reached the same place: when it asks for its next batch in the same epoch of the same loader, after the loader has
-drawn the seed of its processes. All changes that the script makes to these objects before are overwritten. Buffers are
-replaced when training begins, which happens later: in the first forward pass.
+A resumed script runs from its first line and so creates the same objects. The states of these objects are replaced when
+the script has reached the place of the saved state: when the script asks for its next batch in the same epoch of the
+same loader, after the loader has drawn the seed of its processes. Changes that the script has made to these objects
+before this moment are overwritten. Buffers are replaced when training begins, which happens later: in the first forward
+pass.
 
 Tracked objects are the same in all workers and may be large. So only the state of the main worker contains them.
 """
@@ -57,7 +58,7 @@ OF_PLACE = ("place", "optimizers", "schedulers", "scalers", "loaded")
 """The entries of a state that follow the progress of training, and so belong to one place in the script."""
 
 OF_ONE: dict[str, Any] = {"generators": None, "loader": None, "buffers": {}}
-"""The entries of a state that differ between workers, and the values with which another worker goes on."""
+"""The entries of a state that belong to one worker, and the values that another worker uses instead."""
 
 
 def capture(
@@ -180,7 +181,7 @@ def begin_resumed(session: Session) -> bool:
 
 
 def _skip_finished_passes(session: Session, state: Mapping[str, Any] | None) -> None:
-    """Begin with the pass in which the earlier run was, because the script itself leaves out the earlier passes.
+    """Skip the passes that the earlier run has finished, because the script itself does not make them.
 
     A script that loads the state of an optimizer only in a resumed run begins its own loop with a later epoch. If the
     script tells the loader the number of this epoch, no pass need be skipped here.
@@ -307,7 +308,8 @@ class _Kept:
     Attributes:
         last: the state that was given last: for which cut, before which iteration, and from which place.
         place: the place at which the script has last asked for a batch.
-        loader: the method that returns the state of the loader that the script has asked for it.
+        loader: method that returns the state of the loader from which the script has last asked for a batch; None if
+            there is no loader.
         steps: number of steps since the script has last asked for a batch.
     """
 
@@ -360,7 +362,7 @@ RESUMED = _Source("this run is resumed", "Resume it with the same script")
 
 
 def load_states(session: Session, states: Mapping[str, Any], source: _Source = LATE) -> None:
-    """Load the states that the job has kept into the tracked objects, and into later objects once they are tracked.
+    """Restore the tracked objects, and objects that the script tracks later, from the states that the job has kept.
 
     Args:
         session: the session of the worker.
@@ -390,7 +392,7 @@ class Tracked:
         self.source = LATE
 
     def load_into(self, objects: Mapping[str, Stateful]) -> None:
-        """Load the states that the job has kept, if there are any, into these objects."""
+        """Restore these objects from the states that the job has kept, if there are any."""
         kept, (reason, remedy) = self.kept, self.source
         if kept is None:
             return
@@ -437,7 +439,7 @@ def _is_hyper_parameter(key: str, value: object) -> bool:
 
 
 def set_state(thing: Any, state: Mapping[str, Any]) -> None:
-    """Load a state that `state_of` has returned into an object."""
+    """Restore the state of an object from a result of `state_of`."""
     thing.load_state_dict(state["state"])
     if isinstance(thing, JobScheduler):
         thing.place = state["place"]
@@ -449,7 +451,7 @@ def set_state(thing: Any, state: Mapping[str, Any]) -> None:
 
 
 def set_hyper_parameters(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Set hyper-parameters that `hyper_parameters` has returned, in the parameter groups of an optimizer."""
+    """Restore the hyper-parameters in the parameter groups of an optimizer from a result of `hyper_parameters`."""
     for group, values in zip(optimizer.param_groups, groups, strict=False):
         for key, value in values.items():
             if isinstance(group.get(key), torch.Tensor):

@@ -5,8 +5,8 @@ At the end of this module: for how long a transfer may stand still, and the byte
 A machine listens on one port for all of its processes. Each connection begins with a preface of fixed size, as plain
 bytes, so that the listener can pass the socket to the target process, which then does the TLS handshake. The plain
 preface is not authenticated. So the client sends the preface once more inside TLS, and the target process answers with
-the preface of connections to itself. Both sides compare the two prefaces. So an attacker in between cannot redirect a
-connection to another process of the run.
+the preface of connections to itself. Both sides compare the two prefaces. So an attacker between the two sides cannot
+redirect a connection to another process of the run.
 
 A connection that cannot be passed on is refused with an alert of TLS (RFC 8446, section 6), which the TLS library of
 the client reports. The alert is not authenticated: an attacker who could forge the alert could also cut the connection.
@@ -131,8 +131,8 @@ LOOK_INTERVAL_S = 0.5
 class Patience:
     """Measures for how long no byte of a transfer has moved. Call `look` at least every `LOOK_INTERVAL_S`.
 
-    Time in which the host did not look counts as silence only up to two intervals: this process was probably
-    suspended, and could not have noticed anything.
+    If the time between two calls is longer than two intervals, only two intervals count as silence: this process was
+    probably suspended, and could not notice that bytes moved.
 
     Args:
         moved_bytes: function that returns the number of bytes that have moved so far, in both directions.

@@ -121,7 +121,7 @@ class Ring:
     def read(self, end: int | None = None) -> bytes | None:
         """Return the next frame before `end`, or None if there is no such frame.
 
-        `end` is a value of the property `end`; by default, the current one.
+        `end` is a value that the property `end` has returned. Default: the current value of this property.
 
         Raises:
             ValueError: the content of the ring cannot have been written by a correct writer.

@@ -42,8 +42,8 @@ class SecureSocket:
     """One end of a TLS connection.
 
     The handshake takes place in the first calls of `recv_into` and `sendmsg`, or in `shake_hands`. After the handshake,
-    the client sends its preface, and the server answers with its own one, so that a connection cannot be redirected.
-    When the client has received this answer, the server has admitted the client.
+    the client sends its preface, and the server answers with its own preface, so that a connection cannot be
+    redirected. When the client has received this answer, the server has admitted the client.
 
     Args:
         sock: a connected TCP socket, of which this object takes ownership.
@@ -250,8 +250,8 @@ def _chunk(parts: Sequence[memoryview]) -> bytes | memoryview:
 
 # -- Authenticated and encrypted connections between the machines of a run: TLS 1.3 with keys from the run's secret
 #
-# All processes of a run derive the same Ed25519 key pair from the secret, and from the key pair the same
-# self-signed certificate, bit by bit. Each side of a connection proves that it holds the key, and accepts only this
+# All processes of a run derive the same Ed25519 key pair from the secret, and they derive the same self-signed
+# certificate from this key pair. Each side of a connection proves that it holds the key, and accepts only this
 # certificate. So exactly those who know the secret can connect. There is no certificate authority, no file with
 # a key, and nothing to renew.
 #
@@ -350,7 +350,7 @@ def _context(purpose: int, certificate: bytes, both: bytes) -> ssl.SSLContext:
 #
 # A secret consists of 32 random bytes, written as 64 hexadecimal digits. It is read from the environment or
 # from a file, never from the command line, which other users of a machine can see. A passphrase is refused:
-# an attacker who records the traffic could try many of them.
+# an attacker who records the traffic could try many passphrases.
 #
 # A program that takes the secret from its environment removes the secret from the environment, so that programs
 # which it starts do not inherit the secret. The kernel shows the memory of the initial environment in
@@ -420,7 +420,7 @@ def _checked(text: str, where: str) -> str:
 
 
 def write_secret(secret: str, file: Path) -> None:
-    """Write a secret to a new file that only its owner may read. If the disk is full, there is no file."""
+    """Write a secret to a new file that only its owner may read. If the disk is full, no file remains."""
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with open(descriptor, "w") as target:

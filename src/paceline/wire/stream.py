@@ -17,9 +17,8 @@ memory for a payload only after it has reached the position of the message in th
 messages.
 
 One call of `receive` does a bounded amount of work, no matter how much a peer sends: it receives from the socket at
-most `FILLS` times. Before and after each of these times, it also reads the data that the ring contains at that
-moment. No complete message is left in the buffer, so a level-triggered selector reliably reports whether there is
-more to receive.
+most `FILLS` times. Before and after each time, it also reads the data that the ring contains at that moment. No
+complete message is left in the buffer, so a level-triggered selector reliably reports whether there is more to receive.
 """
 
 from __future__ import annotations
@@ -203,9 +202,9 @@ class Stream(Generic[T]):
 
     @property
     def incoming(self) -> tuple[T, int] | None:
-        """The message whose payload is being received, and the number of missing bytes; None if there is none.
+        """The message whose payload is being received, and the number of missing bytes.
 
-        The bytes that have arrived are in the memory that the sink has returned.
+        None if no payload is being received. The bytes that have arrived are in the memory that the sink has returned.
         """
         if self._incoming is None:
             return None

@@ -206,8 +206,8 @@ def interface_to(host: str) -> str:
         return _route_to(host)[0]
     except OSError as error:
         raise ConfigurationError(
-            f"the host {host!r} cannot be reached from this machine: {error}. Name the address on which the other "
-            "machines reach this one with --listen."
+            f"the host {host!r} cannot be reached from this machine: {error}. Use --listen to name the address on "
+            "which the other machines reach this machine."
         ) from error
 
 
@@ -232,7 +232,7 @@ def _parts(address: str) -> tuple[str, str, str]:
 
 
 def _connect_securely(host: str, port: str, known: Contexts | None, deadline_s: float) -> SecureSocket:
-    """Return a TLS connection to the process that the last part of an address names, after the handshake."""
+    """Return a TLS connection, after the handshake, to the process that the last part of an address names."""
     if known is None:
         raise InternalError("a connection uses TLS, but the contexts of the run are not known")
     number, _, server = port.partition("/")
@@ -289,8 +289,8 @@ class UnixListener(socket.socket):
             self.path = f"{self._folder}/{NAME}"
             self.bind(self.path)
             self._place = os.open(self.path, os.O_PATH | os.O_CLOEXEC)
-            # If this process has changed its user without exec, other processes of its user cannot look into its /proc
-            # entry.
+            # If this process has changed its user without exec, other processes of the new user cannot look into the
+            # /proc entry of this process.
             if os.stat("/proc/self/fd").st_uid == os.geteuid():
                 self.path = f"/proc/{self._process}/fd/{self._place}"
                 self._remove_folder()
@@ -315,7 +315,7 @@ class UnixListener(socket.socket):
 
 
 class Unix(Transport):
-    """AF_UNIX sockets. Gradients and weights travel through them."""
+    """AF_UNIX sockets, through which gradients and weights travel."""
 
     name = "unix"
     words = "AF_UNIX sockets (unix)"
@@ -326,8 +326,8 @@ class Unix(Transport):
             listener = UnixListener()
         except OSError as error:
             raise ConfigurationError(
-                f"cannot create a socket for the processes of the run: {error}. It needs /proc, and either /dev/shm "
-                "or a directory for temporary files (TMPDIR) that you may write to. Or use --transport tcp."
+                f"cannot create a socket for the processes of the run: {error}. Such a socket needs /proc, and either "
+                "/dev/shm or a directory for temporary files (TMPDIR) that you may write to. Or use --transport tcp."
             ) from error
         return listener, f"unix:{listener.path}"
 
@@ -367,8 +367,8 @@ def _private_folder() -> str:
 
 # -- Shared memory: servers map the memory of the workers, and small messages pass through rings in it -------
 #
-# The connections are AF_UNIX sockets, which pass the descriptors of the memory. They carry messages that do not fit
-# into a ring, wake a sleeping process, and show when the other process has ended.
+# The connections are AF_UNIX sockets, which pass the descriptors of the memory. The sockets also carry messages that do
+# not fit into a ring, wake a sleeping process, and show when the other process has ended.
 
 
 class SharedMemory(Unix):

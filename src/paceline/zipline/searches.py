@@ -8,10 +8,10 @@ time and evaluates R sets in O(R^2 n) time. FullGridScan designates each worker 
 takes O(R^2 n^2) time.
 
 Neither scan is exact: an end time of the narrowest set may be farther from e than another end time of the same worker
-on the other side of e. With at most three workers, FullGridScan finds the shortest wait, because it designates the
-element of the narrowest set that is neither the first nor the last. In the smallest example in whole numbers for
-which it does not find this wait, four workers have two end times each. The narrowest set is 1, 3, 1, 3. But for each of
-its elements e, another worker has a nearer end time on the other side of e, so FullGridScan does not form this set:
+on the other side of e. With at most three workers, FullGridScan finds the shortest wait, because it also designates the
+worker whose end time is in the middle of the narrowest set. With four workers, it may not find this wait. In the
+smallest example in whole numbers, each worker has two end times. The narrowest set is 1, 3, 1, 3. But for each of its
+elements e, another worker has a nearer end time on the other side of e, so FullGridScan does not form this set:
 
 >>> import numpy as np
 >>> times = np.array([[0.0, 1.0], [0.0, 3.0], [1.0, 4.0], [3.0, 4.0]])

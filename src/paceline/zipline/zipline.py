@@ -102,7 +102,7 @@ def _scan(times: Floats, position: Callable[[list[Element], list[int], int, int]
             del z[replaced], workers[replaced]
         z.append((t, p, i))
         workers.append(p)
-        # A worker's first end time replaces no other end time. Z is complete when it has one of every worker.
+        # A worker's first end time replaces no other end time. Z is complete when it has an end time of every worker.
         if replaced == 0 and len(z) == len(times):
             candidates += 1
             d = t - z[0][0]

@@ -127,8 +127,8 @@ class TimeSpent(msgspec.Struct, frozen=True, array_like=True):
         loading: time in which the script asked a distributed loader for a batch.
         unfinished: time of the computation that has been neither pushed nor aborted yet.
         activity: what the worker does now.
-        queued: time in which the worker's main thread was ready to run, but had no core; 0 if unknown. Reported only
-            when the worker ends.
+        queued: time in which the worker's main thread was ready to run, but had no CPU core; 0 if unknown. Reported
+            only when the worker ends.
     """
 
     computing: Ticks = 0
@@ -143,7 +143,7 @@ class TimeSpent(msgspec.Struct, frozen=True, array_like=True):
 
 @sent("worker", to="coordinator", during="training")
 class Status(Message):
-    """The state of a worker, for the progress display, and what it has spent its time on.
+    """For the progress display: the state of a worker, and how the worker has spent its time.
 
     Attributes:
         iteration: label of the worker's latest iteration.
@@ -183,7 +183,7 @@ class WorkerFinished(Message):
     """A worker leaves the run, because it has finished its work or has been asked to leave.
 
     Attributes:
-        drawn: `drawn` of the worker's last push, in which batches that no push has used count as skipped.
+        drawn: `drawn` of the worker's last push, except that batches that no push has used count as skipped.
         early: True if the worker has been asked to leave before it has finished its work.
         spent: what the worker has spent its time on; None if it is unknown.
     """

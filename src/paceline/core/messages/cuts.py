@@ -56,7 +56,7 @@ class LastPush(msgspec.Struct, frozen=True):
 
     Attributes:
         worker: index of the worker.
-        iteration: label of the push; if there is no such push, the label before the worker's first one.
+        iteration: label of the push; if there is no such push, the label before the worker's first label.
         drawn: `drawn` of this push. See `Commit`.
     """
 
@@ -254,11 +254,12 @@ class StateWanted(Message):
 class KeepWorkerState(Message):
     """The state of a worker's script, for a cut. The payload is in the format of `shard.optimizers`.
 
-    A later message for the same cut and the same label replaces an earlier one.
+    A later message for the same cut and the same label replaces an earlier message.
 
     Attributes:
         number: number of the cut.
-        iteration: label of the last push of the worker; if the worker has made no push, the label before its first one.
+        iteration: label of the last push of the worker; if the worker has made no push, the label before its first
+            label.
     """
 
     number: int

@@ -27,7 +27,7 @@ class DataRequested(Message):
     """A worker needs data: it begins an epoch of a loader, or has used its leases.
 
     Attributes:
-        loader: the worker's own number for the loader, which also numbers the entries of `drawn` in a `Commit`.
+        loader: the worker's own number for the loader. It is also the index of the loader's entry in `Commit.drawn`.
         name: name of the loader, which is the same in all workers.
         epoch: number of the epoch, counted from 0 for each loader.
         order: the order of the epoch.
@@ -84,7 +84,7 @@ class StopRequested(Message):
 
 @sent("coordinator", to="worker")
 class TrainingStopped(Message):
-    """A worker must end its training loop with this number after the current iteration."""
+    """After the current iteration, a worker must end the training loop that has this number."""
 
     loop: int
 
@@ -247,7 +247,7 @@ class InitialBuffers(Message):
 @sent("reader", to="server", forwarded=False)
 @sent("server", to="worker", forwarded=False)
 class FetchFrozen(Message):
-    """Request values of frozen parameters: from the server of shard 0, which may request them from a worker.
+    """Request values of frozen parameters from the server of shard 0, which may request these values from a worker.
 
     The server keeps no values until a worker or a reader requests some. The server then requests these values from a
     worker that has them.
@@ -291,14 +291,14 @@ class KeepStates(Message):
 
 @sent("reader", to="server", forwarded=False)
 class FetchStates(Message):
-    """Request the states that were kept last, from the server of shard 0."""
+    """Request the latest states of tracked objects from the server of shard 0."""
 
     shard: Literal[0]
 
 
 @sent("server", to="reader", forwarded=False)
 class KeptStates(Message):
-    """The states that were kept last. These states are the payload.
+    """The latest states of tracked objects, as the payload.
 
     Attributes:
         shard: 0.
@@ -405,7 +405,7 @@ class StepTime(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         shard: index of the shard.
         set_index: index of the parameter set.
-        typical_s: the median of the times of its latest steps, in seconds.
+        typical_s: the median of the times of the optimizer's latest steps, in seconds.
     """
 
     shard: Number

@@ -21,7 +21,7 @@ Name = Annotated[str, msgspec.Meta(max_length=64)]
 
 @sent("agent", to="coordinator", during="offering", forwarded=False)
 class FetchCheckpoint(Message):
-    """A machine that is about to join needs a piece of the checkpoint with which the run begins, if it begins with one.
+    """A machine that is about to join needs a piece of the checkpoint with which a resumed run begins.
 
     Attributes:
         name: path of a file in the directory of the checkpoint.
@@ -63,7 +63,7 @@ class Installed(msgspec.Struct, frozen=True):
 
 @sent("agent", to="coordinator", during="offering joined", then="joined", forwarded=False)
 class MachineJoined(Message):
-    """A machine offers to run workers and servers. The process that sends this message and starts them is its *agent*.
+    """A machine offers to run workers and servers. The process that sends this message is its *agent*.
 
     Attributes:
         version: version of Paceline on the machine. The coordinator can read this field even if the versions differ in
@@ -88,11 +88,11 @@ class MachineAdmitted(Message):
     """A machine may start the workers and servers that it has offered.
 
     Attributes:
-        workers: the index of each of its workers, and how often this index has been used before.
+        workers: the index of each worker of the machine, and how often this index has been used before.
         job: the configuration of the run, encoded by `paceline.run.job`.
         now_ticks: the time of the run at which this message was sent.
         machine: index of the machine, by which the records of its clock are named.
-        servers: the indices of its servers.
+        servers: the indices of the machine's servers.
     """
 
     workers: dict[int, int]

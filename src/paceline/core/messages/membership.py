@@ -177,7 +177,7 @@ class JoinProposed(Message):
 
 @sent("server", to="coordinator", during="serving")
 class JoinOffered(Message):
-    """A server says with which label and c_p a worker could join at its shards now.
+    """A server says with which label and which number c_p of pushes a worker could join at its shards now.
 
     This message is the answer to `JoinProposed`, and also to a `WorkerJoined` whose `count` a shard of the server has
     already passed.
@@ -326,7 +326,7 @@ class Contributed(Message):
         may_push: True if the worker may push without a gradient while it waits, so that other workers need not wait for
             it.
         model: the extended model, if the script has added parameters; else None.
-        since_step: number of earlier such calls since the worker's last step, or since it has begun an epoch.
+        since_step: number of earlier such calls since the worker last made a step or began an epoch.
     """
 
     call: Annotated[str, msgspec.Meta(max_length=MOST_WORDS)]

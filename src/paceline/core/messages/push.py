@@ -3,11 +3,11 @@
 `Stage` and `Commit` say with which codec their values travel (see `core.layout`), and an `Answer` names its codec. Only
 the usual exchange of a gradient for new weights is encoded. These values always travel as they are:
 
-- the initial weights, on their way to the servers and to the workers, also after a late join or an extension. If
+- the initial weights, on their way to the servers and to the workers, even after a late join or an extension. If
   weights travel as differences, a worker that joins receives the base as it is;
 - the values of an edit, the weights in the answer to the edit, and the weights that a worker pulls before the edit;
 - the weights that a worker pulls because its script evaluates the model;
-- what readers receive, and so what a run saves;
+- what readers receive, and therefore what a run saves;
 - vectors with other dtypes, buffers and optimizer states.
 """
 
@@ -174,7 +174,7 @@ class Answer(Message, omit_defaults=True):
 @sent("worker", to="server", forwarded=False)
 @sent("worker", to="coordinator", during="training")
 class BaseRequested(Message):
-    """A worker's base differs from the base of the last answer, so the worker needs all of that base. See
+    """The base of the last answer differs from the worker's base, so the worker needs the answer's whole base. See
     `Answer.checksum`.
 
     The coordinator counts these messages.
@@ -340,7 +340,7 @@ Cycle = tuple[Annotated[int, msgspec.Meta(ge=-1)], Annotated[float, msgspec.Meta
 
 @sent("server", to="coordinator", during="serving")
 class PacesObserved(Message):
-    """The server of shard 0 has observed some cycles of the workers. See `core.paces`.
+    """The server of shard 0 has measured some cycles of the workers, as `core.paces` defines them.
 
     Attributes:
         cycles: (worker, its latest cycles) for each worker with cycles that have not been reported before.
@@ -377,8 +377,8 @@ class Observation(msgspec.Struct, frozen=True, array_like=True):
         loss: loss of the iteration, which may be NaN or inf; None if the script has passed no loss.
         gradient: L2 norm of the worker's own gradient; NaN or inf if an element is NaN or inf; None if there is no
             gradient.
-        weights: L2 norm of a sample of the weights from which the gradient was computed, scaled up to all weights;
-            NaN or inf if an element of the sample is NaN or inf.
+        weights: L2 norm of some of the weights from which the gradient was computed, scaled up to all weights; NaN or
+            inf if one of these weights is NaN or inf.
         parameter: name of the first parameter whose gradient contains NaN or inf; "" if there is none.
         set_index: the parameter set that is pushed.
     """

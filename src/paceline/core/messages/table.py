@@ -3,16 +3,16 @@
 A class of messages states its rows of the table itself, with `sent`, and no other place repeats the rows: what a
 process accepts on a connection, the decoders, the page about the messages and the tests follow from the rows.
 
-A connection has two *directions*, from each of its ends to the other. Each direction has a *phase*, which only its
-own messages change. So both ends know the phase of a direction without a further message, although messages in
+A connection has two *directions*, from each of its ends to the other. Each direction has a *phase*, which only messages
+in this direction change. So both ends know the phase of a direction without a further message, although messages in
 opposite directions may cross. The first message of a process that opens a connection is its greeting (`Hello`).
 
     worker -> coordinator     greeting -Hello-> joining -Register-> training -WorkerFinished-> left
     coordinator -> server     starting -CreateShards-> serving
 
 According to the table, the role of a process and the messages that it has sent determine what it may send. Everything
-else is checked where it is known: the order of labels in `core.order`, the members of the run in `core.members`, and an
-answer by the process that has sent the request.
+else is checked where it is known: the order of labels in `core.order`, the members of the run in `core.members`, and
+answers by the process that has sent the request.
 """
 
 from __future__ import annotations

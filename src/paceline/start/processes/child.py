@@ -83,7 +83,7 @@ def main(order: ProcessOrder, descriptors: Descriptors) -> int:
         sys.path[:] = cloudpickle.load(objects)
     else:
         objects.close()
-        # `python script.py` adds the directory of the script, `python -m module` the current directory.
+        # `python script.py` adds the directory of the script, and `python -m module` adds the current directory.
         sys.path.insert(0, os.getcwd() if kind == "module" else str(Path(arguments[0]).resolve().parent))
     use_device(assignment)
     try:

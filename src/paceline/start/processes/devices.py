@@ -1,7 +1,7 @@
 """Assigns a device to each worker of a machine, and hides all other devices from the worker.
 
 This process never initializes an accelerator. It asks another process which accelerators there are (see `counting`),
-but only if torch may have accelerators. To find this out, torch is not imported here.
+but only if torch may have accelerators. This module does not import torch to find this out.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Accelerators(msgspec.Struct, frozen=True):
 
 
 class CountedDevice(msgspec.Struct, frozen=True):
-    """One accelerator. See `Device` for its attributes."""
+    """One accelerator. See `Device` for the attributes."""
 
     model: str
     memory_bytes: int
@@ -270,7 +270,7 @@ def may_have_accelerators(imports: Sequence[str]) -> bool:
     """
     load_models("", imports)
     torch = sys.modules.get("torch")
-    if torch is not None:  # this neither initializes an accelerator nor asks a driver
+    if torch is not None:  # the next call neither initializes an accelerator nor asks a driver
         chosen = torch.accelerator.current_accelerator()
         return chosen is not None and _may_have_driver(chosen.type)
     return any(map(_may_have_driver, torch_build().kinds)) or bool(entry_points(group=BACKENDS))
@@ -338,7 +338,7 @@ MASKS: Mapping[str, Mask] = {
     "cuda": Mask("CUDA_VISIBLE_DEVICES", "", ""),
     # ROCm applies ROCR_VISIBLE_DEVICES first. HIP_VISIBLE_DEVICES contains indices of the accelerators that are left.
     "rocm": Mask("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "-1"),
-    # To the driver, an empty list means all accelerators. It ignores indices that do not exist.
+    # To the driver, an empty list means all accelerators. The driver ignores indices that do not exist.
     "xpu": Mask("ZE_AFFINITY_MASK", "", "65535"),
 }
 """Kind of accelerator -> its mask. In torch's notation, accelerators under ROCm are of the kind "cuda", too."""

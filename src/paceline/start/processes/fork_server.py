@@ -56,7 +56,8 @@ def carry_out(kind: str) -> NoReturn:
     Args:
         kind: see `begin`.
     """
-    # Schedulers send SIGTERM to all processes. The fork server ignores it, because all children end with it.
+    # Schedulers send SIGTERM to all processes. The fork server ignores this signal, because all children would end with
+    # the fork server.
     at_sigterm = signal.signal(signal.SIGTERM, signal.SIG_IGN) if kind == "fork server" else None
     order, descriptors = begin(kind)
     if kind == "fork server":
@@ -191,7 +192,7 @@ def _leave_group(descriptors: Descriptors) -> None:
 
 
 def _take_over(descriptors: Descriptors) -> None:
-    """Make the given descriptors the standard streams of this process. If one is a terminal, control it."""
+    """Make the given descriptors the standard streams of this process. Control the terminal, if there is one."""
     if descriptors.terminal:
         fcntl.ioctl(descriptors.stdout, termios.TIOCSCTTY, 0)
     for target, source in enumerate(descriptors[:3]):

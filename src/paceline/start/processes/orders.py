@@ -75,7 +75,7 @@ class Descriptors(NamedTuple):
 
     @property
     def terminal(self) -> bool:
-        """True if the process gets a terminal, which it controls. Then the process needs a session of its own."""
+        """True if the process gets a terminal, which it controls. This requires a session of its own."""
         return os.isatty(self.stdout)
 
 

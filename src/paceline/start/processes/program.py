@@ -196,8 +196,8 @@ class Companion:
     Attributes:
         exit_code: exit code of the program, or minus the number of the signal that has terminated it; None until `end`
             has returned.
-        said: the content of its standard output.
-        complaint: the content of its standard error.
+        said: the content of the program's standard output.
+        complaint: the content of the program's standard error.
 
     Raises:
         OSError: the program cannot be started.
@@ -224,7 +224,7 @@ class Companion:
             raise
 
     def tell(self, data: bytes) -> None:
-        """Write to its standard input. If the program has ended, this is noticed later."""
+        """Write to the program's standard input. If the program has ended, this is noticed later."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(data)
@@ -233,8 +233,8 @@ class Companion:
         """Close its standard input, and wait until the program has ended. Return True if it has ended by itself.
 
         Args:
-            over: called repeatedly. Once it returns True, the program gets its signal.
-            told: the rest of its standard input.
+            over: called repeatedly. Once it returns True, the signal `number` is sent to the program.
+            told: the rest of the program's standard input.
         """
         process = self._process
         try:
@@ -254,7 +254,7 @@ class Companion:
 
     @property
     def last(self) -> str:
-        """The last line of its complaint; "" if there is none."""
+        """The last line of `complaint`; "" if there is none."""
         return self.complaint.strip().rpartition("\n")[2]
 
     def _close(self) -> None:

@@ -191,7 +191,7 @@ class Child:
             elif self._popen is not None:
                 os.kill(self._popen.pid, number)
             elif self._server is not None:
-                # A process that has not started is signaled only to end the whole run.
+                # A process that has not started gets a signal only if the whole run must end.
                 self._server.kill()
 
     def _execute(self) -> None:
@@ -261,7 +261,7 @@ class ForkServer:
         return None
 
     def words(self) -> bytes:
-        """Return the output of the fork server after its end. Its children write to the same place until they begin."""
+        """Return the output of the fork server after its end. A child writes to the same file until it begins."""
         return os.pread(self._output, MOST_OUTPUT_BYTES, 0)
 
     def kill(self) -> None:
@@ -273,7 +273,7 @@ class ForkServer:
         return self._process.wait()
 
     def close(self) -> None:
-        """End the fork server. If it is still importing, it is killed."""
+        """End the fork server. If it is still importing modules, kill it."""
         self._control.close()
         if not self._ready:
             self.kill()
@@ -303,7 +303,7 @@ def _boot(
         stdin=control.fileno(),
         stdout=stdout,
         stderr=stderr,
-        # In its own process group, the process does not receive Ctrl-C. The launcher does, and ends the run.
+        # In its own process group, the process does not receive Ctrl-C. The launcher receives Ctrl-C, and ends the run.
         process_group=None if session else 0,
         start_new_session=session,
     )
