@@ -225,7 +225,7 @@ def test_traces_that_begin_later_are_read_too(run: Run) -> None:
     trace = (folder / "trace-shard-1.jsonl").read_bytes()
     (folder / "trace-shard-1.jsonl").unlink()
     reader = ReportReader(folder)
-    assert any("Only 1 of 2" in note for note in reader.read().notes)
+    assert any("only 1 of 2" in note for note in reader.read().notes)
     (folder / "trace-shard-1.jsonl").write_bytes(trace)
     report = reader.read()
     assert report.notes == whole.notes
