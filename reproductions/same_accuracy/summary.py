@@ -184,9 +184,9 @@ def _certainty(cells: Sequence[Cell]) -> list[str]:
     return [
         f"{len(outside)} translated cells are not within the bounds: those of "
         f"{', '.join(f'{model} ({count})' for model, count in models)}. In {unsure[0]} of these cells, and in "
-        f"{unsure[1] - unsure[0]} of the {len(cells) - len(outside)} other translated cells, the seeds do not decide "
-        f"whether the cell is within the bounds: the {100 * CONFIDENCE:.0f} % interval of its difference to bsp, from "
-        "the differences between runs with the same seed, includes the bound."
+        f"{unsure[1] - unsure[0]} of the {len(cells) - len(outside)} other translated cells, the seeds are too few "
+        f"to decide: the bound lies within the {100 * CONFIDENCE:.0f} % interval of the cell's difference from bsp, "
+        "which is computed from pairs of runs with the same seed, of bsp and of the model."
     ]
 
 

@@ -1,6 +1,6 @@
 """`--sync auto`: which sync model a run should use, decided from observations of the run, without I/O.
 
-A run begins with bsp and, if its data can be divided in this way, with balanced batches. Neither of them changes the
+A run begins with bsp, and with balanced batches if its data can be divided into such batches. Neither changes the
 result of training. Meanwhile, shard 0 observes how long the workers' cycles take (see `core.paces`). Near the end of
 each epoch, the host simulates a few epochs with these cycles under each candidate (`Situation`, `Prospect`). At the
 beginning of the next epoch, the run changes its model if another model is faster by enough:

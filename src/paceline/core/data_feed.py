@@ -291,7 +291,7 @@ class _LoaderFeed:
         self._name: str
         self._order: DataOrder
         self._leases: deque[Lease] = deque()  # leases with batches that the worker has not taken
-        self._taken = 0  # number of batches of the first of these leases that the worker has taken
+        self._taken = 0  # number of batches that the worker has taken from the first of these leases
         self._last = False  # True if the worker receives no more leases in this epoch
         # The batches that the script has drawn since its last push, and the number of their positions.
         self._unpushed = self._unpushed_positions = 0

@@ -328,7 +328,7 @@ FEW = 3
 
 MOVED, LASTING = 1.03, 100
 """A relapse of the loss counts if the norm of the weights has grown by this factor lately, or if the relapse has lasted
-for this number of points. If only the data have changed, the weights have not grown, and the loss falls again."""
+for this number of points. A change of the data is no relapse: the weights do not grow, and the loss falls again."""
 
 
 class Symptom(msgspec.Struct, frozen=True):

@@ -37,13 +37,13 @@ class JobProgress(msgspec.Struct, frozen=True):
     """How far a job has come, and how fast it goes on. A value is None if it is not known.
 
     Attributes:
-        progress: the part of the training loop in progress that is done, from 0 to 1.
+        progress: how much of the current training loop is done, from 0 to 1.
         left_s: the time in seconds that the loop will take from now on.
         samples_per_s: number of samples per second that all workers together use.
         loss: a moving mean, over some seconds, of the mean of the workers' last reported losses.
         epoch: number of the epoch in progress, counted from 1.
         epochs: number of epochs of the loop.
-        epoch_progress: the part of the epoch in progress that is done, from 0 to 1.
+        epoch_progress: how much of the current epoch is done, from 0 to 1.
     """
 
     progress: float | None = None
@@ -298,13 +298,13 @@ class JobStatus(msgspec.Struct, frozen=True):
         links: one entry per pair of machines with traffic, in the order of the names.
         shortage: how many workers and servers the run has and needs, if it waits for machines to join; else "".
         main_worker: the main worker (see `core.members`); -1 if there is none.
-        progress: the part of the training loop in progress that is done, from 0 to 1; None if its length is unknown.
+        progress: how much of the current training loop is done, from 0 to 1; None if the length of the loop is unknown.
         left_s: the time in seconds that the loop will take from now on; None if unknown.
         samples_per_s: number of samples per second that all workers together use; None if unknown.
         loss: the mean of the workers' losses, a moving mean over some seconds; None if unknown.
         epoch: number of the epoch in progress, counted from 1; None if unknown.
         epochs: number of epochs of the loop; None if unknown.
-        epoch_progress: the part of the epoch in progress that is done, from 0 to 1; None if unknown.
+        epoch_progress: how much of the current epoch is done, from 0 to 1; None if unknown.
         awaited: the workers for which other workers wait; () if there are none.
         awaited_s: for how many seconds other workers have been waiting for those in `awaited`; None if no worker waits
             at this moment.

@@ -165,7 +165,7 @@ class HttpServer:
             log.error("a connection has failed", exc_info=error)
 
     def _authenticate(self) -> bool:
-        """Note that the current connection is authenticated. Return False if there are too many such connections."""
+        """Record that the current connection is authenticated. Return False if there are too many such connections."""
         task = asyncio.current_task()
         assert task is not None
         if task not in self._authenticated:

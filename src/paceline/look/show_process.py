@@ -284,7 +284,8 @@ def _require_directory(path: str | os.PathLike[str]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
         raise ConfigurationError(
-            f"tensorboard is {str(path)!r}, which is or lies in a file; give the path of a directory."
+            f"tensorboard is {str(path)!r}, but this path, or one of its parent folders, is a file; give the path of a "
+            "directory."
         ) from None
     except OSError as error:
         raise ConfigurationError(

@@ -554,7 +554,7 @@ class JobWatch:
             self._enter("preparing", role, index, now_s)
 
     def prepared(self, worker: int) -> None:
-        """Note that a worker has registered its model."""
+        """Record that a worker has registered its model."""
         self._pass("preparing", "worker", worker, time.monotonic())
 
     def left(self, role: str, index: int) -> None:
@@ -563,7 +563,7 @@ class JobWatch:
             self.clocks.end((stage, role, index))
 
     def _pass(self, stage: Stage, role: str, index: int, now_s: float) -> None:
-        """Note that a process has passed a stage."""
+        """Record that a process has passed a stage."""
         if (begun_s := self._begun_s.pop((stage, role, index), None)) is not None:
             self.took_s[stage, role, index] = now_s - begun_s
         self.clocks.end((stage, role, index))

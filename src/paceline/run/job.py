@@ -253,7 +253,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def takes_fractions(self) -> bool:
-        """True if updates can take fractions of the optimizer's steps under any sync model that the run may use."""
+        """True if an update can take a fraction of a step under at least one sync model that the run may use."""
         schedule = self.schedule
         return self.translated and (schedule.auto or not all(model.lockstep for model in schedule.models))
 

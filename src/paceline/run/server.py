@@ -803,14 +803,14 @@ class FrozenValues(Generic[Waiter]):
             self._source = -1
 
     def gone(self, worker: int) -> None:
-        """Note that the connection to a worker has ended, perhaps because the worker has a new connection."""
+        """Record that the connection to a worker has ended, perhaps because the worker has a new connection."""
         for tried in self._tried.values():
             tried.discard(worker)
         if worker == self._source:
             self._source = -1
 
     def forget(self, peer: Waiter) -> None:
-        """Note that a peer no longer waits."""
+        """Record that a peer no longer waits."""
         self._waiting.pop(peer, None)
 
     def retain(self, digests: Iterable[str]) -> None:

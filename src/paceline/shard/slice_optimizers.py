@@ -81,7 +81,7 @@ class SliceOptimizer(Protocol):
         """Return the hyper-parameters of each group as the last step has set them."""
 
     def weights_changed(self) -> None:
-        """Note that something other than a step has changed the weights."""
+        """Record that something other than a step has changed the weights."""
 
     def counters(self) -> tuple[HyperParameters, ...]:
         """Return the entries that the optimizer itself has changed in each group. See `core.layout.Counters`."""
@@ -177,7 +177,7 @@ def _adam_part(
     """Return the kernel of a fraction of a step of Adam or AdamW.
 
     torch's kernel makes a whole step of the running mean, moves the weights by this mean, and leaves it in the state.
-    Afterwards, the mean in the state is moved back to the fraction. The kernel corrects no bias here, because the
+    Afterwards, the mean in the state is moved a part of the way back. The kernel corrects no bias here, because the
     numbers of steps differ between the two averages; the learning rate and epsilon contain the corrections instead.
 
     Args:

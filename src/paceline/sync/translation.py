@@ -40,8 +40,8 @@ mean v of gradients (`Family.averages`), which moves by r = 2 s / (1 + s):
 
     v <- v + r (g - v).
 
-In the long run, the noise of v is r / (2 - r) = s times the noise of a push, which is the noise of a joint gradient,
-and v lags by (1 - s) / 2 joint steps. No other delay is corrected: the length of a normalized update does not depend on
+In the long run, the noise of v is r / (2 - r) = s times the noise of a push, so it equals that of a joint gradient.
+And v lags by (1 - s) / 2 joint steps. No other delay is corrected: the length of a normalized update does not depend on
 how far the momentum has built up, so a slower momentum would only lag behind further. Optimizer classes about which
 nothing is known are treated in the same way. They may normalize; if they do not, the running mean costs only its lag.
 

@@ -146,7 +146,7 @@ class Guess:
         return None if loss is None or self._off else read(loss)
 
     def note(self, session: Session, *arguments: Any, **options: Any) -> None:
-        """Note that a session's worker has called `torch.autograd.backward`, which has computed the gradients."""
+        """Record that a session's worker has called `torch.autograd.backward`, which has computed the gradients."""
         self.computes = True
         self._calls += 1
         self._calls_outside += not self.in_closure

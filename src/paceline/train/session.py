@@ -686,7 +686,7 @@ class _Newcomer:
 
 
 def add_untrained(session: Session, optimizer: Untrained) -> None:
-    """Note that an optimizer has parameters that are not trained yet."""
+    """Record that an optimizer has parameters that are not trained yet."""
     _newcomer_of(session).optimizers.append(ref(optimizer))
 
 
@@ -696,13 +696,13 @@ def untrained(session: Session) -> list[Any]:
 
 
 def are_trained(session: Session, trained: Sequence[Untrained]) -> None:
-    """Note that all parameters of these optimizers are trained from now on."""
+    """Record that all parameters of these optimizers are trained from now on."""
     optimizers = _newcomer_of(session).optimizers
     optimizers[:] = [each for each in optimizers if all(each() is not optimizer for optimizer in trained)]
 
 
 def begins_with_the_run(session: Session) -> None:
-    """Note that a worker takes part from the beginning of the run, so that its own weights may be the job's."""
+    """Record that a worker takes part from the beginning of the run, so that its own weights may be the job's."""
     _newcomer_of(session).in_progress = False
 
 

@@ -144,7 +144,7 @@ class Weights:
             self._kept = self.copies()
 
     def note_gradients(self, ids: Container[int]) -> None:
-        """Note that gradients of the parameters with these `id` have been computed with the present values."""
+        """Record that gradients of the parameters with these `id` have been computed with the present values."""
         watches = self._subtracts or self._pulls <= WATCHED_PULLS
         for index in range(len(self._parameters)) if watches else self._suspects():
             if id(self._parameters[index]) in ids:

@@ -98,12 +98,12 @@ def capture(
 def at_boundary(
     session: Session, place: BatchSite, loader: Callable[[], Mapping[str, Any]] | None = None
 ) -> Callable[[], None]:
-    """Note that the script of a worker is between two batches.
+    """Record that the script of a worker is between two batches.
 
-    If the job is cut, the script's state is taken now. The result is a function that gives this state to the job. Call
-    this function when the script gets a further batch, because the script may then draw random numbers. Do not call it
-    at the end of an epoch: an evaluation may follow the last batch, and the call that begins the evaluation then gives
-    the state.
+    If a cut of the job is in progress (see `core.job_cut`), this function copies the script's state. The result is a
+    function that gives this state to the job. Call this function when the script gets a further batch, because the
+    script may then draw random numbers. Do not call it at the end of an epoch: an evaluation may follow the last
+    batch, and the call that begins the evaluation then gives the state.
 
     A cut needs the state in which the script computes its next gradient. So the state is given again if the script asks
     for a batch at another place before it computes this gradient.
