@@ -513,7 +513,7 @@ def test_clipping_by_torch_works_on_and_is_named_if_gradients_are_averaged(avera
             "(torch.nn.utils.clip_grad_norm_), which differs from clipping the joint gradient, as a single process "
             "does.",
             "To clip the joint gradient, call optimizer.clip_grad_norm(max_norm) between backward() and step() "
-            "instead.",
+            "instead; with Accelerate, accelerator.clip_grad_norm_(...); with Fabric, fabric.clip_gradients(...).",
         ]
         if averages
         else []

@@ -182,7 +182,7 @@ def test_names_that_come_too_late_are_said_once() -> None:
         requests += core.handle(worker_peer(1), MetricsLogged(values), 0)
     assert [type(request) for request in requests] == [Warn]
     assert "more than 200 metrics" in core.faults[0]
-    assert "'200' of worker 1" in core.faults[0]
+    assert "'200', from worker 1" in core.faults[0]
     assert len(core.history.metrics()) == MOST_METRICS
 
 
