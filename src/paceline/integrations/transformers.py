@@ -307,9 +307,8 @@ class TrainerJob:
         self._evaluates_at_end = _evaluates_at_end(trainer.args)
         self._before = 0  # `global_step` before the current step
         self.loads_best = False
-        self._checkpoint: Path | None = (
-            None  # a folder of links to the checkpoint from which the trainer goes on
-        )
+        # a folder of links to the checkpoint from which the trainer goes on
+        self._checkpoint: Path | None = None
 
     @property
     def dynamic(self) -> bool:
@@ -435,7 +434,7 @@ class TrainerJob:
         for kind in KINDS:
             if (steps := getattr(args, f"{kind}_steps")) is not None and steps >= 1:
                 setattr(state, f"{kind}_steps", int(steps) * worker_count())
-        if self._resumes and not self.session.resumed:
+        if self._checkpoint is not None and not self.session.resumed:
             self._translate_schedule(state)
         self._before = state.global_step
         self._evaluations = self._due(state)
@@ -467,7 +466,7 @@ class TrainerJob:
             return
         path = self._checkpoint / STATE
         state = json.loads(path.read_text())
-        there = state["global_step"] / state["epoch"]
+        there = state["global_step"] / state["epoch"] if state["epoch"] else self.steps_per_epoch
         # With another number of workers, an epoch may have up to one joint batch more, although all batches have the
         # same size.
         if abs(there - self.steps_per_epoch) > max(worker_count(), 0.1 * there):
@@ -630,6 +629,8 @@ class TrainerJob:
         # The main worker, which has written the checkpoint, knows where the checkpoint is.
         path = broadcast(self._best_checkpoint(), sends=is_main())
         if path is None:
+            if is_main() and state.best_global_step:
+                log.warning("The best checkpoint, of step %d, is not visible.", state.best_global_step)
             return
         assert self.optimizer is not None
         with self.optimizer.editing():
