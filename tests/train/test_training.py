@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -27,6 +28,7 @@ from paceline.sync.events import PullRequested, WorkerFinished
 from paceline.trace import Trace, replay
 from paceline.trace.measures import measure
 from paceline.train.session import current
+from paceline.train.training import how_to_distribute
 from tests.support.marks import thorough
 
 if TYPE_CHECKING:
@@ -1500,3 +1502,23 @@ def test_a_number_of_samples_that_makes_no_sense_is_refused(samples: Any) -> Non
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(UsageError, match=f"samples is {samples!r}, expected a positive integer"):
         optimizer.step(samples=samples)
+
+
+@pytest.mark.parametrize(
+    ("modules", "remedy"),
+    [
+        (["accelerate.optimizer", "transformers.trainer"], "distribute(trainer)"),
+        (["lightning.fabric.wrappers", "lightning.pytorch.loops.fit_loop"], 'Trainer(strategy="paceline")'),
+        (["lightning_fabric.wrappers"], 'Fabric(strategy="paceline")'),
+        (["accelerate.optimizer", "__main__"], "prepare(..., train=loader)"),
+        (["__main__"], "paceline.prepare(model, optimizer, loader)"),
+    ],
+)
+def test_the_remedy_for_a_step_follows_from_the_modules_on_the_stack(modules: list[str], remedy: str) -> None:
+    """The modules call each other, the last one first."""
+    call: Any = lambda: how_to_distribute(sys._getframe())  # noqa: E731
+    for name in modules:
+        space: dict[str, Any] = {"__name__": name, "inner": call}
+        exec("def call():\n    return inner()", space)
+        call = space["call"]
+    assert remedy in call()
