@@ -47,7 +47,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     subcommand_metavar="[NAME]... | COMMAND",
     help="Reproduce tables and figures of the papers on this machine, and search for hyper-parameters.\n\n"
-    "NAME is the name of a table or figure. [bold]--list[/] lists the names; [bold]exhibits --help[/] lists the "
+    "NAME is the name of a table or figure. `--list` lists the names; `exhibits --help` lists the "
     "options.",
 )
 
