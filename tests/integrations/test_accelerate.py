@@ -129,9 +129,10 @@ def test_calls_of_all_workers_and_a_loader_without_a_name(mark: str, tmp_path: P
     assert used(tmp_path / "run") == 12
 
 
-def test_arguments_that_divide_the_model_are_refused(mark: str, tmp_path: Path) -> None:
-    plugin = "Accelerator(fsdp_plugin=accelerate.FullyShardedDataParallelPlugin())"
-    script = f"import accelerate\nfrom paceline.integrations.accelerate import Accelerator\n{plugin}\n"
+@pytest.mark.parametrize("before", ["fsdp_plugin=", "True, False, None, 1, False, None, None, "])
+def test_arguments_that_divide_the_model_are_refused(before: str, mark: str, tmp_path: Path) -> None:
+    call = f"Accelerator({before}accelerate.FullyShardedDataParallelPlugin())"
+    script = f"import accelerate\nfrom paceline.integrations.accelerate import Accelerator\n{call}\n"
     command = "-m", "paceline", "run", "--workers", "1", "--servers", "1", "--run-dir", "run"
     process = start(tmp_path, script, *command)
     printed = output(process)

@@ -15,6 +15,7 @@ one. So when the pass has ended, the loader itself makes the step for the gradie
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -44,6 +45,7 @@ DIVIDING = (
     "fsdp_plugin",
     "deepspeed_plugin",
     "deepspeed_plugins",
+    "torch_tp_plugin",
     "megatron_lm_plugin",
     "parallelism_config",
 )
@@ -197,7 +199,8 @@ class Accelerator(JobAccelerator):
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        used = [name for name in DIVIDING if options.get(name) is not None]
+        given = inspect.signature(super().__init__).bind_partial(*arguments, **options).arguments
+        used = [name for name in DIVIDING if given.get(name) is not None]
         if used and current() is not None:
             raise ConfigurationError(
                 f"Accelerator() got {used[0]}, which divides the model or exchanges gradients among processes of its "

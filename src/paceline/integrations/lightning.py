@@ -387,7 +387,8 @@ class _TrainerStrategy(_Strategy):
 
 def _keep_metrics(logger: Any) -> None:
     """Rename the file of a `CSVLogger` that another main worker has written, because the logger would delete it."""
-    if type(logger).__name__ == "CSVLogger":
+    # Both packages have such a class, and users derive others from it.
+    if any(each.__name__ == "CSVLogger" for each in type(logger).__mro__):
         path = Path(logger.log_dir, "metrics.csv")
         if path.is_file():
             names = (path.with_name(f"metrics-{number}.csv") for number in itertools.count(1))
