@@ -48,7 +48,7 @@ MODELS = (LanguageModel(256, 4, 64), LanguageModel(512, 8, 32), LanguageModel(51
 
 
 class AcceleratorRow(msgspec.Struct, frozen=True):
-    """What was measured with one model. Times are medians over the rounds, in seconds."""
+    """The measurements with one model. Times are medians over the rounds, in seconds."""
 
     device: str
     weights: int  # number of weights, in float32
@@ -106,7 +106,7 @@ def _row(model: LanguageModel, plain: Sequence[_Found], ours: Sequence[_Found]) 
 
 
 class _Found(msgspec.Struct, frozen=True):
-    """What a worker has measured. `copies` maps a direction to (seconds in a step, hidden share)."""
+    """The measurements of a worker. `copies` maps a direction to (seconds in a step, hidden share)."""
 
     device: str
     weights: int
@@ -220,7 +220,10 @@ def copies_of(events: Iterable[dict[str, Any]]) -> dict[str, tuple[float, float]
 
 
 def _hidden(spans: Sequence[_Span], kernels: Sequence[_Span]) -> tuple[float, float]:
-    """Return the total length of spans in seconds, and the share of it in which kernels ran. Kernels do not overlap."""
+    """Return the total length of time spans in seconds, and the share of this time in which kernels ran.
+
+    Kernels do not overlap.
+    """
     total = sum(span.end - span.begin for span in spans)
     hidden = sum(
         max(0.0, min(span.end, kernel.end) - max(span.begin, kernel.begin))

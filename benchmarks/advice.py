@@ -1,4 +1,4 @@
-"""`python -m benchmarks advice`: the speedup that `paceline advise` promises for a change, compared with a live run.
+"""`python -m benchmarks advice`: compares speedups that `paceline advise` promises with the speedups of live runs.
 
 Scripts of several kinds are run under bsp. From the run directory, `advise` predicts by which factor another model, or
 balanced batches, would change the samples per second. A live run with the change shows whether the prediction is right.
@@ -99,7 +99,10 @@ COLUMNS: Columns[AdviceRow] = {
 def measure(
     tell: TellShare, rounds: Rounds = 1, kinds: Sequence[str] = tuple(KINDS)
 ) -> list[Figures[AdviceRow]]:
-    """Compare the speedup that paceline advise promises for a change with a live run, for several kinds of scripts."""
+    """Compare the speedup that paceline advise promises for a change with the speedup of a live run.
+
+    The measurements use scripts of several kinds.
+    """
     rows = []
     for name, pairs in in_turns(tell, rounds, {name: name for name in kinds}, _promised_and_measured).items():
         kind = KINDS[name]

@@ -1,9 +1,9 @@
 """`python -m benchmarks auto`: what `--sync auto` chooses on 60 simulated clusters, compared with every fixed choice.
 
-Six kinds of clusters, ten of each: some workers always slower, times that vary at random, pauses, slow links, equal
-machines, and machines whose speeds change in mid-run. The workers use up the same data under each choice. A *time* is
-the virtual time of the run, divided by the share of the data that was applied, because `drop-stragglers` drops some
-data.
+The clusters are of six kinds, ten of each: some workers are always slower, times vary at random, workers pause, links
+are slow, machines are equal, or the speeds of machines change in mid-run. The workers use up the same data under each
+choice. A *time* is the virtual time of the run, divided by the share of the data that was applied, because
+`drop-stragglers` drops some data.
 
 The time says nothing about the quality of the result: an epoch is assumed to be worth the same under each choice, which
 is the aim of translated hyper-parameters (see `paceline.sync.translation`).

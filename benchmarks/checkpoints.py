@@ -31,7 +31,7 @@ MEDIAN_GOAL, LONGEST_GOAL = 1.1, 2.0
 
 
 class Case(msgspec.Struct, frozen=True):
-    """What is trained: the size of the weights in MB (2**20 bytes), the optimizer, and the transport."""
+    """A case to measure: the size of the weights in MB (2**20 bytes), the optimizer, and the transport."""
 
     size_mb: float
     optimizer: str
@@ -46,13 +46,13 @@ class Step(msgspec.Struct, frozen=True):
 
 
 class CheckpointRow(msgspec.Struct, frozen=True):
-    """The steps of a run."""
+    """The times of the steps of a run."""
 
     case: Case
     checkpoints: int  # number of checkpoints
     step_ms: float  # median time of a step while no checkpoint is written
     undisturbed: float  # the longest step while no checkpoint is written, divided by `step_ms`
-    median: float  # median of the steps while a checkpoint is written, divided by `step_ms`
+    median: float  # median time of a step while a checkpoint is written, divided by `step_ms`
     longest: list[float]  # for each checkpoint, the longest step, divided by `step_ms`
     steps: list[int]  # for each checkpoint, the number of steps until it is complete
 

@@ -46,8 +46,9 @@ COLUMNS: Columns[CodecRow] = {
 def measure(tell: TellShare, rounds: Rounds = 15) -> list[Figures[CodecRow]]:
     """Time the encoding and decoding of 25 MB on one core.
 
-    The times are shown in ms, in ns per value, and as multiples of the time to sum as many values. The times for a
-    difference of weights include the addition to the base at both ends, and the checksums of both bases.
+    The times are shown in ms, in ns per value, and as multiples of the time to sum as many values. Weights are
+    sent as their difference from a base, which both ends have. The times for such a difference include its addition to
+    the base at both ends, and the checksums of both bases.
     """
     rows = []
     for number, codec in enumerate(names := [name for name, each in CODECS.items() if each.dtypes]):

@@ -164,7 +164,7 @@ class Crowd:
         self._response_s: list[float] = []
         self._taken_out = 0
         self._draws = random.Random(0)
-        # (time, number, function to call then)
+        # (time, number, function to call at this time)
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count()
         self._stack = ExitStack()
@@ -327,7 +327,7 @@ class Crowd:
 
 
 class _LightHost(Host):
-    """Carries out the requests of a light worker, or of the server without tensors."""
+    """Carries out the requests of a light worker, or of the server, which has no tensors."""
 
     def __init__(self, crowd: Crowd, peer: Peer) -> None:
         self._crowd = crowd

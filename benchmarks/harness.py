@@ -215,7 +215,7 @@ def in_turns(
         rounds: number of rounds.
         cases: the cases, by name.
         measure: measures one case.
-        work: about how long a case takes, in any unit, for the progress.
+        work: about how long a case takes, in any unit, for the progress display.
 
     Returns:
         For each case, what was measured in each round.

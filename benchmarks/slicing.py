@@ -1,4 +1,4 @@
-"""`python -m benchmarks slicing`: compares whole tensors with even slices, and several servers with several threads.
+"""`python -m benchmarks slicing`: compares whole tensors with even slices, and several servers with threads of one.
 
 If an optimizer needs whole tensors, as Muon does, the shards get tensors whose updates cost about the same. The
 layout is that of a transformer: Muon trains the matrices of its layers, and AdamW the embedding and the vectors.

@@ -277,17 +277,17 @@ TARGET = "time to 0.05"
 """The measure of the page that the study repeats."""
 
 DIGITS = """\
-`paceline study` asks for `digits` which model reaches 0.05 of the initial loss soonest, each with its own best
-rate. On the page, all settings are trained together along recorded schedules, and the best rates and momenta
-are searched for. In the study, each run is simulated alone, and each model has five rates and one momentum: a
-grid around the values that are best on the page. The network, the seeds and the random times of the workers are
+`paceline study` finds out, on the problem `digits`, which model reaches 0.05 of the initial loss soonest, each with
+its own best rate. For this page, all settings were trained together along recorded schedules, and the best rates and
+momenta were searched for. In the study, each run is simulated alone, and each model has five rates and one momentum:
+a grid around the values that are best on the page. The network, the seeds and the random times of the workers are
 the same. This command repeats the study, which takes 10 minutes of computing time:
 
     paceline study reproductions/studies/evidence-digits.toml --out DIR
 
 The results of the study are in `reproductions/results/study-evidence-digits`. The tables show the mean time to
-the target over {seeds} seeds on the page and in the study, the quotient of both, paired by seed, and the ratios
-to `bsp`:
+the target over {seeds} seeds on the page and in the study, the quotient of these two times, paired by seed, and the
+ratios to `bsp`:
 
 TABLES
 

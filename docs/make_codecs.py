@@ -42,18 +42,19 @@ SEEDS = {"digits-mlp": 6, "digits-cnn": 6, "text-gpt": 8}
 QUESTION = (
     "What do the codecs of [`--wire`](../how-to/slow-links.md) cost in the quality of the result? Each run is "
     "compared with a float32 run that has the same seed, the same batches in the same order, and the same "
-    "hyper-parameters. A *cell* is a problem with an optimizer, some workers and a codec. The goal is met if at most "
-    "0.5 points of accuracy, or 1 % of the loss, are lost."
+    "hyper-parameters. A *cell* is a combination of a problem, an optimizer, a set of workers, and a codec. The goal "
+    "is met if the accuracy is lower by at most 0.5 points, or the loss is higher by at most 1 %."
 )
 
 METHOD = (
     "*Problems.* `digits-mlp`: 64-64-10 network on scikit-learn's digits; `digits-cnn`: two convolutions with "
-    "BatchNorm on the same images. Joint batch 128. 600 images are learned, and the accuracy is measured on the other "
-    "1,197: with more images to learn from, nearly all runs get the same few images wrong, regardless of the codec. "
-    "`text-gpt`: a transformer with one layer and about 60,000 parameters on the bytes of Python's standard library, "
-    "joint batch 16 sequences of 64 bytes. The loss is measured on the 8,192 bytes that follow.",
+    "BatchNorm on the same images. A joint batch has 128 images. The networks are trained on 600 images, and the "
+    "accuracy is measured on the other 1,197: with more images for training, nearly all runs get the same few images "
+    "wrong, regardless of the codec. `text-gpt`: a transformer with one layer and about 60,000 parameters on the bytes "
+    "of Python's standard library. A joint batch has 16 sequences of 64 bytes. The loss is measured on 8,192 later "
+    "bytes, which are not used for training.",
     "*Optimizers.* `sgd`: momentum 0.9. `adamw`: betas 0.9 and 0.95, weight decay 0.1. `muon`: Muon for the four "
-    "matrices inside `text-gpt`, and the same AdamW for the rest, only with four workers and three codecs. The "
+    "matrices inside `text-gpt`, and the same AdamW for the rest, tested only with four workers and three codecs. The "
     "learning rates are near the best ones of a single process with float32 and other seeds. They fall to 0 over the "
     "200 joint steps of a run, or over the 5,000 joint steps of the longest runs.",
     "*Workers.* All of them share the joint batch. The sync model is `bsp` unless another one is named. *Balanced*: "
@@ -72,9 +73,9 @@ LIMITS = (
     "There are no results for larger networks or longer runs, apart from the 5,000 steps of the smallest network.",
     "There are no results for constant learning rates. With rates that fall to 0, the last steps average over the "
     "noise that rounding adds.",
-    "The results show little of the benefit of feedback, because these problems are mostly learned without "
-    "feedback, too.",
-    "The cells of a problem with an optimizer share their float32 runs, so their errors are not independent.",
+    "The results show little of the benefit of feedback, because most of these problems are learned as well without "
+    "feedback.",
+    "Cells that differ only in their codecs share their float32 runs, so their errors are not independent.",
 )
 
 
@@ -104,7 +105,7 @@ def findings(results: dict[Run, tuple[float, float, str]]) -> list[str]:
         kind = f"`{codec}` under `asp`" if codec == ASP else f"`{codec}`"
         but = f" Not met: {'; '.join(others)}." if others else ""
         met = f"{kind}: the goal is met in {count['met']} of {len(own)} cells."
-        lines.append(f"{met}{but} The largest losses: {'; '.join(most)}.")
+        lines.append(f"{met}{but} The largest losses of quality: {'; '.join(most)}.")
     return lines
 
 
@@ -145,7 +146,10 @@ def text() -> str:
     lines += [*bullets(findings(results)), "", *textwrap.wrap(counted, 118), "", "## How it was measured", ""]
     for paragraph in METHOD:
         lines += [*textwrap.wrap(paragraph, 118), ""]
-    again = "The following commands repeat the runs, and write this page. Runs that a file contains are not repeated:"
+    again = (
+        "The following commands repeat the runs, and write this page. Runs that the file already contains are not "
+        "repeated:"
+    )
     lines += [*textwrap.wrap(again, 118), ""]
     lines += [
         "    python -m reproductions wire --results DIR/wire.jsonl",

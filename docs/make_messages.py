@@ -20,9 +20,9 @@ HEAD = """\
 # The messages
 
 A run consists of processes with different roles, which exchange messages over connections. Workers and servers
-connect to the coordinator, and workers to every server. *Readers*, which read weights, connect to servers. *Agents*,
-which start the processes of machines that join the run, and *observers*, which show the state of the job, connect to
-the coordinator.
+connect to the coordinator, and workers also connect to every server. *Readers*, which read weights, connect to
+servers. *Agents*, which start the processes of machines that join the run, and *observers*, which show the state of
+the job, connect to the coordinator.
 
 A connection has two directions, and each direction has a *phase*. Only messages in the same direction change the
 phase. So both ends know the phase, although messages in opposite directions may cross. The picture shows the phases
@@ -39,6 +39,10 @@ the run in `core/members.py`. "Any" phase means any except *greeting* and *left*
 In the tables, "core" means that the receiving process passes the message to its core, which decides what follows (see
 [the design](../design.md#the-cores)). A message for the "host" concerns only the receiving process itself: its
 connections, its memory, or the machine.
+
+Some terms in the tables: a *cut* is a copy of the state of the job, from which a checkpoint is written. An *extension*
+adds parameters to the model during training. The *initializer* is the worker that sends the initial weights. A *base*
+is the weights that a worker has after an answer; the next answer may contain only differences from the base.
 
 **To add a message**, write its class in a module of `core/messages/`, with one decorator `@sent(...)` for
 each row of the table. Then let one core send the message, and another core handle it in its method `handle`. The

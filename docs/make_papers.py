@@ -36,7 +36,7 @@ whether our number agrees, by the rules of `reproductions/verdicts.py`:
   the opposite sign. A number that is not an effect, such as a count, is contradicted by any other number.
 - *cannot tell*: the interval includes both an effect and no effect, so more seeds would be needed; or the number
   depends on the paper's machines and data, which are replaced by others here.
-- *not reproduced*: no kept result measures the number.
+- *not reproduced*: no result in `reproductions/results` measures the number.
 
 Where training is involved, a small network, small data and virtual time stand in for the paper's network, data and
 machines, and the same number is given in two ways: with all models at the same learning rate, as in the papers, and
@@ -112,7 +112,7 @@ HEADLINES = (
             "agrees": FEWER_UPDATES,
             "agrees in direction": FEWER_UPDATES,
             "cannot tell": BY_SEED,
-            "contradicts": "The fewer updates of BSP are enough for the small network.",
+            "contradicts": "BSP makes fewer updates, but enough for the small network.",
         },
     ),
     Headline(
@@ -124,7 +124,7 @@ HEADLINES = (
         "elasticbsp",
         "table1: zipline-opt-bs, n",
         {
-            "agrees": "The measured exponent contains the logarithm: from 50 to 400 workers, that of n log n is 1.2.",
+            "agrees": "The measured exponent contains the logarithm: n log n has the exponent 1.2 (50 to 400 workers).",
             "contradicts": "The measured exponent is larger even than that of n log n from 50 to 400 workers, 1.2.",
         },
     ),
@@ -173,9 +173,9 @@ HEADLINES = (
         "fewer-delayed-pulls-soft",
         {
             "agrees in direction": (
-                "A fast worker waits at its bound at each step under SSP, and in a tenth of the steps under PSSP. How "
-                "many pulls this saves depends on how the machines differ: with random pauses or jitter, PSSP delays "
-                "more."
+                "A fast worker waits at its bound at each step under SSP, and in a tenth of the steps under PSSP. The "
+                "number of pulls that this saves depends on how the machines differ: with random pauses or jitter, "
+                "PSSP delays more pulls than SSP."
             ),
         },
     ),

@@ -70,10 +70,11 @@ PROBLEM_LINES = (
     "class that is not torch's.",
     "`digits-cnn-...` and `small-gpt-...`: optimizers that normalize, with rates that rise and fall to 0, only "
     "translated, under `asp`, `ssp`, `elastic-bsp` and `drop-stragglers` in the cluster steady 3x with 4 and 16 "
-    "workers. Muon for the matrices inside the network with AdamW for the rest, Adafactor, and Lion; also, with a "
-    "constant rate, the schedule-free AdamW, evaluated at the weights of its `eval()`. The network of `digits-cnn` "
-    "on 1,408 images, and a GPT like that of `text-gpt` with two layers, half the width, a joint batch of 64 "
-    "sequences and 120 joint steps, only at the best rate.",
+    "workers. The optimizers are Lion, Adafactor, and Muon (for the matrices inside the network; AdamW trains the "
+    "other parameters). The schedule-free AdamW is also tested, with a constant rate; it is evaluated with the "
+    "weights that its `eval()` sets. `digits-cnn-...` is the network of `digits-cnn` on 1,408 images. "
+    "`small-gpt-...` is a GPT like that of `text-gpt`, but with two layers, half the width, a joint batch of 64 "
+    "sequences and 120 joint steps, and is trained only at the best rate.",
 )
 
 REASONS = (
@@ -118,8 +119,8 @@ METHOD = (
     "`simulate(train_fn=...)`. So all seeds of a cell have the same times of the workers, and differ in their "
     "initial weights and the order of their data.",
     "*Guard.* Each of these runs has a guard that says when training diverges (`--guard tell`). With "
-    "`--hyperparameters 'translated without delay'`, the command makes the runs without the correction for delayed "
-    "gradients.",
+    "`--hyperparameters 'translated without delay'`, the command below makes the runs without the correction for "
+    "delayed gradients.",
     "*Bounds.* A cell is within the bounds if it is worse than `bsp` by at most 3 points of accuracy or 6 % of the "
     "loss at the best rate, and by at most 1 point or 2 % at half and a quarter of this rate. A run has learned "
     "nothing (*lost*: a cell with such a run) if its accuracy is at most 0.15, or its loss is at least 0.9 on the "

@@ -138,8 +138,8 @@ CHOICES = (
 
 WHICH_IN_DETAIL = """\
 Only `bsp`, with or without balanced batches, gives the result of a single process. `drop-stragglers` and
-`rennala` apply no stale gradients, but drop late ones. All other models pay for waiting less with *staleness*:
-while a worker computes a gradient, other workers update the weights.
+`rennala` apply no stale gradients, but drop late ones. Under all other models, workers wait less, but gradients
+have *staleness*: while a worker computes a gradient, other workers update the weights.
 
 `--batch balanced` gives each worker a batch in proportion to its speed, and works with every model. When one of
 four workers was 3 times slower, ten epochs took 24.4 s under `bsp`, 11.2 s under `bsp` with balanced batches,

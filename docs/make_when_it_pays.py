@@ -66,7 +66,8 @@ or the batches of all workers together are 1 or 10 critical batches ("in all").
 *Clusters.* One server, and a latency of 0.02 s. A gradient takes about 1 s. *Steady 2x* and *steady 4x*: a quarter of
 the workers always take 2 or 4 times as long. *Jitter*: log-normal times with sigma 0.5. *Pauses*: each worker is 10
 times slower for 5 s in every 50 s. *Slow links*: the messages of a quarter of the workers take 0.5 s in each
-direction. *Equal*: 40 workers that differ by up to 3 % at random.
+direction. *Equal*: 40 workers that differ by up to 3 % at random. With *half fixed*, half of a worker's time for a
+gradient does not depend on the size of the batch.
 
 *Tuning.* For each measure, each contender uses its own best learning rate, momentum (0, 0.5 or 0.9) and parameters of
 its own. Learning rates differ by a factor of the square root of 2. Each contender starts with 48 settings, however
@@ -97,8 +98,8 @@ LET_THE_RUN_CHOOSE = """\
 that saves at least 10 % of the time per epoch ([details](../how-to/choose-a-model.md#let-the-run-choose)). `python -m
 benchmarks auto` simulates such runs on 60 clusters of 4 to 16 workers, with 24 epochs of 30 iterations each. It
 compares the durations of these runs, until all data is used, with the durations under `bsp`, `bsp` with balanced
-batches, `drop-stragglers`, `ssp`, `elastic-bsp` and `asp`. An epoch is assumed to be worth the same under each model,
-which is the aim of translated hyper-parameters. Dropped data is not counted as used.
+batches, `drop-stragglers`, `ssp`, `elastic-bsp` and `asp`. An epoch is assumed to reduce the loss by the same amount
+under each model, which is the aim of translated hyper-parameters. Dropped data is not counted as used.
 
 | ten clusters each | behind the best fixed choice | time / `bsp` | time / `bsp balanced` | changes |
 |---|---|---|---|---|
@@ -159,11 +160,11 @@ PROBLEMS = {
 
 REAL = (
     "These studies follow the protocol of [When it pays](when-it-pays.md#how-it-was-measured), with six contenders "
-    f"that were fixed before any result was known. There are two clusters ({TWO[0]}; {TWO[1]}), and each worker has a "
-    "fixed batch. Settings are chosen by the time to the second target, with a constant learning rate, and used for "
-    "all measures. The tuning begins with 18 settings (9 for the language models), and the evaluation uses 16 seeds "
-    "(8 for the language models). The loss is measured on held-out data, and a target is a share of the loss at the "
-    "beginning. Holm's correction covers all comparisons of a problem."
+    f"that were chosen before any result was known. There are two clusters ({TWO[0]}; {TWO[1]}), and all batches of "
+    "a problem have the same size. Settings are chosen by the time to the second target, with a constant learning "
+    "rate, and used for all measures. The tuning begins with 18 settings (9 for the language models), and the "
+    "evaluation uses 16 seeds (8 for the language models). The loss is measured on held-out data, and a target is a "
+    "share of the loss at the beginning. Holm's correction covers all comparisons of a problem."
 )
 
 

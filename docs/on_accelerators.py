@@ -237,8 +237,8 @@ for each weight.
 
 - *Gradients to the host:* P / 25 GB/s over PCIe 4.0 x16 (nominal). A gradient is copied as soon as it is complete, so
 these copies are hidden as far as the backward pass is long enough. Nothing is hidden if the device has no streams, or
-if the script changes its gradients after the backward pass, as `clip_grad_norm_` does, because they are then copied
-again.
+if the script changes its gradients after the backward pass, as `clip_grad_norm_` does, because the changed gradients
+are copied again.
 - *Gradients to the servers:* at most P / 1.25 GB/s over 10-gigabit Ethernet. The parts that are sent during the
 backward pass are hidden.
 - *The update*, on the CPUs of the servers. It begins when the last gradient has arrived, so nothing is hidden.
@@ -270,22 +270,23 @@ So Adam on one core takes about {adam_ms:.0f} ms for 100 million weights, which 
 second. The shards of several servers are updated at the same time: {machines} servers with a core each allow about
 {adam_rate_4:.0f} steps per second, unless they share memory that is too slow for all of them. Under `bsp`, a step is
 one update with the mean of all pushes. Each push after the first adds at most the time of an update by SGD. Under
-`asp`, each push is an update, so all workers share this rate. Muon multiplies matrices, which takes far longer on a
-CPU. With `--server-device`, the servers make the steps of Muon on an accelerator, which takes two more copies of P in
-each step.
+`asp`, each push is an update, so all workers together make this number of steps. Muon multiplies matrices, which
+takes far longer on a CPU. With `--server-device`, the servers make the steps of Muon on an accelerator, which takes
+two more copies of P in each step.
 
 **Memory.** Each worker needs 2 P on the device for flat vectors, of which the parameters and their gradients are
 views, and 2 P on the host. The servers together need (1 + s) P on their hosts, where s is the number of states per
-weight (SGD 0, with momentum 1, Adam 2). Without shared memory, they also need up to 2 P per worker for data that is
-being received and sent. Devices hold no optimizer states: with Adam, DDP needs 2 P more on each device.
+weight (0 for SGD, 1 for SGD with momentum, 2 for Adam). Without shared memory, they also need up to 2 P per worker
+for data that is being received and sent. Devices hold no optimizer states: with Adam, DDP needs 2 P more on each
+device.
 
-**Examples.** There are {machines} devices, each in a machine of its own or all in one machine, and for each device a
+**Examples.** There are {machines} devices, each in a machine of its own or all in one machine. Each device has a
 server with a core of its own. If devices are unequal, half of them take twice as long. The optimizer is Adam.
 Paceline uses `bsp` and balanced batches. DDP uses equal batches, so its steps take as long as those of the slow
-devices. For both systems, communication is assumed to be hidden as far as the backward pass, which is two thirds of
-the computation, is long enough. These times are computed, not measured (`docs/on_accelerators.py`). Paceline is
-recommended if it takes at least 10 % less time. The columns `int8` and `int4` show the time of Paceline with a codec,
-including encoding and decoding:
+devices. The backward pass takes two thirds of the computation. For both systems, communication is assumed to be hidden
+as far as the backward pass is long enough. The times in the table are computed, not measured
+(`docs/on_accelerators.py`). Paceline is recommended if it takes at least 10 % less time. The columns `int8` and `int4`
+show the time of Paceline with a codec, including encoding and decoding:
 
 EXAMPLES
 
@@ -299,12 +300,12 @@ copies:
 | 29.4 million | 32 | 38.3 ms | 56.2 ms | 1.47 | 2.2 ms | 84 % | 2.4 ms |
 | 29.4 million | 128 | 142.9 ms | 161.1 ms | 1.13 | 2.2 ms | 91 % | 2.2 ms |
 
-The copies use the whole bandwidth of PCIe (55 GB/s). Copies of gradients are hidden behind the backward pass. Copies
-of weights are not hidden, because the next forward pass waits for all weights. The rest of the difference to plain
-PyTorch is the time of the servers.
+The copies use the whole bandwidth of PCIe (55 GB/s). Most copies of gradients are hidden behind the backward pass.
+Copies of weights are not hidden, because the next forward pass waits for all weights. The rest of the difference to
+plain PyTorch is the time of the servers.
 
 If a script for DDP gives slow devices smaller batches, and scales their losses accordingly, then DDP with NCCL has
-the advantage of balanced batches, too, and is the right choice in all rows. But NCCL cannot connect devices of
-different kinds, such as those of CUDA and ROCm, and DDP has to start again when a machine leaves or joins. In these
-cases, Paceline is the choice, and the table shows its costs.
+the advantage of balanced batches, too, and is the right choice in all rows of the examples. But NCCL cannot connect
+devices of different kinds, such as those of CUDA and ROCm, and DDP has to start again when a machine leaves or joins.
+In these cases, Paceline is the choice, and the table of examples shows its costs.
 """

@@ -53,15 +53,15 @@ ALGORITHMS: dict[str, list[Line]] = {
             "add a part of the gradient to the weights",
             "sync.conditions:ConditionMachine._receive",
             "The paper adds 1/N of it (`push_scale=1/n`, where n is the largest number of workers that were present "
-            "at once). The default hands the whole gradient to the optimizer.",
+            "at the same time). The default hands the whole gradient to the optimizer.",
         ),
         Line("16", "count the push", "sync.model:Counts.pushed"),
         Line(
             "17-23",
             "if the push condition holds, answer what is filed under the round, and begin the next one",
             "sync.conditions:ConditionMachine._close_rounds",
-            "The condition is tested again until it fails, because the loss of a worker can complete several rounds. "
-            "A worker that has left no longer counts.",
+            "The condition is tested again until it fails, because several rounds may become complete when a worker "
+            "is lost. A worker that has left no longer counts.",
         ),
         Line(
             "24",
@@ -140,7 +140,7 @@ ALGORITHMS: dict[str, list[Line]] = {
             "take the next end times; each replaces the one of the same worker in Z",
             "zipline.zipline:_candidates",
             "Line 14 first removes the earliest end time from Z, and lines 15 to 19 add other end times until Z is "
-            "complete again. But line 16 may find no end time that is left. Here, as in the text of section 5.2 and "
+            "complete again. But line 16 may find no further end time. Here, as in the text of section 5.2 and "
             "in Fig. 7, Z stays complete.",
         ),
         Line(

@@ -54,8 +54,8 @@ def section() -> list[str]:
         f"its own. A computation takes {COMPUTE_S:g} s, and the gradient is sent afterwards. The times are those of "
         "`paceline.simulate` (`docs/slow_links.py`):",
         "A simulation counts no time for encoding. In each step, encoding and decoding take about "
-        f"{', and '.join(encoding)}, if each process has a core. So at 10 Gbit/s, they cost a part of the time that "
-        "is saved. [Slow links](../how-to/slow-links.md) says which codec suits which optimizer.",
+        f"{', and '.join(encoding)}, if each process has a core. So at 10 Gbit/s, encoding and decoding cost a part "
+        "of the time that is saved. [Slow links](../how-to/slow-links.md) says which codec suits which optimizer.",
     )
     before, after = (textwrap.wrap(each, 118, break_on_hyphens=False) for each in text)
     head = ["weights", "link", *(f"`{wire}`" for wire in CODECS)]

@@ -16,7 +16,7 @@ class MedianBound(SyncModel, frozen=True):
     """A bound that adapts to the median.
 
     Attributes:
-        ahead: how many iterations a worker may be ahead of the median worker.
+        ahead: largest number of iterations by which a worker may be ahead of the median worker.
     """
 
     name = "median-bound"

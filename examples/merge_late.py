@@ -1,4 +1,4 @@
-"""Merging late pushes: a push that is too stale waits for other stale pushes, and their mean makes one update.
+"""Merging late pushes: a push that is too stale waits for other stale pushes, and the mean of them all is one update.
 
 Under ASP, each gradient of a slow worker moves the weights by a whole step, in a direction that is out of date. Here,
 late gradients move the weights less often, and by their mean. A timer bounds how long a late gradient waits.
@@ -18,7 +18,7 @@ class MergeLate(SyncModel, frozen=True):
 
     Attributes:
         late: smallest staleness, in updates, of a push that counts as late.
-        most: number of late pushes that are merged at once.
+        most: number of late pushes that are merged into one update.
         wait_s: longest time in seconds that a late push waits for other late pushes.
     """
 

@@ -106,8 +106,8 @@ def table_1(options: Options, tell: TellShare) -> Made:
         },
         notes=[
             "The paper's exponents are upper bounds for the worst case, without logarithms. A measured exponent may "
-            "be lower: some of the time does not grow with the input, and the grid scans compare all end times at "
-            "once with NumPy, which is slower per element if there are few.",
+            "be lower: some of the time does not grow with the input, and the grid scans compare all end times in a "
+            "single call of NumPy, which is slower per element if there are few.",
             "Every method keeps the R x n end times and one candidate, as in the paper's column for memory.",
         ],
     )

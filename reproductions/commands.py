@@ -161,7 +161,7 @@ def evidence(
         typer.Option("--estimate", help="Print how long the missing results will take, and compute nothing."),
     ] = False,
 ) -> None:
-    """Compare the sync models with intervals: tune each model, then evaluate it with 16 other seeds.
+    """Compare the sync models, with 95 % intervals: tune each model, then evaluate it with 16 other seeds.
 
     If the command is stopped and started again, it continues with the first missing result.
     """
@@ -193,7 +193,7 @@ def same_accuracy(
     processes: Annotated[
         int,
         whole_number_option(
-            "--processes", least=1, help="1 to work in one process, more to work on all cores."
+            "--processes", least=1, help="1 to work in one process, a larger number to work on all cores."
         ),
     ] = 2,
     quick: Annotated[

@@ -29,7 +29,7 @@ WIDENED = 6
 """Largest number of rates that are added for a label whose best rate is the smallest or the largest that was tried."""
 
 AT_COMMON, AT_BEST = "all models at the same rate", "each model at its own best rate"
-"""How the models are compared: as in the papers, and as a user who tunes each model would."""
+"""The two ways of comparison: that of the papers, and that of a user who tunes each model."""
 
 
 class Comparison(msgspec.Struct, frozen=True):
@@ -55,7 +55,7 @@ class Comparison(msgspec.Struct, frozen=True):
 
     @property
     def panels(self) -> dict[str, list[TrainingOutcome]]:
-        """How the models are compared -> the outcomes. The first way is that of the papers."""
+        """Way of comparison -> the outcomes. The first way is that of the papers."""
         return {AT_COMMON: self.common, AT_BEST: self.at_best}
 
     def speed_ups(
@@ -64,7 +64,7 @@ class Comparison(msgspec.Struct, frozen=True):
         reference: str,
         measure: Callable[[TrainingOutcome], Time] = lambda outcome: outcome.time,
     ) -> dict[str, Ratio]:
-        """Return how many times as fast as a reference a model reaches the target, for each way of comparison."""
+        """Return a model's speed-up over a reference, for each way of comparison. See `speed_up`."""
         return {how: speed_up(outcomes, label, reference, measure) for how, outcomes in self.panels.items()}
 
     def gains(self, label: str, reference: str) -> list[Measured]:
@@ -224,7 +224,7 @@ def compare(
     """Execute runs at their common learning rate, at other rates, and at the best rate of each label.
 
     If a label's best rate is the smallest or the largest rate, half or twice this rate is tried, too, and so on. The
-    runs at the best rate have other seeds than the runs that chose it, so the choice does not improve their times.
+    runs at the best rate have other seeds than the runs by which it was chosen, so the choice does not favor them.
 
     Args:
         runs: the runs, with the common learning rate: for each label, one run per seed.

@@ -89,7 +89,7 @@ class AccuracyFigure(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def at_one_rate(self) -> list[str]:
-        """Labels that are trained only at the common rate: for large R, all labels except that of the recommended R."""
+        """Labels that are trained only at the common rate: with `LARGE_LOOKAHEADS`, those of all R but the smallest."""
         return [f"ElasticBSP({r})" for r in self.lookaheads[1:] if self.lookaheads == LARGE_LOOKAHEADS]
 
 
@@ -315,7 +315,7 @@ time of 99 epochs under BSP. The server limits ASP, so the ratio of these epochs
 
 
 def _epochs(figure: AccuracyFigure, elastic: str, update_share: float) -> dict[str, float]:
-    """Return the number of epochs that equal machines complete in the same time, relative to BSP, without transfers.
+    """Return how many epochs equal machines complete in the time of one epoch under BSP, without transfers.
 
     Args:
         figure: the figure.
@@ -335,7 +335,7 @@ SUPERSTEPS_OF = 1500  # iterations of each worker in the simulation that measure
 
 
 def _supersteps(figure: AccuracyFigure, sync: str) -> str:
-    """Return, as text, the mean number of iterations per superstep in a simulation; "-" if the model has none."""
+    """Return, as text, the mean number of iterations per superstep in a simulation; "-" if there are no supersteps."""
     if sync == "bsp":
         return "1"
     if not sync.startswith("elastic"):

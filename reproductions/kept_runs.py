@@ -1,4 +1,4 @@
-"""Outcomes of training runs, kept while exhibits are made, so that a command that was stopped goes on.
+"""Outcomes of training runs, kept while exhibits are made, so that a command that was stopped can be continued.
 
 Exhibits with equal runs share their outcomes. All parameters and the cluster identify a run, but the code that trains
 it does not: remove the file after a change of the code.

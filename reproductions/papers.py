@@ -1,4 +1,4 @@
-"""What the three papers print: the numbers that are quoted, and all of their tables and figures.
+"""The numbers that are quoted from the three papers, and the list of all tables and figures of these papers.
 
 The file `papers.toml` is the only place that contains these numbers. Exhibits, benchmarks and the tests of the
 documentation take the numbers from here.
@@ -136,7 +136,7 @@ class QuotedTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     def base(self, row: str, column: str) -> Quote | None:
-        """Return the number with which a number is compared; None if there is none, or if it is the same number."""
+        """Return the number with which a number is compared; None if a number is not compared, or only with itself."""
         if not self.relative_to or self.relative_to in (row, column):
             return None
         in_rows = self.relative_to in self.rows

@@ -1,4 +1,4 @@
-"""What the training runs of the exhibits learn: a network, and images with their labels.
+"""The problems that the training runs of the exhibits learn: a network, and images with their labels.
 
 The papers' data sets are not part of this repository. Without the option `--data`, a small network of the same family
 stands in for a paper's network, and small images for its data: scikit-learn's digits, 1,797 images of 8 x 8 pixels, or
@@ -93,7 +93,7 @@ DEEPER_RESNET = on_digits("ResNet-14 with half the channels", partial(resnet_cif
 
 
 class Protocol(msgspec.Struct, frozen=True, kw_only=True):
-    """How a paper trains a network on its data."""
+    """A paper's protocol for training a network on its data."""
 
     batch_size: int  # samples per worker and iteration
     rate: float  # learning rate
@@ -189,7 +189,7 @@ def mean_loss(
 
 
 def _mean(network: nn.Module, images: Dataset[Any], count: int, total: Callable[..., torch.Tensor]) -> float:
-    """Return the mean over the first images, given the function that returns a total of outputs and labels."""
+    """Return the mean over the first images, given the function that maps a batch's outputs and labels to a sum."""
     network.eval()
     with torch.inference_mode(), torch.random.fork_rng(devices=[]):
         totals = [total(network(inputs), labels) for inputs, labels in _chunks(images, count)]

@@ -194,7 +194,7 @@ def under_each(run: TrainingRun, schemes: Mapping[str, str], options: Options) -
 
 
 def on_data(run: TrainingRun, workload: str, protocol: Protocol, data: Path) -> TrainingRun:
-    """Return the run on the paper's own data, as the paper trains.
+    """Return the run on the paper's own data, with the paper's protocol.
 
     Args:
         run: the run on a stand-in.
@@ -222,11 +222,11 @@ def speed_up(
     reference: str,
     measure: Callable[[TrainingOutcome], Time] = lambda outcome: outcome.time,
 ) -> Ratio:
-    """Return how many times as fast as a reference a label reaches the target, with an interval."""
+    """Return the speed-up of a label over a reference: the ratio of their times to the target, with an interval."""
     ours, others = (
         [measure(each) for each in outcomes if each.run.label == name] for name in (label, reference)
     )
-    # A run ends at its target. Without a target, it would last as long as a run that misses the target.
+    # A run ends at its target. Otherwise, it would last as long as a run that misses the target.
     end = max(time.end for time in (*ours, *others))
     ours, others = ([time._replace(end=end) for time in times] for times in (ours, others))
     return ratio_of_times(others, ours)

@@ -19,7 +19,7 @@ from .papers import PAPERS, Quote
 
 SEEDS, RUNS, MACHINES = "more seeds", "runs that reach the target", "the paper's machines and data"
 SMALLER = "more seeds, for an effect that is smaller than the paper's"
-"""What would allow a verdict."""
+"""Reasons why there is no verdict: what is missing."""
 
 NEGLIGIBLE = 0.1
 """Share of the paper's effect up to which an effect of the same sign counts as no effect."""
@@ -30,7 +30,7 @@ Word = Literal["agrees", "agrees in direction", "contradicts", "cannot tell", "n
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """What an exhibit measured for a number of a paper, in the unit of that number.
+    """A measurement by an exhibit of a number of a paper, in the unit of that number.
 
     Attributes:
         value: the measured value; None if it is unknown, for example because no run reached the target.
@@ -67,7 +67,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def saved(cls, ratio: Ratio, how: str = "") -> Measured:
-        """Return the saving in percent, given the ratio of what is left."""
+        """Return the saving in percent, given the ratio of the reduced amount to the full amount."""
         value, low, high = (_finite(100 * (1 - end)) for end in (ratio.ratio, ratio.high, ratio.low))
         return cls(value=value, low=low, high=high, how=how)
 
@@ -83,11 +83,11 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verdict(NamedTuple):
-    """What a measurement says about a number of a paper.
+    """The verdict of a measurement on a number of a paper.
 
     Attributes:
         word: the verdict.
-        reason: what would allow a verdict, if this measurement does not; or why there is no measurement; else "".
+        reason: what is missing for a verdict, if this measurement allows none; or why there is no measurement; else "".
     """
 
     word: Word

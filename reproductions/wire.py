@@ -1,9 +1,9 @@
-"""How much quality the codecs of `--wire` cost: each run is compared with a run with float32, in virtual time.
+"""The cost of the codecs of `--wire` in quality: each run is compared with a float32 run, in virtual time.
 
 Both runs of a pair begin with the same weights and compute gradients from the same batches, in the same order. Codecs
 round as in a live run (`paceline.shard.codecs`). All workers share a joint batch. The learning rate falls to 0 in
-stages of ten steps. The quality is the mean of the last five of 50 evaluations of the servers' weights. A *cell* is a
-run without its seed. Its loss of quality is the mean paired difference over the seeds: above 0 is worse than float32.
+stages of ten steps. The quality is the mean of the last five of 50 evaluations of the servers' weights. A *cell* has
+the runs that differ only in their seeds. Its loss of quality is their mean paired difference: above 0 is worse.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _muon(weights: Weights, lr: float, others: dict[str, Any]) -> list[torch.opt
 
 
 class Optimizer(NamedTuple):
-    """How weights are trained: the first learning rates are near the best ones of a single process."""
+    """An optimizer and its settings: the first learning rates are near the best ones of a single process."""
 
     make: Callable[..., list[torch.optim.Optimizer]]
     settings: dict[str, Any]
@@ -213,7 +213,7 @@ def make(runs: Sequence[Run], path: Path, processes: int, tell: Tell) -> None:
 
 
 def found(wanted: Sequence[Run], seeds: int, path: Path) -> dict[Run, tuple[float, float, str]]:
-    """Return the loss of each cell with two or more pairs of runs: its mean, its standard error, and the verdict."""
+    """Return the loss of quality of each cell with two or more pairs of runs: mean, standard error, and verdict."""
     kept, results = KeptRuns(path), {}
     for cell in wanted:
         problem, lost = PROBLEMS[cell.problem], []
@@ -234,8 +234,8 @@ def result_tables(results: Mapping[Run, tuple[float, float, str]]) -> list[Table
     """Return a table for each problem: a row for each place and optimizer, a column for each codec."""
     tables = []
     for name in dict.fromkeys(cell.problem for cell in results):
-        unit = "percent of the loss" if PROBLEMS[name].relative else "points of accuracy"
-        title = f"{unit} lost on {name}, mean ± standard error; the goal is at most {PROBLEMS[name].most:g}"
+        unit = "increase of the loss in percent" if PROBLEMS[name].relative else "points of accuracy lost"
+        title = f"{unit} on {name}, mean ± standard error; the goal is at most {PROBLEMS[name].most:g}"
         used = {cell.codec for cell in results if cell.problem == name}
         codecs = [codec for codec in (*ALL, ASP) if codec in used]
         headings = [codec.replace(",", ",\n").replace(" ", "\n") for codec in codecs]

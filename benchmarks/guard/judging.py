@@ -23,7 +23,7 @@ LASTING = 8  # number of pushes in a row for which the loss must meet one of the
 
 
 class Judged(msgspec.Struct, frozen=True):
-    """What the guard has said about one run."""
+    """A run of a scenario, and the first report of the guard."""
 
     name: str  # of the scenario
     seed: int

@@ -21,7 +21,8 @@ Spoil = Callable[[int, int, Batch], Batch]
 """Changes a batch: (worker, step of the worker, batch) -> batch."""
 
 Measured = list[tuple[int, int, int, float]]
-"""(worker, step, update, loss): the loss of the weights before a step, on many samples that are not spoiled."""
+"""(worker, step, update, loss) for each step. The loss is the *loss without noise*: the loss of the weights before the
+step, on many samples that are not spoiled."""
 
 Train = Callable[[int, Measured], None]
 """A training function."""
@@ -43,8 +44,8 @@ class Scenario(msgspec.Struct, frozen=True):
     compute_s: tuple[float, ...] = EQUAL  # the compute time of each worker
     planted_at: int | None = None  # a worker's step at which the divergence begins; None for a healthy run
     culprit: int | None = None  # the worker that the guard must name; None if it need not name a worker
-    # True if the pushes of the culprit (of all workers, if there is no culprit) show at once that something is wrong.
-    # False if the loss of the weights must be measured.
+    # True if the pushes of the culprit (of all workers, if there is no culprit) show immediately that something is
+    # wrong. False if the loss of the weights must be measured.
     at_once: bool = False
     on_nan: str = "stop"  # see `paceline.launch`
 

@@ -2,10 +2,10 @@
 
 A script trains with steps of about 5 ms, which compute all the time. The run has a live page, TensorBoard's files and
 metrics. The cases take turns within this run, for a few seconds each: in some cases the script logs, and in some
-cases clients fetch the page and the metrics. In each round, every case has one turn. The time of a step in a turn is
-divided by the time of a step in the turn in which nothing happens, and the result is the median of this ratio over the
-rounds. Turns are so short because a machine's speed may change by several percent within a minute. In a second turn of
-each round, nothing happens either, so the ratio of this turn shows the influence of chance.
+cases clients fetch the page and the metrics. In each round, every case has one turn. In two turns of a round, nothing
+happens. The time of a step in a turn is divided by the time of a step in the first of these two turns, and the result
+is the median of this ratio over the rounds. The ratio of the second of these two turns shows the influence of chance.
+Turns are so short because a machine's speed may change by several percent within a minute.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Case(msgspec.Struct, frozen=True):
 
 
 class Times(msgspec.Struct, frozen=True):
-    """How long the cases take turns."""
+    """The durations of a turn and of the warm-up."""
 
     block_s: float = 6.0  # duration of a turn
     # Time at the beginning of a turn that is not measured, because the previous turn still has effects: logged values

@@ -8,7 +8,8 @@ ready when its part of the backward pass ends.
 By default, MXNet has overlap: it pushes, pulls and begins the next forward pass layer by layer. MXNet chooses the
 server of a tensor by a hash. With "even", MXNET_KVSTORE_BIGARRAY_BOUND makes MXNet divide the largest convolutions,
 which have three quarters of the parameters, among all servers. With "one server", all keys are on one server. PS-Lite
-itself would also put all keys on one server, because it gives each server an equal range of all possible keys.
+itself would also put all keys on one server: it gives each server an equal range of all possible keys, and the few keys
+of this model all lie in the first range.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""PyTorch's own methods, with gloo: DDP, DDP with shares by hand, PostLocalSGD; and Accelerate's LocalSGD.
+"""The workers of PyTorch's own methods, with gloo, and of Accelerate's LocalSGD.
 
-DDP takes the mean of the workers' gradients. So if the shares of the joint batch are unequal, each worker multiplies
-its loss by its share and by the number of workers. On slow links, DDP sends float16 (`fp16_compress_hook`).
+PyTorch's methods are DDP, DDP with shares of the joint batch that are set by hand, and PostLocalSGD. DDP takes the
+mean of the workers' gradients. So if the shares of the joint batch are unequal, each worker multiplies its loss by its
+share and by the number of workers. On slow links, DDP sends float16 (`fp16_compress_hook`).
 
-PostLocalSGD has the settings of PyTorch's examples: a period of 4, and 10 steps of warm-up. After the warm-up, no
-gradients are exchanged. The subgroups of PostLocalSGD have one worker each, because each machine has only one worker.
-Accelerate synchronizes every 8 steps, as in its guide.
+PostLocalSGD has the settings of PyTorch's examples: a period of 4, and 10 steps of warm-up. The subgroups of
+PostLocalSGD have one worker each, because each machine has only one worker. So no gradients are exchanged after the
+warm-up. Accelerate synchronizes every 8 steps, as in its guide.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `benchmarks.overlap.namespaces` emulates the network. The first process of a machine only waits until the launcher
 closes a pipe. Further programs enter the namespaces of this process. When this first process is killed, or ends because
-the launcher has ended, the kernel ends all processes of the machine at once.
+the launcher has ended, the kernel ends all processes of the machine immediately.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Machine:
         )
 
     def switch_off(self) -> None:
-        """End all processes of the machine at once."""
+        """End all processes of the machine immediately."""
         self.sent_bytes()
         self._holder.kill()
         self._holder.communicate()

@@ -94,7 +94,10 @@ COLUMNS: Columns[Row] = {
 
 
 class Limits(NamedTuple):
-    """When a run ends, and when a machine is switched off and on, in seconds from the first step."""
+    """The loss and the time at which a run ends, and the times at which a machine is switched off and on.
+
+    All times are in seconds from the first step.
+    """
 
     target: float
     limit_s: float

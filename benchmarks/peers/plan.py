@@ -53,7 +53,7 @@ KILLED_S, RETURNED_S = (
 
 
 class Condition(NamedTuple):
-    """Speeds, links and losses of three machines."""
+    """The speeds and the links of three machines, and whether one of them is killed."""
 
     title: str
     slowness: tuple[float, float, float] = (1.0, 1.0, 1.0)
@@ -150,7 +150,8 @@ class Outcome(msgspec.Struct, frozen=True, tag="outcome"):
         lost_samples: samples that workers had computed or received, but that had no part in the weights that the
             system has agreed on (see `work`).
         loss: validation loss of the last weights.
-        returned_s: seconds from the return of the machine to the first gradient of its new worker; None without one.
+        returned_s: seconds from the return of the machine to the first gradient of its new worker; None if there was no
+            such gradient.
         failure: how the run has failed; "" if it has not failed.
     """
 
@@ -202,7 +203,7 @@ def _whole_lines(content: bytes) -> bytes:
 def best_rate(outcomes: Iterable[Outcome], system: str) -> float | None:
     """Return the learning rate with which a system was fastest, or had the least loss if no rate reached the target.
 
-    Return None if some of the runs with these rates are left, or if none of them has succeeded.
+    Return None if some of the runs with these rates have not been made yet, or if none of them has succeeded.
     """
     system = SYSTEMS[system].rate_of or system
     first = next(iter(CONDITIONS))
@@ -218,7 +219,7 @@ def best_rate(outcomes: Iterable[Outcome], system: str) -> float | None:
 
 
 def left(outcomes: Sequence[Outcome]) -> Iterator[Case]:
-    """Yield the runs that are left and can be made now: at first, only the runs that choose the learning rates."""
+    """Yield the remaining runs that can be made now: at first, only the runs that choose the learning rates."""
     done = {each.case for each in outcomes}
     first = next(iter(CONDITIONS))
     tuned = [name for name, system in SYSTEMS.items() if not system.rate_of]
@@ -235,7 +236,7 @@ def left(outcomes: Sequence[Outcome]) -> Iterator[Case]:
 
 
 def quick_cases() -> list[Case]:
-    """Return a run of each system. If a system survives the loss of a machine, its run includes such a loss."""
+    """Return a run of each system. If a system can continue without a killed machine, one is killed in its run."""
     return [
         Case(
             name,

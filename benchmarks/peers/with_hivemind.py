@@ -1,11 +1,11 @@
-"""hivemind: peers that average gradients once the gradients make up a joint batch, or weights between local updates.
+"""hivemind: peers that average gradients as soon as these make up a joint batch, or weights after local updates.
 
 Peers find each other in a distributed hash table, which they enter through the peer on machine 0. The guide recommends
-3 to 15 s of matchmaking and joint batches of thousands of samples. Here, the joint batch is that of the other systems,
-so the times are as short as possible: 0.5 s of matchmaking, and 0.05 to 0.1 s between two checks of the other peers'
-progress. Gradients are accumulated in batches of 7 samples, so a fast peer contributes more batches. Local updates are
-averaged after 8 joint batches. On slow links, numbers are sent in 8 bits, or in 16 bits for small tensors, as in the
-ALBERT example.
+3 to 15 s of matchmaking and joint batches of thousands of samples. Here, the joint batch is that of the other systems:
+42 samples, which take a fraction of a second. So the times are as short as possible: 0.5 s of matchmaking, and 0.05 to
+0.1 s between two checks of the other peers' progress. Gradients are accumulated in batches of 7 samples, so a fast peer
+contributes more batches. With local updates, weights are averaged after every 8 joint batches. On slow links, numbers
+are sent in 8 bits, or in 16 bits for small tensors, as in the ALBERT example.
 
 If a late peer loads the state of another peer, the samples of the late peer since the last average are given up.
 """

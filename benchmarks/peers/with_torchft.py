@@ -1,7 +1,8 @@
 """torchft: DDP, LocalSGD and DiLoCo. Each machine is a replica group with one process, and a store of its own.
 
-The settings are those of torchft's examples, apart from H: 8 steps instead of 100, because a run has about 100 steps.
-DiLoCo's outer optimizer is SGD with the rate 0.7 and Nesterov's momentum 0.9. torchft has no compression for CPUs.
+The settings are those of torchft's examples, apart from H, the number of local steps between two synchronizations:
+H is 8 instead of 100, because a run has about 100 steps. DiLoCo's outer optimizer is SGD with the rate 0.7 and
+Nesterov's momentum 0.9. torchft has no compression for CPUs.
 
 A step counts as kept if torchft has committed it. If a step is not committed, DDP and DiLoCo give up the samples since
 the last commit, and LocalSGD goes on with its local weights.

@@ -7,7 +7,7 @@ The compared systems:
 - `socket`: servers receive gradients over TCP on loopback, apply SGD and send weights. There is no framing.
 - `gloo`: all-reduce of the flat gradient, then fused SGD. DDP does the same on a CPU.
 - `paceline`: `zero_grad()`, `backward()` and `step()` with a `DistributedOptimizer`, in processes of a Paceline run.
-- `mxnet`, only with `--mxnet`: the kvstore of MXNet, which contains PS-Lite: `dist_async` and `dist_sync`. MXNet's
+- `mxnet`, only with `--mxnet`: the kvstore of MXNet (which contains PS-Lite), as `dist_async` and `dist_sync`. MXNet's
   workers only fill their gradients, its servers apply SGD, and a step ends when all weights have been pulled.
 - `optimizer`: one update of a `Shard` in a single process, compared with the time to copy as many bytes as the update
   reads and writes.

@@ -35,7 +35,7 @@ Mxnet = Annotated[
 
 
 class KvTask(msgspec.Struct, frozen=True):
-    """What the workers of a job do."""
+    """The task of the workers of a job."""
 
     mode: str  # "bsp" for dist_sync, "asp" for dist_async
     layers: Sequence[Sequence[int]]  # for each layer, the number of elements of each of its tensors

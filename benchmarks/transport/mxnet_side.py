@@ -49,7 +49,8 @@ class Worker:
         """Compute gradients, and exchange them.
 
         With overlap, the gradients of a layer leave while earlier layers compute, and each layer of the next forward
-        pass waits for its own weights only. Without overlap, all pushes follow the passes, and all pulls the pushes.
+        pass waits for its own weights only. Without overlap, all pushes follow the passes, and all pulls
+        follow the pushes.
         """
         overlap = exchange and self.task["overlap"]
         layer_s = self.task["compute_s"] / 3 / len(self.layers)
@@ -60,7 +61,7 @@ class Worker:
         for layer in reversed(self.layers):
             time.sleep(2 * layer_s)
             for key in layer:
-                self.gradients[key][:] = self.slope  # must be written anew: a pull puts weights there
+                self.gradients[key][:] = self.slope  # computed anew in each step, as in training
                 if overlap:
                     self.queue(key, "push", "pull")
         if exchange and not overlap:

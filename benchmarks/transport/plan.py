@@ -1,4 +1,4 @@
-"""What is measured: systems, their model, sizes, processes and iterations."""
+"""The plan of the measurements: systems, their model, sizes, processes and iterations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LR = 1e-3
 
 
 class Case(NamedTuple):
-    """What is measured: a system with a transport and a mode."""
+    """A case to measure: a system with a transport and a mode."""
 
     system: str
     transport: str

@@ -77,11 +77,13 @@ def _quadratics(cells: Sequence[Cell], results: Mapping[tuple[object, ...], Resu
         costs.append(math.expm1(of_each_step * (usual - fewer)))
     return [
         f"Of the {len(outside)} translated cells with {MANY} workers that are not within the bounds, {len(own)} are "
-        "those of the quadratics at a quarter of the best rate, because of the missing steps: 3 samples per worker "
-        "are a joint batch of 120 instead of 128, and 1,408 is no multiple of 120. At this rate, the loss is still "
-        f"falling at the end. It is {_range([100 * c.lack for c in own], '.1f')} % above that of `bsp`. The missing "
-        f"steps alone make it {_range([100 * cost for cost in costs], '.1f')} % higher, depending on the curvatures: "
-        f"the loss of `bsp` with {FEWER} workers, which make fewer steps, shows how fast it falls. With 1,440 "
+        "those of the quadratics at a quarter of the best rate, where the loss is still falling at the end. Joint "
+        "steps are missing: 3 samples per worker are a joint batch of 120 instead of 128, and 1,408 is no multiple of "
+        f"120. This makes the loss {_range([100 * cost for cost in costs], '.1f')} % higher, depending on the "
+        f"curvatures: the loss of `bsp` with {FEWER} workers, which make fewer steps, shows how fast it falls. The "
+        f"loss is {_range([100 * c.lack for c in own if c.model != 'rennala'], '.1f')} % above that of `bsp`. Under "
+        "`rennala`, which also drops gradients, it is "
+        f"{_range([100 * c.lack for c in own if c.model == 'rennala'], '.1f')} % above. With 1,440 "
         "samples, which are twelve joint batches of 120, the loss in the cluster steady 3x is between 2.2 % below "
         "and 1.1 % above that of `bsp` under `asp`, and 1.1 to 2.0 % above it under `ssp`."
     ]
@@ -101,10 +103,10 @@ def _lost(cells: Sequence[Cell], results: Mapping[tuple[object, ...], Result]) -
             parts.append(part_until(curve, sign, cell.quality))
         found.append(
             f"The runs of `{model}` on `{name}` at {factor:g} of the best rate count as runs that have learned "
-            f"nothing, because they end on the wrong side of {problem.chance:g}: at "
+            f"nothing, because they do not reach {problem.chance:g}, but end at "
             f"{_range([cell.quality for cell in own], '.2f')}. But `bsp` itself needs "
             f"{_range([100 * part for part in learned], '.0f')} % of its run to reach {problem.chance:g}, and ends at "
-            f"{_range([cell.reference for cell in own], '.2f')}. The other runs end where `bsp` is after "
+            f"{_range([cell.reference for cell in own], '.2f')}. The runs of `{model}` end where `bsp` is after "
             f"{_range([100 * part for part in parts], '.0f')} % of its run. They learn until the end, only more "
             "slowly, so there is nothing in their losses that a guard could notice. "
             + ("" if any(cell.untold for cell in own) else TOLD)

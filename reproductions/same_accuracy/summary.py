@@ -186,7 +186,7 @@ def _certainty(cells: Sequence[Cell]) -> list[str]:
         f"{', '.join(f'{model} ({count})' for model, count in models)}. In {unsure[0]} of these cells, and in "
         f"{unsure[1] - unsure[0]} of the {len(cells) - len(outside)} other translated cells, the seeds are too few "
         f"to decide: the bound lies within the {100 * CONFIDENCE:.0f} % interval of the cell's difference from bsp, "
-        "which is computed from pairs of runs with the same seed, of bsp and of the model."
+        "which is computed from pairs of runs with the same seed, one of bsp and one of the model."
     ]
 
 
@@ -275,9 +275,9 @@ WORST = 25
 
 
 def _worst(cells: Sequence[Cell]) -> Table:
-    """Return the translated cells that lack most."""
+    """Return the translated cells with the largest `lack`, relative to their bounds."""
     table = plain_table(
-        f"the {WORST} translated cells that are worst compared with bsp, as a multiple of the bound",
+        f"the {WORST} translated cells that are worst compared with bsp (lack: as a multiple of the bound)",
         *("problem", "cluster", "workers", "sync model", "rate", "bsp", "translated", "at chance", "lack"),
     )
     translated = [cell for cell in cells if cell.hyperparameters == "translated"]

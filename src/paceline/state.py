@@ -19,9 +19,9 @@ Three operations use these meanings:
   these values.
 
 The decorator `stateful` declares which fields are history or fixed. So a new attribute decides until the class declares
-otherwise, which is always safe. In a class without this decorator, such as a sync model of a user, functions are fixed:
-they may refer to the object, and a new object has its own functions. `makes` names the method with which an object
-makes a part that its constructor does not make.
+otherwise, which is always safe. In a class without this decorator, such as a user's sync model, the fields that hold
+functions are fixed: a function may refer to the object, and a new object has functions of its own. `makes` names the
+method with which an object makes a part that its constructor does not make.
 
 A run calls none of these operations: the declarations are tables that only these operations read.
 """
@@ -44,12 +44,12 @@ Kind = TypeVar("Kind", bound=type)
 Mark = Literal["decides", "history", "fixed"]
 
 Subject = Literal["returns", "staleness", "factors", "connections", "scripts", "cuts"]
-"""What a field decides about, if it decides neither when a push is applied nor when a worker continues:
+"""The subjects of the fields that decide neither when a push is applied nor when a worker continues:
 
 returns       the labels of a worker that joins again
 staleness     the numbers of updates that answers contain
 factors       the factors by which gradients are multiplied
-connections   whether a server waits for the end of a connection before it reports a loss
+connections   whether a server waits for the end of a connection before it reports a lost worker
 scripts       which script writes files, and which calls scripts may make
 cuts          what a cut of the job contains
 """
@@ -414,8 +414,8 @@ class _Restorer:
 class Outlook:
     """Returns a value that is equal for two cores that behave alike from now on.
 
-    The order of the entries of a dict is ignored. Fixed fields that are plain values are also compared, because one
-    outlook may look at several cores.
+    The order of the entries of a dict is ignored. Fixed fields that are plain values are also compared, because the
+    cores may have different configurations.
 
     Args:
         without: subjects that do not matter. A field is left out if it decides only about one of these subjects.

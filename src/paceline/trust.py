@@ -1,4 +1,4 @@
-"""Which content of a directory may be trusted: commands to run, modules to import, paths to write, addresses to serve.
+"""Decides which content of a directory is trusted, such as commands to run, modules to import, and paths to write.
 
 A run directory is data, and a copy of a run directory may come from anybody. So a launcher has a key that only its user
 can read, and signs what it writes. The key is a file in the user's configuration folder. This file is made when the key

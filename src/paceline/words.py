@@ -1,4 +1,4 @@
-"""How numbers, lists of workers, sentences in a terminal, and the names and colors of runs are shown to users."""
+"""Shows numbers, lists of workers, sentences in a terminal, and the names and colors of runs to users."""
 
 from __future__ import annotations
 

@@ -54,9 +54,9 @@ def test_a_model_is_judged_by_the_loss_of_the_first_one() -> None:
         trained("spec-sync", [(5.0, float("nan"))]),
     ]
     assert verdicts(rows) == [
-        "asp: reaches the last loss 2.00 times sooner.",
+        "asp: reaches the last loss of bsp 2.00 times sooner.",
         "elastic-bsp: never reaches the last loss of bsp; its last loss is 1.5 instead of 1.",
-        "ssp: reaches the last loss no sooner.",
+        "ssp: reaches the last loss of bsp, but not sooner.",
         "spec-sync: never reaches the last loss of bsp; its last loss is nan instead of 1.",
     ]
 

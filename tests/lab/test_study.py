@@ -185,7 +185,7 @@ def test_all_models_may_have_the_hyper_parameters_of_the_reference(tmp_path: Pat
 def test_a_rate_at_the_edge_of_the_grid_is_said(tmp_path: Path) -> None:
     result = carried_out(small(), tmp_path / "out")
     assert all(row.choice.edges for row in result.rows)  # with two values, each is at an edge
-    assert "of the grid, so a better value may lie beyond it" in summary_md(result, [])
+    assert "of the grid, so a better value may lie outside the grid" in summary_md(result, [])
 
 
 def test_a_run_that_never_reaches_the_target_is_shown_as_such(tmp_path: Path) -> None:

@@ -95,5 +95,5 @@ def test_a_second_signal_skips_the_statistics(tmp_path: Path) -> None:
         summary = summarize(coordinator, [], [], weights, "interrupted", hurried=lambda: next(looks))
     assert "duration_s" not in summary
     assert summary["faults"] == [
-        "the summary has no statistics, because a second signal has asked the run to end at once"
+        "the summary has no statistics, because a second signal has asked the run to end immediately"
     ]

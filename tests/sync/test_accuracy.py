@@ -55,18 +55,18 @@ REFERS = f"the hyper-parameters refer to 3 x 16 = 48 samples, {KEEPS}"
         (
             "asp",
             {"batch": None, "loader": False, "asked": True},
-            "1 batch of the script an update, 3 under way at once; it has distributed no loader, so --joint-batch "
-            "divides nothing",
+            "1 batch of the script an update, 3 under way at the same time; it has distributed no loader, so "
+            "--joint-batch divides nothing",
         ),
         ("bsp", {"workers": 1}, ""),
-        ("asp", {}, f"16 samples an update, 3 under way at once; {REFERS}"),
-        ("asp", {"translated": False}, "16 samples an update, 3 under way at once"),
+        ("asp", {}, f"16 samples an update, 3 under way at the same time; {REFERS}"),
+        ("asp", {"translated": False}, "16 samples an update, 3 under way at the same time"),
         (
             "ssp:staleness=2",
             {"joint": True},
-            "5 or 6 samples an update, 3 under way at once: 16, divided over 3 workers",
+            "5 or 6 samples an update, 3 under way at the same time: 16, divided over 3 workers",
         ),
-        ("asp", {"batch": None}, "1 batch of the loader an update, 3 under way at once"),
+        ("asp", {"batch": None}, "1 batch of the loader an update, 3 under way at the same time"),
         ("drop-stragglers:quorum=2", {}, f"2 of 3 workers x 16 = 32 samples an update; {REFERS}"),
         (
             "drop-stragglers:quorum=2",
@@ -87,7 +87,7 @@ REFERS = f"the hyper-parameters refer to 3 x 16 = 48 samples, {KEEPS}"
             "bsp|asp",
             {"joint": True, "batch": 18},
             "bsp: 18 samples an update, divided over 3 workers; "
-            "asp: 6 samples an update, 3 under way at once: 18, divided over 3 workers",
+            "asp: 6 samples an update, 3 under way at the same time: 18, divided over 3 workers",
         ),
     ],
 )

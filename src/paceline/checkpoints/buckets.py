@@ -1,9 +1,9 @@
 """Copies checkpoints to and from object storage, such as a bucket, with the file systems of `fsspec`.
 
 A bucket has no directories that can be renamed. So the manifest is copied last, and a copy is whole if it has a
-manifest. The first file of a copy names the lineage. Several runs may share a bucket, as they may share a directory
-(see `manifest`): a run never looks outside of the folder of its lineage, and removes only checkpoints that name its
-lineage.
+manifest. The first file of a copy names the lineage: a run, and the runs that have resumed this run (see `manifest`).
+Several runs may share a bucket, as they may share a directory: a run never looks outside of the folder of its lineage,
+and removes only checkpoints that name its lineage.
 """
 
 from __future__ import annotations

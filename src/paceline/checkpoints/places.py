@@ -204,7 +204,7 @@ def _groups_of(
     """Return the groups of an optimizer with all settings that torch expects, and the names of their parameters."""
     spec = model.optimizers_over_layout[index]
     groups: list[dict[str, Any]] = [dict(group) for group in servers]
-    if spec.name in OF_TORCH:  # this process does not load classes of users
+    if spec.name in OF_TORCH:  # not for other classes, because this process does not load the code of users
         parameters = [[specimen(whole=spec.whole)] for _ in servers]
         groups = make_optimizer(spec.name, servers, parameters).param_groups
     for group, more in zip(groups, settings, strict=False):

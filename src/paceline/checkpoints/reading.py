@@ -225,10 +225,10 @@ def _require_state(state: dict[str, Any], record: OptimizerRecord, shapes: Mappi
 
 
 class NewestCheckpoint(NamedTuple):
-    """The newest whole checkpoint of a run; None if there is none.
+    """The result of a search for the newest whole checkpoint of a run.
 
     Attributes:
-        checkpoint: the checkpoint.
+        checkpoint: the checkpoint; None if there is none.
         faults: for each newer checkpoint, a sentence that says why this checkpoint is not used.
         highest: the highest number of all checkpoints, whole or not; 0 if there is none. The next checkpoint gets the
             following number.

@@ -1,4 +1,4 @@
-"""Writes a checkpoint beside training.
+"""Writes a checkpoint while training goes on.
 
     Draft.begin     creates the directory NUMBER.partial, with a mark that names the lineage, and all large files in
                     full size, so that the disk cannot fill up later
@@ -373,7 +373,7 @@ class ShardWriter:
         size_bytes: size of the content.
 
     Raises:
-        CheckpointError: the draft has been discarded, or another run writes a draft of this name.
+        CheckpointError: the draft has been discarded, or another run writes a draft with this name.
     """
 
     def __init__(

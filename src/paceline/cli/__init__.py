@@ -102,7 +102,7 @@ def sync(
 
 
 def _help(command: Callable[..., None]) -> str:
-    """Return the docstring of a command with each paragraph on one line, so that the terminal's width wraps it."""
+    """Return the docstring of a command with each paragraph on one line, so that it wraps at the terminal's width."""
     paragraphs = (inspect.getdoc(command) or "").split("\n\n")
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 

@@ -1,4 +1,4 @@
-"""Code shared by all commands: exit codes, error messages, standard streams, Ctrl-C, JSON, and lists of numbers."""
+"""Code shared by all commands: exit codes, error messages, standard streams, Ctrl-C, JSON, progress, and folders."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ EXIT_INTERRUPTED = 130
 
 
 def command_line(app: typer.Typer) -> Any:
-    """Return the command of a command line, whose help texts are shown as they are.
+    """Return the command of a command line, with help texts in which brackets are escaped.
 
     The help texts contain extras such as paceline[report], and rich would take a word in brackets for the name of a
     style.

@@ -93,7 +93,7 @@ class OptionalValues(TyperCommand):
         return super().parse_args(ctx, self.completed(ctx, args))
 
     def completed(self, ctx: Any, args: Sequence[str]) -> list[str]:
-        """Return arguments of this command in which the options of `OPTIONAL` have values."""
+        """Return the arguments of this command, with a value for each option of `OPTIONAL`."""
         valued = {
             name
             for parameter in self.params
@@ -104,7 +104,7 @@ class OptionalValues(TyperCommand):
 
 
 def completed(args: Sequence[str], valued: Collection[str], *, mixed: bool = False) -> list[str]:
-    """Return arguments in which the options of `OPTIONAL` have values.
+    """Return the arguments, with a value for each option of `OPTIONAL`.
 
     Args:
         args: the arguments.
@@ -332,7 +332,7 @@ ChangedWorkers = Annotated[
         "--workers",
         least=1,
         help="Simulate this number of workers. The additional workers are copies of the recorded "
-        "workers, one after the other; their times are resampled from the recorded times.",
+        "workers, in turn; their times are resampled from the recorded times.",
         show_default=False,
         rich_help_panel=_CHANGES,
     ),

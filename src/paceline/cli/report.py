@@ -164,7 +164,7 @@ def replay(
     trust: Trusted = False,
     as_json: AsJson = False,
 ) -> None:
-    """Repeat the decisions of a run from its traces: are they the same? What would another model have decided?
+    """Repeat the decisions of a run from its traces, and compare them; or show what another model would have decided.
 
     paceline replay runs/20261121-120000
     """
@@ -214,8 +214,8 @@ def replay(
     shards = [trace for trace in traces if trace.header.host == "shard"]
     if not all(trace.header.is_whole for trace in shards):
         raise ConfigurationError(
-            "the beginning of the traces was deleted, so another model has nothing to begin with. Record a run with "
-            "--traces full."
+            "the beginning of the traces was deleted, so the decisions of another model cannot be found. Record a run "
+            "with --traces full."
         )
     pairs = [(decisions_of(trace), redecide(trace, model)) for trace in shards]
     if as_json:
@@ -375,7 +375,7 @@ def _last_resumption(run_dir: Path) -> list[str]:
 
 @contextlib.contextmanager
 def _in_progress(place: _Place) -> Iterator[None]:
-    """If a connection is lost in this context, raise an error that says how the run has ended, or what is known."""
+    """If a connection is lost in this context, raise an error that says how the run has ended, if this is known."""
     from ..run.run_lock import run_in, unreachable
 
     try:
@@ -412,7 +412,7 @@ def _watch(observer: Observer, state: JobStatus, notes: Sequence[str]) -> None:
 
 
 def _print_status(state: JobStatus, notes: Sequence[str]) -> None:
-    """Print the state of a run; in a pipe or a file, without a limit of the length of a line."""
+    """Print the state of a run. In a pipe or a file, lines may have any length."""
     console = plain_console()
     if not console.is_terminal:
         console = plain_console(width=LONG_LINE)

@@ -40,7 +40,7 @@ class Resumable(OptionalValues):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         found, options = self._split(ctx, args)
-        # `start.schedulers` gives all options itself.
+        # With `announce_to`, the arguments are from `start.schedulers`, which gives all options itself.
         if (run_dir := found.get("resume")) and "announce_to" not in found:
             args = self._with_earlier(ctx, options, found, run_dir)
         return super().parse_args(ctx, args)

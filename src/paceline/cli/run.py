@@ -248,9 +248,9 @@ def demo(
 ) -> None:
     """Compare four sync models, and bsp with balanced batches, by training on handwritten digits.
 
-    Each model is trained twice: with the translated learning rate and momentum of bsp, and with its own best learning
-    rate and momentum. One of the four workers is three times slower than the others. The demo takes about three minutes
-    on two cores and ends with a table and a page that shows the runs side by side.
+    Each model except bsp is trained twice: with the translated learning rate and momentum of bsp, and with its own best
+    learning rate and momentum. One of the four workers is three times slower than the others. The demo takes about
+    three minutes on two cores and ends with a table and a page that shows the runs side by side.
     """
     from ..lab.demo import EVERY_SETTING, QUICK, QUICK_SETTINGS, SETTINGS, run_demo
     from ..trace.run_dir import require_usable
@@ -502,8 +502,8 @@ def join(
             "--rejoin",
             metavar="N",
             least=0,
-            help="How many times workers of this machine join again after they were taken out of the run because they "
-            "were stopped or could not be reached.",
+            help="Number of times that workers of this machine join again after they were taken out of the run because "
+            "they were stopped or could not be reached.",
         ),
     ] = 10,
     secret_file: SecretFile = None,
@@ -621,7 +621,7 @@ def require_processes(
     if workers != 0 and script is None:
         raise ConfigurationError(
             "the script is missing: paceline join HOST:PORT SCRIPT. Only a machine without workers (--workers 0) "
-            "needs none."
+            "needs no script."
         )
     of_servers = {"--listen": listen, "--port": port, "--server-device": server_device.removeprefix("cpu")}
     if not servers and (given := " and ".join(name for name, value in of_servers.items() if value)):
@@ -736,7 +736,7 @@ def scheduled_join(scheduler: str) -> Callable[..., None]:
             place = ENVIRONMENTS[scheduler](os.environ)
             if (
                 settings["server_device"] == "auto"
-            ):  # accelerators of this machine may be those of other processes
+            ):  # the accelerators of this machine may belong to other processes of the job
                 settings["server_device"] = "cpu"
             module = str(script) if as_module else ""
             path = find_script(script, as_module=as_module)

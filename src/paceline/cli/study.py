@@ -82,7 +82,7 @@ def study(
         print_sentence(errors, f"warning: {NO_FIGURES}")
     with (
         interruptible(
-            f"the runs that had ended are kept in {folder}, and the same command goes on with them"
+            f"the runs that had ended are kept in {folder}, and the same command continues with the missing runs"
         ),
         shown_progress(errors) as tell,
     ):

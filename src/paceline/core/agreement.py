@@ -11,8 +11,8 @@ for schedules that follow different quantities:
                 reports agree at the mark of the epoch or at that of the step
 
 At any moment, workers may be at different marks, so their hyper-parameters may rightly differ. So a warning names
-workers only if their hyper-parameters differ at the same marks, and for at least `LEAST_STEPS` steps, or from one epoch
-to a later one.
+workers only if their hyper-parameters differ at the same marks, and if this difference lasts for at least `LEAST_STEPS`
+steps, or from one epoch to a later one.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Groups = tuple[HyperParameters, ...]
 
 
 class _Mark(NamedTuple):
-    """The report of the first worker with a mark.
+    """The reports of the worker that was the first to report at a mark.
 
     Attributes:
         worker: this worker.
@@ -69,7 +69,7 @@ class Agreement:
         self._said = False
 
     def take(self, worker: int, incarnation: int, report: HyperParametersReported) -> str:
-        """Compare the hyper-parameters of a worker with those of the first worker with the same mark.
+        """Compare the hyper-parameters of a worker with those of the worker that was the first at the same mark.
 
         Returns:
             A description of the disagreement if the worker has disagreed for long enough; otherwise "".
@@ -96,7 +96,7 @@ class Agreement:
     def _compare(self, worker: int, report: HyperParametersReported) -> list[tuple[_Mark, bool | None]]:
         """Return each mark that counts for a report, and True if the report's values are equal to those of the mark.
 
-        The second value is None if this worker is the first with the mark.
+        The second value is None if this worker is the first at the mark.
         """
         index = report.set_index
         if report.schedule is not None:

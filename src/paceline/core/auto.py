@@ -11,10 +11,10 @@ beginning of the next epoch, the run changes its model if another model is faste
                      speed when the run last used this candidate
     change           to the candidate with the highest value, if an epoch takes at least 10 % less time than now; of
                      candidates that are about equally fast, the one that changes training least
-    judgment         the measured speed of the model in force is its value. If this value is not above the value of bsp
-                     any more, the run changes back to bsp, and does not try the model again for some epochs. If the
-                     loss of an epoch has risen by more than its noise, all models with stale gradients are ruled out
-                     for good
+    judgment         the value of the model in force is its measured speed. If this value is no longer above the value
+                     of bsp, the run changes back to bsp, and does not try the model again for some epochs. If the loss
+                     of an epoch has risen by more than its noise, all models with stale gradients are ruled out for
+                     good
 
 The run changes its model at most once in an epoch. An *epoch* is one pass over the loader from which most samples
 were used. A script that distributes no loader has no epochs; without epochs, each simulation is followed by a decision.
@@ -45,7 +45,7 @@ RELAXED = ("ssp:staleness=3", "elastic-bsp:lookahead=15", "asp")
 """Candidates with stale gradients, in the order of their staleness."""
 
 LEAST_SAVING = 0.1  # share of the time per epoch that a change must save
-# `LEAST_SAVING` for models with stale gradients, if the noise is too small to hide staleness
+# used instead of `LEAST_SAVING` for models with stale gradients, if the noise is too small to hide staleness
 QUIET_SAVING = 0.3
 QUIET = 0.05  # relative spread of the norms of the workers' gradients below which there is little noise
 ALIKE = 0.03  # candidates whose speeds differ by at most this share are about equally fast
@@ -139,7 +139,7 @@ class Auto:
         self._counts = (0, 0)  # numbers of pushes and of batches so far
         self._latest: _Point | None = None
         self._since: _Point | None = None  # the first point in this epoch
-        self._begun_at = 0  # applied until this epoch
+        self._begun_at = 0  # amount of data applied until this epoch
         self._simulated_at = 0  # amount of data applied until the last simulation
         self._simulated_in = -1  # epoch of the last simulation
         self._simulated_speed = 0.0  # the speed that was measured until the last simulation
@@ -147,7 +147,7 @@ class Auto:
         self._ratios: dict[str, float] = {}  # model -> measured speed, divided by the simulated speed
         self._barred: dict[str, float] = {}  # model -> epoch from which it may be tried again
         self._losses: list[float] = []  # of this epoch
-        # number of updates -> norms of the gradients on these weights
+        # number of updates -> norms of the gradients that were computed on the weights after these updates
         self._norms: dict[int, list[float]] = {}
         self._loss: tuple[float, float] | None = None  # mean and squared standard error of the last epoch
 
@@ -162,13 +162,15 @@ class Auto:
         if self._latest is None or (self._order is not None and self._order.balanced):
             return ""
         what = (
-            "distributes no loader" if self._order is None else "distributes a loader whose batches are fixed"
+            "distributes no loader"
+            if self._order is None
+            else "distributes a loader whose batches have fixed sizes"
         )
         return f"The script {what}, so batches cannot be balanced. Only other sync models can save time."
 
     @property
     def periods(self) -> int:
-        """If there are no epochs: number of the period that begins now, which is used in place of an epoch."""
+        """Number of the period that begins now, which is used in place of an epoch's number if there are no epochs."""
         return self._epoch + 1
 
     # -- observations -------------------------------------------------------------------------------------
@@ -223,7 +225,7 @@ class Auto:
         if seen.loss is not None:
             self._losses.append(seen.loss)
         if self.sync == BASELINE and seen.gradient is not None and 0.0 < seen.gradient < inf:
-            # Under bsp, gradients of the same number of updates were computed on the same weights.
+            # Under bsp, gradients with the same number of updates were computed on the same weights.
             self._norms.setdefault(seen.updates, []).append(seen.gradient)
             if len(self._norms) > WINDOW:
                 del self._norms[next(iter(self._norms))]
@@ -238,11 +240,11 @@ class Auto:
         applied, size = self._latest.applied, self._order.size if self._order is not None else None
         if not size:
             return applied - self._simulated_at >= PERIOD * workers
-        # Very short epochs are simulated together.
+        # If epochs are too short for the first condition, there is one simulation for every two epochs.
         return applied - self._begun_at >= PART_OF_EPOCH * size or applied - self._simulated_at >= 2 * size
 
     def _is_known(self, speed: float) -> bool:
-        """Return True if the last simulation is recent, and had the present model and about this speed."""
+        """Return True if the last simulation is recent, and was made with the present model and about this speed."""
         changed_in = self.choices[-1].epoch if self.choices else 0
         same = self._simulated_in >= changed_in and self._epoch < self._simulated_in + HOLDS_EPOCHS
         return same and abs(speed - self._simulated_speed) <= STEADY * self._simulated_speed
@@ -331,7 +333,8 @@ class Auto:
 
     def _values(self) -> dict[str, float]:
         """Return the speed that is expected of each candidate."""
-        # If bsp takes longer than simulated, for example because of evaluations, so do the other models.
+        # If bsp takes longer than simulated, for example because of evaluations, the other models are assumed to take
+        # longer by the same time.
         ratio, base = self._ratios.get(BASELINE, 1.0), self._prospects.get(BASELINE, 0.0)
         more_s = max(0.0, 1.0 / ratio - 1.0) / base if base else 0.0  # seconds per sample
         return {

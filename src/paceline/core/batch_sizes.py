@@ -5,7 +5,7 @@ proportional to n. The sizes are chosen so that all workers need the same time. 
 expected to shorten the time of the slowest worker by more than the uncertainty of the estimates.
 
 An accelerator compiles or tunes its programs again for each new size of a batch. So the sizes of a worker on an
-accelerator are multiples of a step (see `in_steps`), and the other workers take what remains of the joint batch.
+accelerator are multiples of an increment (see `step_of`), and the other workers take the rest of the joint batch.
 
 `LeaseSizes` decides how many batches a worker receives at a time, and of which sizes.
 """
@@ -31,11 +31,11 @@ LEAST_CHANGE = 0.1
 # minimum relative gain, beyond the uncertainty of the estimates, for which the sizes are changed
 LEAST_GAIN = 0.05
 CERTAINTY = 3.0  # number of standard errors by which a gain must exceed `LEAST_GAIN`
-LEAST_PART = 0.01  # minimum fraction of the time that is assumed to be proportional to the size
+LEAST_PART = 0.01  # lower limit for the estimated fraction of the time that is proportional to the size
 PRIOR_WEIGHT = 0.05  # weight of the earlier estimate of the fixed part
 SIZES = 4  # number of sizes whose times are kept to estimate the fixed part
-# Least number of steps in the batch of a worker with an equal share. So a size differs from the best size by at most
-# 1/16 of this batch, which is little more than `LEAST_GAIN`, and only few sizes occur.
+# Minimum number of increments in the batch of a worker with an equal share. So a size differs from the best size by at
+# most 1/16 of this batch, which is little more than `LEAST_GAIN`, and only few sizes occur.
 STEPS = 8
 BISECTIONS = 64  # enough to find a time between 1e-30 s and 1e30 s as exactly as a float can represent it
 
@@ -72,7 +72,7 @@ def divide_in_proportion(
     """Divide a number of samples so that the longest time of any worker is as short as possible.
 
     Args:
-        total: number of samples, between `least` and `most` times the number of workers.
+        total: number of samples, at least `least * len(times)` and at most `most * len(times)`.
         times: the workers' estimated times.
         least: minimum size of each part.
         most: maximum size of each part; None for no maximum.
@@ -91,7 +91,7 @@ def divide_in_proportion(
     fewer, more = len(times) * least, total * len(times)
     for _ in range(BISECTIONS):
         if more - fewer <= 1:
-            break  # any time between `low_s` and `high_s` gives the sizes of one of the two
+            break  # any time between `low_s` and `high_s` gives the same sizes as one of these two times
         middle_s = sqrt(low_s * high_s)
         if (fitting := sum(sizes_within(middle_s))) < total:
             low_s, fewer = middle_s, fitting
@@ -112,10 +112,10 @@ def divide_in_proportion(
 
 
 def step_of(batch: int) -> int:
-    """Return the step between the batch sizes of a worker on an accelerator.
+    """Return the increment between the batch sizes that a worker on an accelerator may have.
 
-    The step divides the batch, so that equal shares are multiples of the step. It is the largest such step that fits
-    into the batch at least `STEPS` times; 1 if there is no such step.
+    The increment divides the batch, so that equal shares are multiples of the increment. It is the largest divisor that
+    fits into the batch at least `STEPS` times; 1 if there is no such divisor.
 
     Args:
         batch: size of a batch if all workers have equal shares.
@@ -130,16 +130,16 @@ def step_of(batch: int) -> int:
 def in_steps(
     sizes: Sequence[int], steps: Sequence[int], *, least: int = 1, most: int | None = None
 ) -> list[int]:
-    """Change sizes as little as possible so that each is a multiple of its step. Their sum stays the same.
+    """Change sizes as little as possible so that each is a multiple of its increment. Their sum stays the same.
 
-    Parts with step 1 take the rest, in proportion to their sizes. If there are no such parts, or if `most` leaves no
-    room in them, one of the other parts takes the rest, and is then no multiple of its step. A size that is smaller
-    than its step becomes a power of two instead, because a whole step would be many times too large for a very slow
-    worker. If this is impossible within `least` and `most`, the sizes are returned unchanged.
+    Parts with increment 1 take the rest, in proportion to their sizes. If there are no such parts, or if `most` leaves
+    no room in them, one of the other parts takes the rest, and is then no multiple of its increment. A size that is
+    smaller than its increment becomes a power of two instead, because a whole increment would be many times too large
+    for a very slow worker. If no part can take the rest within `least` and `most`, the sizes are returned unchanged.
 
     Args:
         sizes: the sizes, each between `least` and `most`.
-        steps: the step of each size; 1 if any size is allowed.
+        steps: the increment of each size; 1 if any size is allowed.
         least: minimum size of each part.
         most: maximum size of each part; None for no maximum.
 
@@ -150,7 +150,7 @@ def in_steps(
     largest = sum(sizes) if most is None else most
     rounded = list(sizes)
     rest = 0  # number of samples that the parts so far have lost by rounding
-    # The largest steps come first, so that parts with smaller steps make up for the rounding to larger steps.
+    # The parts with the largest increments come first, so that the other parts can make up for their rounding.
     for part in sorted(
         (part for part, step in enumerate(steps) if step > 1), key=lambda part: (-steps[part], -sizes[part])
     ):
@@ -167,7 +167,7 @@ def in_steps(
             rest += size - rounded[part]
     if rest == 0:
         return rounded
-    # in an order that does not depend on the order of the workers
+    # sorted by size, so that the result does not depend on the order of the workers
     takers = sorted((part for part, step in enumerate(steps) if step == 1), key=lambda part: -sizes[part])
     share = sum(sizes[part] for part in takers) + rest
     if takers and least * len(takers) <= share <= largest * len(takers):
@@ -192,8 +192,9 @@ class BatchSizes:
         times: the times that the workers had taken in an earlier run.
 
     Attributes:
-        changes: number of times that the sizes of the same workers were changed.
-        steps: worker -> the step between its sizes. A worker without an entry may have any size, as with step 1.
+        changes: number of times that the sizes were changed although the workers were the same.
+        steps: worker -> the increment between the batch sizes that the worker may have. A worker without an entry may
+            have any size, as with increment 1.
     """
 
     def __init__(self, times: Iterable[WorkerTimes] = ()) -> None:
@@ -294,7 +295,7 @@ class _Observations:
     proportional part equals the fixed part.
 
     Args:
-        fixed_samples: the fixed part that is assumed at first, as this number of samples.
+        fixed_samples: the fixed part, as this number of samples, that is assumed until it can be estimated.
         latest: (samples, seconds) of batches that were observed before.
     """
 
@@ -492,7 +493,7 @@ class LeaseSizes:
         return {**dict.fromkeys(members, 0), **sizes}
 
     def rounds(self) -> int:
-        """Return the number of rounds of a balanced, static split to deal at a time."""
+        """Return the number of rounds (joint batches) that a balanced, static split deals at a time."""
         round_s = self.balanced.round_s
         return max(1, min(MOST_ROUNDS, int(LEASE_S / round_s))) if round_s else 1
 
@@ -502,7 +503,7 @@ class LeaseSizes:
         Args:
             worker: index of the worker.
             now_s: current time in seconds.
-            left: number of full batches that are left in the epoch; None if it is unknown.
+            left: number of full batches that remain in the epoch; None if it is unknown.
         """
         pace = self._paces.setdefault(worker, _Pace())
         before = pace.rate

@@ -341,7 +341,7 @@ class Coordinator:
 
     @property
     def shortage(self) -> str:
-        """If the run has too few workers or servers to go on, how many it has and how many it needs; else ""."""
+        """A text that says how many workers or servers the run has and needs, if they are too few to go on; else ""."""
         if self.model is None:
             parts = []
             if self._is_too_small:
@@ -395,7 +395,8 @@ class Coordinator:
         Raises:
             ConfigurationError: there are not enough free indices.
         """
-        # The index of a worker that has left is not free before its loss is settled and its connection has ended.
+        # The index of a worker that has left becomes free when the worker's connection has ended and, if the worker was
+        # lost, all servers have reported its pushes.
         invited = self.members.invite(count, wanted, {*self.losses.open, *self._connected})
         for worker in invited:
             self.board.pop(worker, None)
@@ -447,7 +448,7 @@ class Coordinator:
         return []
 
     def server_lost(self, server: int, how: str, output: str = "", *, certain: bool = False) -> list[Request]:
-        """Handle the loss of a server. A run in progress ends, because it cannot continue without the server.
+        """Handle a lost server. A run in progress ends, because it cannot continue without the server.
 
         If this server was brought by a machine that joined, and the run has not begun yet, another machine may bring
         the server instead. In this case, the server becomes vacant, and the result is empty. A resumed run counts as
@@ -501,7 +502,7 @@ class Coordinator:
         return self.take(TimerFired(now_ticks=now_ticks, worker=timer.worker, iteration=timer.iteration))
 
     def admit(self, worker: int, now_ticks: int) -> list[Request]:
-        """Let a worker that is absent or has left join a run in progress.
+        """Let a worker join a run in progress: one that was absent at the start, or one that has left the run.
 
         The worker receives `Started` when all servers have accepted it. Until then, no change of the sync model and
         no extension of the model begins. The worker joins later if a change, an extension or the join of another worker
@@ -582,8 +583,8 @@ class Coordinator:
             case MetricsLogged():
                 return self._keep_metrics(worker, message, now_ticks)
             case Contributed(model=None) if worker in self.members.invited:
-                # The other workers have already made the calls that come before the first step, and do not make these
-                # calls again.
+                # The other workers have already made the calls that come before the first step, so this worker makes
+                # these calls alone.
                 return [Send(sender, combine({worker: message}))]
             case Contributed() if worker in self.members.live and worker not in self.collectives.waiting:
                 if message.model is not None:
@@ -717,7 +718,7 @@ class Coordinator:
         return requests
 
     def _samples_of(self, worker: int, workers: int) -> Samples:
-        """Return the values that determine, when the run begins, the number of samples in an update.
+        """Return the values that determine the number of samples in an update at the beginning of the run.
 
         The worker has drawn its first batch from the loader that it has begun last, so it trains on this loader.
         """
@@ -845,7 +846,8 @@ class Coordinator:
             return []
         last = cut.last_pushes()
         if any(pushes.keys() != self.members.present for pushes in last):
-            # A server has noticed a loss that has not been reported here yet. The cut begins again after the report.
+            # A server has noticed that a worker is lost, and the coordinator has not noticed this yet. The cut begins
+            # again when the coordinator notices it.
             self._give_up_cut()
             return []
         labels, drawn, torn = cut_pushes(last)
@@ -1039,7 +1041,7 @@ class Coordinator:
         return [Send(worker_peer(each), MainChosen(self.main.worker)) for each in sorted(self._others)]
 
     def _note_time(self, worker: int, spent: TimeSpent | None, now_ticks: int) -> None:
-        """Record what a worker has spent its time on. If the worker has left, its time is already settled."""
+        """Record what a worker has spent its time on. If the worker has left, this has been recorded before."""
         if spent is not None and worker in self.members.present:
             self.time_ledger.report(worker, spent, now_ticks)
 
@@ -1066,7 +1068,8 @@ class Coordinator:
             return self._refuse([worker], str(error), f"worker {worker}")
         granted = DataGranted(message.loader, message.epoch, grant.leases, grant.last)
         requests = [*changes, Send(worker_peer(worker), granted)]
-        if grant.uneven and lockstep:  # a worker with fewer batches may be the first to wait in a call
+        if grant.uneven and lockstep:
+            # A worker with fewer batches may already wait in a call while the other workers still need its pushes.
             requests += self.collectives.allow_pushes(self.members.live)
         return requests
 
@@ -1165,7 +1168,7 @@ class Coordinator:
     def rehearsed(self, prospects: Sequence[Prospect], now_ticks: int) -> list[Request]:
         """Take the results of a simulation that was requested with `Rehearse`.
 
-        The results take effect with the next epoch or, if the script distributes no loader, at once.
+        The results take effect with the next epoch or, if the script distributes no loader, immediately.
         """
         if self.auto is None:
             return []
@@ -1173,7 +1176,7 @@ class Coordinator:
         return [] if self.auto.has_epochs else self._choose(self.auto.periods, None, now_ticks)
 
     def _begin_epoch(self, worker: int, message: DataRequested, now_ticks: int) -> list[Request]:
-        """Let `auto` choose the model if a worker is the first to begin an epoch of the most used loader."""
+        """Let `auto` choose the sync model if this worker is the first to begin an epoch of the most used loader."""
         assert self.auto is not None
         self.auto.time(worker, message.times)
         if not self.auto.is_next(message.name, message.epoch, self.data.counts()):
@@ -1181,7 +1184,7 @@ class Coordinator:
         return self._choose(message.epoch, message.order, now_ticks)
 
     def _choose(self, epoch: int, order: DataOrder | None, now_ticks: int) -> list[Request]:
-        """Let `auto` choose the model, unless a change or a join is in progress. The choice becomes an event."""
+        """Let `auto` choose the sync model, unless a change or a join is in progress. The choice becomes an event."""
         assert self.auto is not None
         if not self.reconfigurations.in_progress.isdisjoint(("change", "join")) or (
             self.model is not None and not self.members.present

@@ -154,7 +154,7 @@ class DataFeed:
         return self._loaders[loader].begin(name, epoch, order)
 
     def reopen(self) -> list[Request]:
-        """Request returned positions of all loaders whose current epoch has ended."""
+        """For each loader whose current epoch has ended, request positions that other workers have returned."""
         return [request for loader in self._loaders if loader.ended for request in loader.reopen()]
 
     def take(self, loader: int) -> Batch | None:
@@ -243,7 +243,7 @@ class DataFeed:
             loader.committed = pushed
 
     def end(self) -> tuple[PackedPushed, ...]:
-        """Return `pushed` at the end of the script. Batches that no push has used now count as skipped."""
+        """Return `pushed` at the end of the script, with the batches that no push has used counted as skipped."""
         return tuple(loader.drawn.end().packed for loader, _ in zip(self._loaders, self.pushed, strict=False))
 
     def enter(self, loop: int, limits: LoopLimits | None = None) -> list[Request]:

@@ -160,8 +160,9 @@ class DataLedger:
 # states of the objects that its script tracks, so the position and the states belong together. If this worker is lost,
 # the worker with the next index takes its place at the next epoch.
 #
-# At the end of a loop there is no next epoch. So a worker that ends a loop sends the states if no worker with a lower
-# index has sent them before. Therefore, the states survive the loss of any worker.
+# At the end of a loop, there is no next epoch at which another worker could take this place. So each worker that ends a
+# loop sends the states, unless a worker with a lower index has sent them before. Therefore, the states survive if any
+# worker is lost.
 
 AT_THE_BEGINNING = LoopCut()
 

@@ -1,4 +1,4 @@
-"""How one epoch is split between the workers: by a static or a dynamic split.
+"""The two ways to split an epoch between the workers: a static split and a dynamic split.
 
 With a static split, all workers that take part when the epoch begins have equal shares of every joint batch. With a
 dynamic split, a worker receives a lease of one or several batches whenever it has no lease left (see
@@ -6,7 +6,7 @@ dynamic split, a worker receives a lease of one or several batches whenever it h
 
 If the order is balanced, the sizes of the workers' batches follow their speeds. With a dynamic split, a worker's next
 lease has batches of the worker's present size. With a static split, the shares are dealt a few rounds at a time, when
-the first worker needs them. So the sizes in a round are settled before any worker takes its batch of the round.
+the first worker needs them. So the sizes in a round are decided before any worker takes its batch of the round.
 
 Both splits also hand out the positions of earlier epochs that lost and leaving workers have returned: a static split
 deals them when the epoch begins, and a dynamic split hands them out before any other positions.
@@ -62,7 +62,7 @@ class Grant(msgspec.Struct, frozen=True):
 
 
 class Rest(NamedTuple):
-    """What is left of an epoch if all workers are lost.
+    """The part of an epoch that remains if all workers are lost.
 
     Attributes:
         begin: the position from which on no position is used. The positions from `begin` on are split anew.
@@ -140,7 +140,7 @@ class EpochSplit(ABC):
 
     @abstractmethod
     def cut(self, leases: Iterable[Lease]) -> Rest:
-        """Return what is left of the epoch if all workers are lost. `leases` are the unused leases of the epoch."""
+        """Return the part of the epoch that remains if all workers are lost, given the unused leases of the epoch."""
 
     def end_at(self, size: int) -> None:
         """Record that an order of unknown size has ended after `size` positions."""
@@ -194,7 +194,8 @@ class StaticSplit(EpochSplit):
             ended = with_end(endless, end)
             begin, before = split_rest([*(lease for lease in unused if lease.count is not None), *ended], end)
             return Rest(begin, before, positions(ended) - (end - begin), 0)
-        # Positions at the end were left out because they are too few for this number of workers, which may change.
+        # Positions at the end were left out because they are too few for this number of workers. They are split anew,
+        # because a later run may have another number of workers.
         begin, before = split_rest(unused, min(self._next, self.order.size - self.left_out))
         return Rest(begin, before, self.total - (self.order.size - begin), 0)
 
@@ -346,7 +347,7 @@ class JointSplit(EpochSplit):
     ) -> None:
         super().__init__(number, order, opener, sizes, begin)
         self._members = sorted(members)  # the workers among whom the last joint batch was divided
-        self._ahead = 0  # maximum number of batches that a worker had received, and that belonged to no push
+        self._ahead = 0  # largest number of batches that a worker had received and not yet used in a push
 
     def grant(
         self, worker: int, returned: deque[Lease], now_s: float, live: Set[int], open_batches: int = 0

@@ -41,10 +41,10 @@ from .messages import Observation
 GuardMode = Literal["off", "tell", "stop"]
 
 GUARD_MODES: dict[str, GuardMode] = {"off": "off", "tell": "tell", "stop": "stop", "temper": "tell"}
-"""Choice of the user -> mode. The last choice is a name of earlier versions."""
+"""Choice of the user -> mode. The choice "temper" comes from earlier versions."""
 
 ON_NAN = ("stop", "skip")
-"""What happens if a gradient contains NaN or inf: the run ends, or the push is left out."""
+"""The ways to handle a gradient that contains NaN or inf: end the run, or leave the push out."""
 
 DIVERGED = "training"
 """The name of the failed part of the run if the guard has stopped the run."""
@@ -56,7 +56,7 @@ SURE_NAN = 2
 """If every worker has pushed NaN this many times in a row, no worker is expected to push anything else."""
 
 CONFIRMED = 24
-"""Number of sound points (two windows) after which the weights before these points are certainly good."""
+"""Number of sound points (two windows, see `WINDOW`) after which the weights before these points are certainly good."""
 
 SMOOTHED = 32
 """Number of pushes over which the mean staleness is smoothed."""
@@ -93,7 +93,7 @@ def guard_mode(guard: str | None, *, translated: bool) -> GuardMode:
 
 
 class GuardVerdict(msgspec.Struct, frozen=True):
-    """What the guard has noticed, and what is to be done.
+    """A finding of the guard, and its consequences.
 
     Attributes:
         words: what has been noticed, in sentences.
@@ -274,8 +274,8 @@ class Guard:
 #   none). The loss has risen if it is above b + max(2 |b|, r). If r is at least 0.4 |b|, the loss has relapsed
 #   if it is back above b - r / 4. Warm restarts and noise stay below both bounds. If the data change, the loss
 #   jumps and falls again, but the weights stay where they were. So a relapse counts only if the norm of the
-#   weights has grown as well, or if the relapse lasts. The loss in an adversarial game does not show progress,
-#   so the loss is not used if the script has several optimizers;
+#   weights has grown as well, or if the relapse lasts. A script with several optimizers may train an adversarial
+#   game, whose loss does not show progress, so the loss of such a script is not used;
 # - the *gradient*: its norm is more than ten times the norm at the beginning, and more than ten times the
 #   median of every earlier window;
 # - the *weights*: their norm is at least five times the norm at the beginning, and has tripled within twenty
@@ -283,8 +283,8 @@ class Guard:
 #   weights grow in healthy training.
 #
 # A single batch proves nothing: ten of twelve points must show the same symptom. A loss or a norm of gradients
-# that falls within the window counts as recovering. Weights do not recover by chance, so three points suffice
-# for them.
+# that falls within the window counts as recovering. The norm of the weights does not depend on single batches,
+# so three points suffice for this norm.
 
 WINDOW = 12
 """Number of points that are judged together. A symptom at ten of these points suffices (see `MOST_NORMAL`)."""
@@ -293,8 +293,8 @@ MOST_NORMAL = 2
 """Maximum number of points in the window that need not show a symptom: a lucky batch must not hide the symptom."""
 
 FIRST_NORMS = 3
-"""Number of first pushes whose medians count as the values at the beginning. Usually, all of these pushes were computed
-on the initial weights."""
+"""Number of pushes at the beginning of training. The medians over these pushes count as the values at the beginning.
+Usually, all of these pushes were computed on the initial weights."""
 
 RISE = 2.0
 """A loss has risen if it exceeds the loss at the beginning by more than this multiple of the loss at the beginning."""
@@ -579,8 +579,8 @@ ROUNDING = 1e-6
 """Losses below this value are mostly rounding errors of float32 numbers."""
 
 LEAST_TAIL = 0.25
-"""Least scale of the tail of the logarithms, so that a slightly larger value is not suspicious after nearly equal
-ones."""
+"""Least scale of the tail of the logarithms, so that after nearly equal values, a slightly larger value is not
+suspicious."""
 
 RARE = 1e6
 """Product at which a worker is named: the mean number of pushes of a healthy worker between two false alarms."""
@@ -592,7 +592,7 @@ HUGE = 1e30  # replaces larger values, and infinite ones
 
 
 class Deviation(NamedTuple):
-    """How a worker differs from all other workers.
+    """The difference between a worker and all other workers.
 
     Attributes:
         words: what differs, as a clause about the worker.

@@ -126,7 +126,7 @@ class WorkerCut(msgspec.Struct, frozen=True):
 
 
 class CourseCut(msgspec.Struct, frozen=True):
-    """How training has begun and gone on, for the guard. See `paceline.core.guard`.
+    """The losses and norms with which the guard of a resumed run compares later ones. See `paceline.core.guard`.
 
     Attributes:
         set_index: index of the parameter set.
@@ -213,11 +213,11 @@ class JobCut(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(known for known in self.models if not any(map(partial(_same, known), models)))
 
     def is_covered_by(self, model: ModelSpec) -> bool:
-        """Return True if a model has everything that the job has trained at the cut."""
+        """Return True if a model has everything that the model of the job had at the cut."""
         return _extends(self.model, model)
 
     def is_extended_by(self, model: ModelSpec) -> bool:
-        """Return True if a model has everything that the job has trained at the cut, and further parameters.
+        """Return True if a model has everything that the model of the job had at the cut, and further parameters.
 
         A script adds parameters at a moment of its own choice: at the cut, some workers may wait for the extension, or
         may be about to add parameters. In the run that resumes the cut, the script may have these parameters from the

@@ -3,8 +3,8 @@
 Only one change is in progress at a time: the next change is published when the current one is complete at all shards
 (see `core.shard`). The current change is known to be complete once a worker that has passed the boundary of this change
 starts its next iteration, because every shard has then answered that worker. If all workers that have passed the
-boundary are lost before they do so, it is unknown which shards have changed, and the change is published again to all
-workers.
+boundary are lost before any of them starts its next iteration, it is unknown which shards have changed, and the change
+is published again to all workers.
 
 No worker joins while a change is in progress: the coordinator lets the new worker wait (`Coordinator.admit`), and
 postpones requests for changes while a worker joins.

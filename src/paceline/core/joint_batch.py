@@ -1,4 +1,4 @@
-"""What all workers have in common: joint batches, calls of all workers, norms of joint gradients, shares of updates.
+"""Computations over all workers: joint batches, calls of all workers, norms of joint gradients, shares of updates.
 
 The samples of a joint batch are those that one push of each live worker would contain.
 """
@@ -226,7 +226,7 @@ def combine(contributions: Mapping[int, Contributed]) -> Combined:
     return Combined(total.tobytes())
 
 
-# -- Computes the norm of the joint gradient at the coordinator: the factor by which every shard clips a mean
+# -- Computes the norm of the joint gradient at the coordinator, and the factor by which every shard clips a mean
 #
 # Each shard reports the squared norm of its part of a mean (`MeanMeasured`). When all shards have reported,
 # the squares are added in the order of the shards, and every shard receives the same factor (`MeanClipped`):
@@ -246,7 +246,7 @@ def combine(contributions: Mapping[int, Contributed]) -> Combined:
 # The squared norms are computed in double precision. In virtual time, these messages take no time.
 
 LEAST_DIVISOR = 1e-6
-"""Added to the norm before max_norm is divided by it, as in `torch.nn.utils.clip_grad_norm_`."""
+"""This value is added to the norm, and max_norm is divided by the sum, as in `torch.nn.utils.clip_grad_norm_`."""
 
 
 def clip_factor(max_norm: float, norm: float) -> float:
@@ -339,11 +339,12 @@ class JointNorms:
 
 # -- Computes the standing of each update at a shard, for translated hyper-parameters (see `paceline.sync.translation`)
 #
-# **Share.** The joint batch consists of the usual samples of all live workers (`JointBatch`). So over an epoch,
-# the shares of all updates add up to the number of joint batches, even if the last batches are smaller. An
-# update with a push of every live worker is a whole joint step, as in one process, whatever the sizes of its
-# batches. The samples of a worker that has left are taken out of the joint batch gradually, over a few joint steps (see
-# `RAMP`). So if only one worker is left at the end of a run, its pushes do not suddenly become whole steps.
+# **Share.** The share of an update is the part of a joint batch that its pushes contain. The joint batch consists of
+# the usual samples of all live workers (`JointBatch`). So over an epoch, the shares of all updates add up to the number
+# of joint batches, even if the last batches are smaller. An update with a push of every live worker is a whole joint
+# step, as in one process, whatever the sizes of its batches. The samples of a worker that has left are taken out of the
+# joint batch gradually, over a few joint steps (see `RAMP`). So if only one worker is left at the end of a run, its
+# pushes do not suddenly become whole steps.
 #
 # If the model drops pushes, the next update makes up for them: the shares of the dropped pushes are added to the share
 # of this update, up to a whole step. Otherwise an epoch would move the weights less far than in one process.
@@ -364,8 +365,8 @@ WINDOW = 16.0
 """Number of joint steps over which delays are averaged: enough for several pushes of a slow worker."""
 
 RAMP = 2.0
-"""Time constant, in joint steps, with which the reported delay approaches the estimate, and workers that have left are
-forgotten."""
+"""Time constant, in joint steps, with which the reported delay approaches the estimate, and with which workers that
+have left are forgotten."""
 
 
 @stateful()

@@ -22,7 +22,7 @@ from ..sync.events import Number
 
 Split = Literal["auto", "dynamic", "static"]
 SPLITS: tuple[Split, ...] = get_args(Split)
-"""The ways to divide an epoch: by demand, in equal shares, or whichever of the two suits the sync model."""
+"""The ways to divide an epoch: on demand, in equal shares, or in the way of these two that suits the sync model."""
 
 BatchSizing = Literal["equal", "balanced"]
 BATCH_SIZINGS: tuple[BatchSizing, ...] = get_args(BatchSizing)
@@ -30,7 +30,7 @@ BATCH_SIZINGS: tuple[BatchSizing, ...] = get_args(BatchSizing)
 
 
 class DataOrder(msgspec.Struct, frozen=True, array_like=True):
-    """What all workers must agree on before an epoch is split between them.
+    """The properties of an epoch on which all workers must agree before the epoch is split between them.
 
     Attributes:
         size: number of positions in the epoch; None if it is not known in advance.
@@ -42,7 +42,7 @@ class DataOrder(msgspec.Struct, frozen=True, array_like=True):
             "dynamic".
         digest: hash of the first items of the order, to detect workers with different orders.
         balanced: True if the sizes of the workers' batches follow the workers' speeds. With equal shares, the size
-            of a joint batch is fixed: `batch` positions for each worker.
+            of a joint batch is constant: `batch` positions for each worker.
         most: maximum size of a worker's batch if `balanced` or `joint` is True; None for no maximum.
         joint: True if `batch` is the size of a joint batch, which is divided among the live workers. Only for an order
             of known size.
@@ -163,7 +163,7 @@ def positions(leases: Iterable[Lease]) -> int:
 
 
 def trim(leases: deque[Lease], epoch: int, size: int, *, drop_last: bool) -> tuple[int, int]:
-    """Remove the positions from `size` on from the leases of an epoch, because its order has only `size` positions.
+    """Remove from the leases of an epoch all positions that do not exist, because the order has only `size` positions.
 
     If `drop_last` is True, also remove a batch that is incomplete without these positions. Shares of a static split
     stay as they are, because each worker ends its share itself.
@@ -377,7 +377,10 @@ class Drawn:
         return skipped
 
     def end(self) -> Pushed:
-        """Return `pushed` at the end of the script. Batches that the last push left undecided now count as skipped."""
+        """Return `pushed` at the end of the script.
+
+        In the result, batches that were undecided at the last push count as skipped.
+        """
         batches = [*self._undecided, *self._used, *self._skipped]
         passed = sum(batch.positions for batch in batches if batch.passed)
         return self.pushed._replace(skipped=self.pushed.skipped + passed)

@@ -1,4 +1,4 @@
-"""Who is alive, and how long a run has waited for whom: heartbeats, clocks of other machines, traffic and patience.
+"""Observes the machines and workers of a run: signs of life, clocks, traffic, and how long the run has waited for each.
 
 The first part of this module decides which machines and workers no longer take part in a run, although no connection
 has ended.
@@ -33,8 +33,8 @@ HEARTBEAT_S = Fraction(1, 2)
 LOOK_S = Fraction(1, 10)
 """Interval at which the host asks for verdicts, and at which an agent looks at the states of its processes."""
 
-# Ten heartbeats, together with the time until the next look. A loaded machine or a link that loses packets delays a
-# heartbeat by one or two seconds, so such a machine is not taken out.
+# This time and the time until the next look are together as long as ten heartbeat intervals. A loaded machine or a
+# link that loses packets delays a heartbeat by one or two seconds, so such a machine is not taken out.
 SILENCE_S = 10 * HEARTBEAT_S - LOOK_S
 """Time without a sign of life after which a machine is taken out."""
 
@@ -51,7 +51,7 @@ HEARTBEAT_TICKS, LOOK_TICKS, SILENCE_TICKS = in_ticks(HEARTBEAT_S), in_ticks(LOO
 
 
 class Removal(msgspec.Struct, frozen=True):
-    """A machine or a worker must be taken out of the run.
+    """A machine or a worker that must be taken out of the run.
 
     Attributes:
         machine: index of the machine.
@@ -169,7 +169,10 @@ class Liveness:
         }
 
     def moved(self, machine: int, now_ticks: int) -> None:
-        """Handle a part of a large message from a machine. Heartbeats may have to wait until such a message is sent."""
+        """Handle a part of a large message from a machine: it is a sign of life of the machine.
+
+        A heartbeat may have to wait until the whole message has been sent.
+        """
         if (sender := self._machines.get(machine)) is not None:
             sender.heard_ticks = now_ticks
 
@@ -278,8 +281,8 @@ class Heartbeats:
 
     All times are on the machine's own clock.
 
-    The coordinator's host reads nothing while it is suspended. So an agent sends at most `MOST_UNANSWERED` heartbeats
-    without an answer.
+    The coordinator's host reads nothing while it is suspended, and heartbeats would pile up. So an agent sends at most
+    `MOST_UNANSWERED` heartbeats without an answer.
 
     Args:
         ticks_per_s: number of ticks per second (see `paceline.sync.ticks`).
@@ -305,7 +308,7 @@ class Heartbeats:
         self._unanswered = 0
 
     def due(self, states: Iterable[ProcessState], now_ticks: int) -> Heartbeat | None:
-        """Return a heartbeat that must be sent at once; None if no heartbeat is due.
+        """Return a heartbeat that must be sent immediately; None if no heartbeat is due.
 
         Heartbeats are due at regular times, and when a state has changed. A late heartbeat does not delay the next one.
 
@@ -420,7 +423,7 @@ class OffsetBounds(msgspec.Struct, frozen=True):
         return OffsetBounds(at_ticks, self.least_ticks - drift_ticks, self.most_ticks + drift_ticks)
 
     def intersection(self, other: OffsetBounds) -> OffsetBounds | None:
-        """Return the intersection of the two bounds at the time of `other`; None if they contradict each other."""
+        """Return the bounds that satisfy both, at the time of `other`; None if the two contradict each other."""
         own = self.at(other.at_ticks)
         least_ticks = max(own.least_ticks, other.least_ticks)
         most_ticks = min(own.most_ticks, other.most_ticks)

@@ -4,7 +4,7 @@ The coordinator hands out the batches of each epoch (see `paceline.core.epoch_sp
 position. A position is in exactly one of these states:
 
     left        no worker has it: it has not been handed out, a script has ended the epoch without using it, or a
-                worker that left early had drawn it without a push, and the ledger had forgotten it (see below)
+                worker that left early had drawn it and not pushed it, and the ledger had forgotten it (see below)
     leased      a worker has received it, and no push that contains it is known to be complete
     used        it was part of a push that every shard has received
     torn        it was part of a push that only some shards received before the worker was lost
@@ -16,10 +16,10 @@ Returned positions are handed out again before any other positions: in the same 
 worker still draws from the epoch, else in a later epoch. With a dynamic split, positions that a worker gives back
 because its script has ended the epoch early are handed out again in the same epoch only.
 
-A script may draw from a loader and never push, for example to evaluate a model. Then no lease is ever settled.
-Therefore, the ledger forgets the positions of the oldest leases and keeps only the number and the sizes of their
-batches, which are enough to count exactly what a later push has used. No lease is forgotten if a script pushes at
-least once in `MOST_LEASES` batches.
+A lease is *settled* when it is known which of its positions are used, torn or left out. A script may draw from a loader
+and never push, for example to evaluate a model. Then no lease is ever settled. Therefore, the ledger forgets the
+positions of the oldest leases and keeps only the number and the sizes of their batches, which are enough to count
+exactly what a later push has used. No lease is forgotten if a script pushes at least once in `MOST_LEASES` batches.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ class LoaderLedger:
         self._closed: dict[int, EpochSplit] = {}
         self._opened = cut.opened  # number of the last epoch that was opened, plus 1
         self._order = cut.order  # the order of this epoch
-        # the first epoch of which the earlier run has not used all data, or the last epoch that the earlier run has
-        # opened
+        # the first epoch of which the earlier run has not used all data; if there is none, the last epoch that the
+        # earlier run has opened
         self._resumed = min((rest.number for rest in cut.epochs), default=cut.opened - 1)
         self._accounts: defaultdict[int, _Account] = defaultdict(_Account)  # worker -> its account
         self._returned = deque(cut.returned)  # each lease has a count
@@ -162,7 +162,8 @@ class LoaderLedger:
     def settle(self, worker: int, least: Pushed, most: Pushed) -> None:
         """Record that a worker's batches in `least` are used, and that the further batches in `most` are torn.
 
-        Skipped positions are left out. The worker may skip a batch after the batch was settled as used.
+        Skipped positions are left out, even if they were counted as used before: a worker may skip a batch after the
+        batch was settled.
         """
         account = self._accounts[worker]
         self._used += self._remove(account, least.batches)
@@ -246,7 +247,7 @@ class LoaderLedger:
             self._left_out += left_out
 
     def leave(self, worker: int, live: Set[int], *, early: bool) -> None:
-        """Take back all positions that a worker has and has not used, and forget the worker."""
+        """Take back all positions that a worker may use but has not used, and forget the worker."""
         account = self._accounts.pop(worker, _Account())
         self._left += positions(account.forgotten)
         unused = [*account.leases]
@@ -313,7 +314,7 @@ class LoaderLedger:
     # -- leases of a worker -------------------------------------------------------------------------------
 
     def _remove(self, account: _Account, until: int) -> int:
-        """Remove a worker's batches before number `until` from its leases. Return their number of positions."""
+        """Remove a worker's batches before number `until` from its leases. Return the number of removed positions."""
         if until <= account.settled:
             return 0
         removed = 0
@@ -378,7 +379,7 @@ class LoaderLedger:
     # -- epochs -------------------------------------------------------------------------------------------
 
     def _split(self, epoch: int) -> EpochSplit | None:
-        """Return how an epoch is split, or has been split."""
+        """Return the split of an open or closed epoch; None if the ledger has no split of this epoch."""
         return self._splits.get(epoch) or self._closed.get(epoch)
 
     def _leased(self) -> dict[int, EpochSplit]:
@@ -387,7 +388,10 @@ class LoaderLedger:
         return {number: split for number, split in self._closed.items() if number in leased}
 
     def _open(self, epoch: int, order: DataOrder, opener: int, live: Set[int], lockstep: bool) -> None:
-        """Begin to split an epoch that no worker has begun before, or the part of it that an earlier run has left."""
+        """Begin to split an epoch that no worker has begun in this run.
+
+        If an earlier run has used a part of the epoch, only the rest is split.
+        """
         rest = self._rests.pop(epoch, None)
         begin = 0 if rest is None else rest.begin
         if rest is not None and (order.size, order.digest) != (rest.order.size, rest.order.digest):
@@ -412,7 +416,7 @@ class LoaderLedger:
         self._closed = self._leased()
 
     def _return_rest(self, rest: EpochCut) -> None:
-        """Return what an earlier run has left of an epoch that no worker will begin in this run."""
+        """Add the rest of an epoch of an earlier run to `_returned`, because no worker will begin this epoch now."""
         order = rest.order
         if order.size is None:
             return

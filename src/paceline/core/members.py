@@ -273,7 +273,7 @@ class Quorum:
 # main worker. If the main worker has finished its script, it has written everything, and no worker takes its place.
 #
 # The workers may have different working directories. If a file is written once for the job, its relative path refers to
-# the working directory of the first main worker, even after the loss of this worker. So the path of the file stays the
+# the working directory of the first main worker, even after this worker is lost. So the path of the file stays the
 # same.
 
 NOBODY = -1
@@ -362,7 +362,7 @@ class ServerRoster:
 
     @property
     def shortage(self) -> str:
-        """How many servers the run has and needs, if machines have yet to bring some; else ""."""
+        """A text that says how many servers the run has and needs, if machines have yet to bring some; else ""."""
         return f"{self._count - len(self.vacant)} of {self._count} servers" if self.vacant else ""
 
     def expects(self, server: int) -> bool:
@@ -376,7 +376,7 @@ class ServerRoster:
         return len(self._ready) >= self._count
 
     def lose(self, server: int, how: str, *, begun: bool) -> bool:
-        """Handle the loss of a server.
+        """Handle a lost server.
 
         Args:
             server: index of the server.
@@ -421,7 +421,7 @@ class ServerRoster:
 # -- How a worker is lost: first it is fenced at every shard, then the coordinator decides which of its pushes count
 #
 # A worker that dies while it sends a push leaves a *torn* push, which some shards have received and others
-# have not. A shard alone cannot know whether a push that it holds is torn. So a loss has two phases:
+# have not. A shard alone cannot know whether a push that it holds is torn. So a lost worker is handled in two phases:
 #
 #     WorkerLost       to each server. From then on, the server receives nothing more from this incarnation of the
 #                      worker: the worker is *fenced*. The shards of the server apply no update that contains a held
@@ -431,12 +431,12 @@ class ServerRoster:
 #                      other held push is dropped
 #
 # A torn push that a shard has applied already, for example under ASP, remains applied at this shard, and counts as
-# torn. Shards that hold no push of the worker wait for no other shard: for them, the loss is settled at once. If a
-# server notices a loss before the coordinator does, the server fences the worker by itself.
+# torn. If no shard of a server holds a push of the worker, the worker leaves these shards immediately. If a server
+# notices the end of a worker's connection before the coordinator does, the server fences the worker by itself.
 #
 # An incarnation that is lost before it takes part has pushed nothing. A server that has welcomed the
-# incarnation may still hold pushes of an earlier incarnation, and reports these pushes. The loss of the earlier
-# incarnation has been settled, so all of these pushes are kept.
+# incarnation may still hold pushes of an earlier incarnation, and reports these pushes. The coordinator has already
+# decided about the earlier incarnation, so all of these pushes are kept.
 
 
 @stateful()
@@ -463,7 +463,7 @@ class WorkerLoss:
         return not self._missing
 
     def reported(self, server: int, report: PushesReported) -> list[Request]:
-        """Handle a server's report. After the last report, return the requests that settle the loss."""
+        """Handle a server's report. After the last report, return the requests that tell the servers the decision."""
         if report.incarnation != self._incarnation or server not in self._missing:
             return []
         self._missing.remove(server)
@@ -507,7 +507,7 @@ class WorkerLoss:
 
 @stateful()
 class Losses:
-    """The losses that are not settled yet.
+    """The lost workers about whose pushes the coordinator has not decided yet.
 
     Attributes:
         open: lost worker whose pushes some servers have yet to report -> its record.
@@ -533,8 +533,8 @@ class Losses:
         """
         loss = self.open.get(report.worker)
         if loss is None:
-            # This incarnation never took part. Held pushes are those of an earlier incarnation, whose loss has been
-            # settled.
+            # This incarnation never took part. Held pushes are those of an earlier incarnation, and the coordinator has
+            # decided to keep them.
             kept = max(report.last, default=-1)
             settled = LossSettled(report.worker, report.incarnation, kept)
             return [Send(server_peer(server), settled)] if any(report.held) else [], None

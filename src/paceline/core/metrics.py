@@ -1,4 +1,4 @@
-"""What scripts have logged, and what workers have spent their time on."""
+"""The metrics that scripts have logged, and the times that workers have spent on each activity."""
 
 from __future__ import annotations
 
@@ -356,7 +356,7 @@ class Noted(msgspec.Struct, frozen=True, gc=False):
 
 
 class Settled(msgspec.Struct, frozen=True):
-    """What a script has logged before a push.
+    """The values that a script has logged before a push, and the losses among them.
 
     Attributes:
         noted: everything that the script has logged.
@@ -487,7 +487,7 @@ class UnsentMetrics:
 # know this. So an exchange is not reported at all; `trace.activity_cells` determines from the traces which part of the
 # exchange was waiting.
 #
-# A lost worker makes no report when it leaves. Its *tail* is the time from its last report until its loss. The tail
+# A lost worker makes no report when it leaves. Its *tail* is the time from its last report until it was lost. The tail
 # counts as time in the activity of the last report, unless this activity was an exchange. A live worker reports at
 # least ten times per second while it iterates, so a tail is either short or spent on a single activity.
 #
@@ -508,7 +508,7 @@ STATE_OF: Mapping[Activity, str] = {
 
 
 class Lap(NamedTuple):
-    """What a worker has done in one iteration, from the arrival of its weights until its push.
+    """The times that a worker has spent in one iteration, from the arrival of its weights until its push.
 
     Attributes:
         loading: time in which the script asked for batches.
@@ -527,7 +527,7 @@ class Lap(NamedTuple):
 
 
 class PassMark(NamedTuple):
-    """What a stopwatch shows when a pass over a loader begins. See `Stopwatch.end_pass`."""
+    """The values that a stopwatch shows when a pass over a loader begins. See `Stopwatch.end_pass`."""
 
     trained: int
     loading: int
@@ -666,7 +666,7 @@ class Stopwatch:
 
 
 class WorkerTime(NamedTuple):
-    """What a worker has spent its time on, summed over all incarnations of its index.
+    """The times that a worker has spent in each state, summed over all incarnations of its index.
 
     Attributes:
         reported: state -> time that the worker has reported.

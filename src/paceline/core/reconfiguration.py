@@ -2,8 +2,8 @@
 
 There are three kinds of reconfigurations that change something, and each goes through the same phases:
 
-    proposed   the reconfiguration was asked for; its content is not fixed yet
-    agreed     its content is fixed, and the processes that it concerns are told
+    proposed   the reconfiguration was asked for; its content is not decided yet
+    agreed     its content is decided, and the processes that it concerns are told
     in force   all these processes follow the reconfiguration; nothing is left to do
 
                join                       change of the sync model (`job_sync`)   extension
@@ -22,8 +22,9 @@ is live, so no extension begins before the worker has joined. And each change wa
 of `JobSync`, which a replay can rebuild from the events of a trace. A change and an extension do not exclude each
 other: an extension is not an event of the sync model.
 
-A cut of the job changes nothing, so no reconfiguration waits for a cut. A cut waits for all reconfigurations, and also
-for open losses. If a reconfiguration or a loss begins during a cut, the cut begins again afterwards.
+A cut of the job changes nothing, so no reconfiguration waits for a cut. A cut begins only when no reconfiguration is in
+progress, and the coordinator has decided about the pushes of all lost workers. If a reconfiguration begins, or a worker
+is lost, during a cut, the cut begins again afterwards.
 """
 
 from __future__ import annotations
@@ -165,7 +166,10 @@ class Reconfigurations:
         return [] if self.join is None else self.join.offered(server, offer, self._sync.next_superstep)
 
     def welcomed(self, server: int, message: WorkerWelcomed) -> WorkerJoined | None:
-        """Handle an acknowledgment of a server. The last one puts the join in force: return its `WorkerJoined`."""
+        """Handle a server's acknowledgment.
+
+        After the last acknowledgment, the join is in force. Return its `WorkerJoined`; None before.
+        """
         if self.join is None:
             return None
         self.join.welcomed(server, message)
@@ -195,7 +199,7 @@ class Reconfigurations:
         return True
 
     def next_change(self) -> tuple[int, SyncRequested] | None:
-        """Remove the oldest request for a change that has waited, and return it with its worker."""
+        """Remove the oldest waiting request for a change, and return it with its worker; None if no request waits."""
         return self._postponed.pop(0) if self._postponed else None
 
     # -- extensions of the model --------------------------------------------------------------------------
@@ -243,7 +247,8 @@ class Reconfigurations:
 
 # -- How a worker joins a run in progress: with the same label and the same c_p at every shard ---------------
 #
-# The coordinator decides alone, in two rounds of messages with the servers:
+# c_p is the sync model's count of the worker's pushes (see `Counts`). The coordinator decides alone, in two rounds of
+# messages with the servers:
 #
 #     JoinProposed     to each server
 #     JoinOffered      from each server: the label and the c_p with which the worker could join at its shards now; the
@@ -322,7 +327,7 @@ class Join:
         return [Send(server_peer(server), message) for server in range(self._servers)]
 
 
-# -- The extension of the model: a script adds parameters after training has begun, with an optimizer or as a group
+# -- The extension of the model: a script adds an optimizer or a parameter group after training has begun ----
 #
 # All live workers make a call with the extended model, and wait in it as in a barrier (see `core.joint_batch`).
 # Then:
@@ -345,8 +350,9 @@ class Join:
 # worker takes its place, and sends its weights to all servers. So the initial weights of all shards come from
 # one worker. Until all servers are ready, the shards keep their earlier parameters only. The digests of
 # frozen parameters are also those of the initializer. If all workers that wait for the extension are lost, the
-# coordinator gives up the extension, and its number is used again. Only then does the coordinator propose the next
-# join, so a server that receives `JoinProposed` no longer waits for the initial weights of an extension.
+# coordinator gives up the extension, and its number is used again. The coordinator proposes the next join only when the
+# extension is in force or was given up, so a server that receives `JoinProposed` no longer waits for the initial
+# weights of an extension.
 #
 # An extension is not an event of the sync model: no worker computes during an extension, and an extension is neither an
 # iteration nor an update.
@@ -561,7 +567,7 @@ class Edits:
 #
 #     CutProposed   to each server, under a lockstep model
 #     CutOffered    from each server: the number of rounds that its shards have completed
-#     CutAgreed     to each server: cut each shard after a given round or, under other models, at once
+#     CutAgreed     to each server: cut each shard after a given round or, under other models, immediately
 #     CutTaken      for each shard: it has been cut
 #
 # In lockstep, the updates of a round are the same at all shards, so no push is torn. A shard is cut when the scripts
@@ -571,10 +577,10 @@ class Edits:
 # pushes of some workers may be torn, that is, only in the weights of some shards. The data of torn pushes is not used
 # again. Held pushes are not part of the cut, and their data is returned.
 #
-# Nothing waits for a cut, and a cut waits for everything else: a cut begins when no reconfiguration is in progress and
-# no loss is open. If a reconfiguration or a loss begins before all shards have been cut, the cut begins again with the
-# next number. From the beginning of a cut to its end, the ledger settles no positions, so the ledger still knows what
-# every worker has received.
+# Nothing waits for a cut, and a cut waits for everything else: a cut begins when no reconfiguration is in progress, and
+# the coordinator has decided about the pushes of all lost workers. If a reconfiguration begins, or a worker is lost,
+# before all shards have been cut, the cut begins again with the next number. From the beginning of a cut to its end,
+# the ledger settles no positions, so the ledger still knows what every worker has received.
 #
 # The hosts of the shards copy what has been cut (`TakeCut`), and the host of the coordinator writes the copies
 # (`SaveCut`). The cut is whole when every worker that is still present has given the state of its script

@@ -164,7 +164,7 @@ class Abort(HostRequest):
 
 
 class Situation(msgspec.Struct, frozen=True, kw_only=True):
-    """What a simulation of several candidates, which are sync models, needs to know about a run.
+    """The facts about a run that are needed to simulate it under several sync models, the candidates.
 
     Attributes:
         syncs: the candidates.
@@ -285,7 +285,7 @@ class EndWithout(HostRequest):
 
     Attributes:
         server: index of the server.
-        reason: what is known of the loss, as a clause.
+        reason: why the server is lost, as far as this is known, as a clause.
     """
 
     server: int

@@ -133,7 +133,7 @@ class Server:
         self._paces: PaceMeter | None = None  # at the server of shard 0, if `_observes`
         self._fetches: list[FetchSnapshot] = []  # the coordinator's requests that are not answered yet
         self._proposed: JoinProposed | None = None  # the proposal of a join, until the server has answered
-        # lost workers of which a shard holds a push, until the loss is settled
+        # lost workers of which a shard holds a push, until the coordinator has decided about the push
         self._fenced: set[int] = set()
         # worker -> its incarnation; 0 for workers that are not in this mapping
         self._incarnations: dict[int, int] = {}
@@ -150,7 +150,7 @@ class Server:
         return worker in self._connected
 
     def is_fenced(self, worker: int) -> bool:
-        """Return True if a worker is lost, and the loss is not settled because a shard holds one of its pushes."""
+        """Return True if a worker is lost, and has not left the shards yet, because a shard holds one of its pushes."""
         return worker in self._fenced
 
     def shard(self, index: int) -> Shard:
@@ -315,8 +315,8 @@ class Server:
         # the gradients.
         if all(optimizer.name == "SGD" for optimizer in message.model.optimizers):
             self._usual_samples = message.usual_samples
-        # All servers receive this list of workers, so the number is the same at all shards, even if a shard begins
-        # after a loss.
+        # All servers receive this list of workers, so the number is the same at all shards, even if a worker is lost
+        # before a shard begins.
         together = len(message.workers)
         indices = [bounds.index for bounds in message.shards]
         self._to_begin = set(indices)
@@ -373,7 +373,10 @@ class Server:
         return shard.handle(PullRequested(now_ticks=now_ticks, worker=worker, iteration=iteration))
 
     def _extend(self, message: ExtendShards) -> list[Request]:
-        """Request the initial weights of the new parameters. After a second request, earlier weights are not used."""
+        """Request the initial weights of the new parameters.
+
+        If the weights are requested again from another worker, those that have already arrived are not used.
+        """
         self.initializer, self._next = message.initializer, message.number
         complete = message.resumed and not message.lacking
         self._to_begin = set() if complete else {bounds.index for bounds in message.shards}
@@ -462,7 +465,7 @@ class Server:
             shard.drawn.forget(worker)
 
     def _fence(self, worker: int, now_ticks: int) -> list[Request]:
-        """Handle a lost worker, which sends nothing more. If no shard holds its pushes, the worker leaves at once."""
+        """Handle a lost worker, which sends nothing more. If no shard holds its pushes, it leaves immediately."""
         if worker not in self.expected or worker in self._fenced:
             return []
         if not any(shard.sync.holds(worker) for shard in self.shards.values()):

@@ -82,7 +82,7 @@ MOST_ROUNDS = 64
 
 
 class Details(NamedTuple):
-    """What a shard needs to know about a push until it is applied or dropped.
+    """The properties of a push that a shard needs until the push is applied or dropped.
 
     Attributes:
         samples: number of samples over which the gradient is averaged; None if it is unknown.
@@ -107,7 +107,7 @@ WHOLE_UPDATE = Standing(1.0)
 
 
 class _Outcome(msgspec.Struct):
-    """What follows from one event.
+    """The results of one event.
 
     Attributes:
         model: the sync model that has decided about the event. The shard may have replaced this model during the event.
@@ -149,8 +149,8 @@ class Shard:
             gradients are then not scaled by their numbers of samples, because `Standing.share` already depends on these
             numbers.
         state: the version and the counts of the weights with which the shard begins.
-        replays: True if the events come from a trace. The number of workers that were present at once is then read from
-            the pushes, because the beginning of a trace does not contain this number.
+        replays: True if the events come from a trace. The number of workers that were present at the same time is then
+            read from the pushes, because the beginning of a trace does not contain this number.
         wire: the codec of each direction.
 
     Attributes:
@@ -308,7 +308,7 @@ class Shard:
         return requests + self._replies() if self._asked else requests
 
     def cut(self, cut: CutAgreed) -> list[Request]:
-        """Cut the shard as soon as the shard has completed the round of the cut, or at once if the cut has no round."""
+        """Cut the shard as soon as it has completed the round of the cut, or immediately if the cut has no round."""
         requests: list[Request] = []
         self._cut = cut
         self._cut_if_due(requests)
@@ -348,8 +348,8 @@ class Shard:
         In lockstep, all shards have made the same updates after the same round. A script may push several times for
         one batch, and the state of the script can be taken only when the script asks for its next batch. So the shard
         is cut just before the first push with newly drawn data; until then, answers tell the workers of the cut. A
-        shard without live workers is cut at once. Held pushes of workers that have left delay the cut until they are
-        applied or dropped.
+        shard without live workers is cut immediately. Held pushes of workers that have left delay the cut until they
+        are applied or dropped.
 
         Args:
             requests: the list to which the requests are added.
@@ -525,7 +525,10 @@ class Shard:
         return []
 
     def _replies(self) -> list[Request]:
-        """Reply to each question about a mean that is certain to be missing here. Forget questions that are settled."""
+        """Reply to each question about a mean that is certain to be missing here.
+
+        Forget the questions that were answered, and those about a mean that this shard has measured.
+        """
         asked = [pushes for pushes in self._asked if not self.clipped.contain(pushes)]
         self._asked = [pushes for pushes in asked if any(map(self._may_average, pushes))]
         return [
@@ -586,13 +589,13 @@ def _max_norm(pushes: Sequence[Key], details: Sequence[Details]) -> float | None
 
 # -- Runs the sync model of one shard, and replaces the model during the run ---------------------------------
 #
-# All shards must change the model at the same boundary. If two shards counted the progress of the workers
-# from different iterations, the workers could block each other: worker 0 could wait for worker 1 at one shard, and
-# worker 1 could wait for worker 0 at another shard. Therefore the workers determine the boundary. The coordinator
-# publishes a change to all workers that are live at this time, the change's *members*. Each member flags its next push
-# with the change, in the same way for all shards. This push is the worker's last push under the old model. No worker
-# joins while a change is in progress: the coordinator lets a join wait for a change in progress, and a change wait for
-# a join in progress. Every live worker is in one of two states:
+# All shards must change the model at the same boundary, that is, after the same push of each worker. If two shards
+# counted the progress of the workers from different iterations, the workers could block each other: worker 0 could wait
+# for worker 1 at one shard, and worker 1 could wait for worker 0 at another shard. Therefore the workers determine the
+# boundary. The coordinator publishes a change to all workers that are live at this time, the change's *members*. Each
+# member flags its next push with the change, in the same way for all shards. This push is the worker's last push under
+# the old model. No worker joins while a change is in progress: the coordinator lets a join wait for a change in
+# progress, and a change wait for a join in progress. Every live worker is in one of two states:
 #
 #     in the model     the usual state
 #     passed           the worker has sent its flagged push. The old model has processed that push and was then told
@@ -632,8 +635,8 @@ class ShardSync:
         needs_staleness: True if the model in force needs the staleness of each push.
         changed_to: the models of all shards after the last change that this shard completed; () before the first one.
         order: phases and labels of all live workers.
-        at_once: the largest number of workers that have been present at once, under all models and in all runs of the
-            job. Workers that wait for a change count as present.
+        at_once: the largest number of workers that have been present at the same time, under all models and in all
+            runs of the job. Workers that wait for a change count as present.
     """
 
     def __init__(
@@ -659,7 +662,8 @@ class ShardSync:
         self._change: Change | None = None  # the change in progress
         self._changed = 0  # number of the last change that this shard completed
         self._passed: set[int] = set()  # workers that have passed the change in progress
-        # The frozen workers' pushes that a failed model held, and that the next model has not taken over.
+        # The pushes of frozen workers (see `ShardMachine`) that a failed model held, and that the next model has not
+        # taken over.
         self._orphans: list[Key] = []
         # workers that have passed a completed change but have not pulled yet; their pulls are answered on arrival
         self._to_pull: set[int] = set()
@@ -1003,7 +1007,7 @@ MOST_ENTRIES = 16
 
 @stateful()
 class DrawnAtShard:
-    """What the workers had drawn before their pushes to one shard.
+    """The data that the workers had drawn before their pushes to one shard.
 
     >>> drawn = DrawnAtShard()
     >>> drawn.received(0, 0, (1,), unapplied=[])
@@ -1077,7 +1081,10 @@ class Versions:
         return self._pulled
 
     def outlook(self, most_workers: int) -> dict[str, object]:
-        """Return the values that decide: no totals, but for each worker the number of updates that its weights lack."""
+        """Return the values on which requests depend.
+
+        These are no totals, but for each worker the number of updates that its weights lack.
+        """
         missed = {worker: self.missed(worker) for worker in self._pulled}
         counts = dict.fromkeys(("version", "lost", "dropped_samples", "_means", "_averaged", "_dropped"))
         return {**counts, "_pulled": missed, "_computed_on": self._computed_on.keys()}

@@ -27,14 +27,14 @@ from .requests import worker_peer
 # used, because they are slow. A short span of time would not suffice, because a script evaluates its model now and
 # then.
 
-POINTS = 32  # number of earlier values, within the span, from which a rate is computed
+POINTS = 32  # number of values that a `Rate` keeps from the time over which it averages
 SPEED_SPAN_S = 10.0  # time over which the speed of the job is averaged
 LOSS_SPAN_S = 2.0  # time constant of the moving mean of the loss
 LEAST_S = 1.0  # time after which a rate is known
 
 
 class JobProgress(msgspec.Struct, frozen=True):
-    """How far a job has come, and how fast it goes on. A value is None if it is not known.
+    """The progress and the speed of a job. A value is None if it is not known.
 
     Attributes:
         progress: how much of the current training loop is done, from 0 to 1.
@@ -234,7 +234,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
         last: the workers that keep this worker waiting. If it waits in a call, these are the workers that have not made
             the call; otherwise, these are the workers in the earliest iteration, among those that do not wait
             themselves. () if this worker does not wait.
-        losses: for each lost incarnation of the worker, in order, the reason for its loss.
+        losses: for each lost incarnation of the worker, in order, the reason why it was lost.
         guessed: True if `loss` is a guess: the tensor on which the script has called `backward()`.
         device: the worker's device and the model of this device; unset if no worker is known to be on an accelerator.
     """
@@ -352,7 +352,7 @@ class Awaited(NamedTuple):
 
 
 class Observed(msgspec.Struct, frozen=True):
-    """What the host of a coordinator has observed.
+    """The observations of a coordinator's host.
 
     Attributes:
         servers: number of servers.
@@ -542,10 +542,12 @@ MOST_LOOKS = 20
 OLDEST_S = 30.0  # maximum age of a look (one set of the servers' answers) that is used
 LEAST_LOOKS = 2
 LEAST_SHARE = 0.25
-"""A worker is named only if it is awaited in this part of the looks. Equally fast workers are awaited less often."""
+"""A worker is named only if it is awaited in at least this part of the looks. Equally fast workers are awaited less
+often."""
 
 CLOSE = 0.8
-"""A worker is named only if it is awaited in at least this fraction as many looks as the most awaited worker."""
+"""A worker is named only if the number of looks in which it is awaited is at least this fraction of the number for the
+most awaited worker."""
 
 
 class WaitSamples:

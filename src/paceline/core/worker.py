@@ -119,7 +119,7 @@ class Worker:
         asks_for_main: True while a `MainRequested` has not been answered.
         directory: the working directory of this process when the worker registered; None if it is unknown.
         started: the `Started` message that the worker has received; None before training starts.
-        needs_significance: True if each push must contain |g| / |w|.
+        needs_significance: True if each push must contain its `PushFlags.significance`.
         data: the leases that the worker has received, and what its script has drawn from them.
         may_restart: True if the sync model may order the worker to abort and restart an iteration.
         lockstep: True if the sync model keeps all workers in lockstep.
@@ -132,7 +132,7 @@ class Worker:
         extension: number of the last extension of the model that the worker has been told of; 0 if there is none.
         cut: number of the cut for which the state of the script is wanted; 0 if no state is wanted. Under lockstep
             models, the state is wanted before each push until the shards have been cut.
-        asked: number of changes that the script has requested.
+        asked: number of changes of the sync model that the script has requested.
         pulls_again: True while the worker waits for weights during an iteration, for example to restart it.
         change: the change of the model with which the worker flags its next push; None if there is none.
         placement: the servers of the shards.
@@ -280,7 +280,7 @@ class Worker:
         return self.waiting_for == "answers" and shard in self._awaited
 
     def outlook(self, most_workers: int) -> dict[str, object]:
-        """Return the values that decide. Of the content of `Started`, only `joined_late` still decides."""
+        """Return the values on which requests depend. Of the content of `Started`, this is only `joined_late`."""
         return {"started": None if self.started is None else self.joined_late}
 
     # -- actions of the script ----------------------------------------------------------------------------
@@ -484,7 +484,7 @@ class Worker:
         return self._call(ADDED, model=model)
 
     def _call(self, call: str, **contents: Any) -> list[Request]:
-        """Make a call of all workers."""
+        """Make a call that every worker must make."""
         self.combined = self.extended = None
         self._calls += 1
         since_step, self._calls_since_step = self._calls_since_step, self._calls_since_step + 1

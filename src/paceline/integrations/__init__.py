@@ -62,7 +62,7 @@ def broadcast(obj: Any, *, sends: bool) -> Any:
         sent[:2] = torch.tensor([1, len(own)])
         sent[2 : 2 + len(own)] = torch.tensor(list(own))
     found = reduce(sent, "sum")
-    # When the main worker is lost, its successor may have sent the same object.
+    # When the main worker is lost, its successor may have sent the same object, so divide by the number of senders.
     senders, size, *content = map(int, (found / found[0].clamp(min=1)).tolist())
     return json.loads(bytes(content[:size])) if senders else obj
 

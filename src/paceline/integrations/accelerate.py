@@ -10,7 +10,7 @@ in each worker: Paceline divides the data, exchanges gradients and clips them.
 
 Accelerate decides when the optimizer pushes: a step is made when `sync_gradients` is True. This attribute is also True
 at the end of a pass over the loader. With dynamic shares, no worker knows beforehand which of its batches is the last
-one. So when the pass has ended, the loader itself makes the step for the gradients that are left.
+one. So when the pass has ended, the loader itself makes the step for the remaining gradients.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def apart(model: nn.Module) -> Iterator[None]:
 
 
 class JobAccelerator(accelerate.Accelerator):
-    """The base for a script's own loop and for the `Trainer`: distributed optimizers, and joint clipping.
+    """The base class of the accelerators for a script's own loop and for the `Trainer`: it pushes and clips gradients.
 
     Attributes:
         has_rest: True if gradients have been accumulated since the last step.
@@ -307,7 +307,7 @@ class Accelerator(JobAccelerator):
         return recursively_apply(lambda each: reduce(each, reduction), tensor)
 
     def init_trackers(self, *arguments: Any, **options: Any) -> None:
-        """Set up the trackers in the worker that is the main worker when something is logged."""
+        """Set up the trackers when something is first logged, in the worker that is the main worker at that time."""
         if current() is None:
             super().init_trackers(*arguments, **options)
         else:
@@ -348,7 +348,7 @@ class Accelerator(JobAccelerator):
 
         Args:
             dataloader: the loader. All workers must make this call.
-            num_batches: number of batches that each worker has used, if all shares were equal.
+            num_batches: number of batches that each worker would have used if all shares were equal.
         """
         if not isinstance(dataloader, TrainLoader):
             return super().skip_first_batches(dataloader, num_batches)

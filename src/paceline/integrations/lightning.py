@@ -1,15 +1,15 @@
-"""Lightning: `Trainer(strategy="paceline")` and `Fabric(strategy="paceline")`, once this module is imported.
+"""Lightning: once this module is imported, `Trainer` and `Fabric` accept `strategy="paceline"`.
 
 Lightning itself sees one process with one device in each worker. The strategy divides the training data, exchanges
-gradients, and clips the joint gradient. The strategy overrides public methods. `tests/integrations/test_lightning.py`
-checks that Lightning has all other names that this module uses.
+gradients, and clips the joint gradient. The strategy overrides public methods, and also uses other names of Lightning.
+`tests/integrations/test_lightning.py` checks that these other names exist.
 
 **Epochs.** A `Trainer` counts its own epochs and batches. In a run, the epochs are those of the job: a loop of
-`paceline.epochs` advances when the `Trainer` begins a pass over its data. In a worker that joins late or is resumed,
-the `Trainer` begins with the current epoch of the job. Under a sync model whose workers do not wait for each other, no
-worker knows beforehand how many batches it will use. So the loader tells of each batch whether it is the last batch of
-the epoch. After the last batch, the `Trainer` ends its epoch: it makes the step for the gradients that it has
-accumulated, and validates.
+`paceline.epochs` advances when the `Trainer` begins a pass over its data. In a worker that joins late, and in a
+resumed run, the `Trainer` begins with the current epoch of the job. Under a sync model whose workers do not wait for
+each other, no worker knows beforehand how many batches it will use. So the loader tells of each batch whether it is the
+last batch of the epoch. After the last batch, the `Trainer` ends its epoch: it makes the step for the gradients that it
+has accumulated, and validates.
 
 **What all workers do together.** In a run, a worker may join or be lost at any time, and workers need not have made the
 same number of steps. So workers do only the following together:
@@ -146,7 +146,7 @@ class _TrainerStrategy(_Strategy):
         options: `accelerator`, `checkpoint_io` and `precision_plugin`, as for other strategies.
 
     Attributes:
-        fit: the call of `Trainer.fit` that is in progress; None if there is none, and outside a run.
+        fit: the call of `Trainer.fit` that is in progress; None if no call is in progress, and outside of a run.
         state: the part of the `Trainer`'s state that is tracked.
         files: paths of the files in the folders of the checkpoints, as all workers know them (see `name_files_alike`).
     """
@@ -311,7 +311,8 @@ class _TrainerStrategy(_Strategy):
         session = current()
         if session is None or src or training_of(session) is not None:
             return obj
-        self._turn.close()  # other workers cannot make this call while they wait for their turn
+        # Otherwise, the workers that wait for their turn could not make this call, which all workers make together.
+        self._turn.close()
         sent = _broadcast(obj)
         if self._prepares:
             self._turn.enter_context(_one_at_a_time())
@@ -324,7 +325,7 @@ class _TrainerStrategy(_Strategy):
         if session.core.stays_lockstep:
             return reduce(tensor, _operation(reduce_op))
         if not tensor.is_floating_point():
-            return tensor  # the only integers are the lengths of loaders
+            return tensor  # Lightning reduces no integers except the lengths of loaders
         raise ConfigurationError(
             "reduce() was called in a training step, but under this sync model workers do not make their steps "
             "together. Log the value instead: the metrics of the run are the means over all workers. Or use a model "
@@ -347,7 +348,7 @@ class _TrainerStrategy(_Strategy):
                     edits.enter_context(optimizer.editing())
             super().load_model_state_dict(*arguments, **options)
         if training is not None:
-            # One worker sends the edit. Without the barrier, other workers might go on before the edit has arrived.
+            # One worker sends the new weights. Without the barrier, others might go on before the weights have arrived.
             barrier()
             training.refresh()
 
@@ -453,7 +454,7 @@ class TrainingData:
         self._strategy = strategy
         self._pass: Iterator[Any] = iter(())
         self.length = self.share = None
-        with suppress(TypeError):  # a stream
+        with suppress(TypeError):  # an iterable dataset has no length
             self.length = loader.whole_length
             self.share = self.length if loader.may_be_dynamic else len(loader)
 
@@ -632,7 +633,7 @@ class _Fit:
         """Raise `ConfigurationError` if the `Trainer` divides epochs in a way that differs between workers."""
         trainer = self.trainer
         if trainer.val_check_interval == 1.0:
-            # The Trainer then validates after the batch that is the last one according to the loader.
+            # With this value, the Trainer validates after the batch that the loader calls the last one of the epoch.
             trainer.val_check_batch = float("inf")
         elif isinstance(trainer.val_check_interval, float) and self.data.share is not None:
             batches = self.data.limited(trainer.limit_train_batches)
@@ -656,7 +657,7 @@ class _Fit:
         """Return the number of samples that all workers together use; infinity if the `Trainer` counts its own steps.
 
         `max_steps` counts joint batches. If workers are not in lockstep, no worker can count the joint batches of the
-        job.
+        job, so the limit is given in samples.
         """
         trainer, steps = self.trainer, self._max_steps
         if steps == -1 or self._session.core.stays_lockstep:
@@ -691,7 +692,7 @@ class _Fit:
         """Let a schedule begin where the `Trainer` goes on, if another number of workers wrote the checkpoint.
 
         Raises:
-            ConfigurationError: a scheduler of this class cannot begin elsewhere.
+            ConfigurationError: a scheduler of this class cannot begin at another step.
         """
         if self.data.share is None:
             return
@@ -774,7 +775,7 @@ class _Hooks(Base):
     """The callback with which the strategy notices the ends of batches, epochs and validations."""
 
     def on_train_epoch_start(self, trainer: Any, *arguments: Any) -> None:
-        # Progress bars, which follow in the list of callbacks, ask for the length of the pass now.
+        # Progress bars, whose callbacks are called after this one, ask for the length of the pass.
         if (fit := trainer.strategy.fit) is not None and uses_all(trainer):
             trainer.fit_loop.max_batches = fit.data.expected
 
@@ -924,7 +925,8 @@ def _register(module: str) -> type:
 def _register_all() -> tuple[type, type]:
     """Register the strategies for the packages of `PACKAGES` that the script has imported.
 
-    If the script has imported no such package, register the strategies for all that are installed.
+    If the script has imported no such package, register the strategies for all packages of `PACKAGES` that are
+    installed.
 
     Returns:
         The strategies for the `Trainer` and for Fabric of the first of these packages.

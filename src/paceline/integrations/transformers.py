@@ -178,8 +178,9 @@ def reason_against(trainer: Any) -> str | None:
 UNTRUE = "not to be a single sample", "do not match the ones in the `trainer_state.json`"
 """Texts of those warnings of a trainer that are not true in a run.
 
-Training goes on after a pass without samples. The numbers of steps in a checkpoint count the batches of all workers,
-and those in the arguments count joint batches.
+The first warning says that training ends after a pass without samples, but it goes on. The second warning says that
+the numbers of steps in a checkpoint and in the arguments differ, but these numbers only have different units: batches
+of all workers in the checkpoint, and joint batches in the arguments.
 """
 
 
@@ -222,7 +223,7 @@ def _become(thing: Any, mixin: type) -> None:
 
 
 class JobControl:
-    """A mixin for the control of a trainer, with which only the main worker saves."""
+    """A mixin for the `TrainerControl` of a trainer. It lets only the main worker save."""
 
     @property
     def should_save(self) -> bool:
@@ -288,15 +289,15 @@ class TrainerJob:
         self.steps_per_epoch = self.epochs = 1
         self.tokens: int | None = None
         self._trainings = 0  # number of calls of `train`
-        self._losses: list[torch.Tensor] = []  # of the batches since the last step
-        self._logged: list[torch.Tensor] = []  # of the steps since the trainer last logged a loss
+        self._losses: list[torch.Tensor] = []  # losses of the batches since the last step
+        self._logged: list[torch.Tensor] = []  # losses of the steps since the trainer last logged a loss
         self._total, self._steps = 0.0, 0  # sum of the losses of all steps of this worker, and their number
         self._loop: Epochs | None = None
         self._numbers: Generator[int] | None = None  # the iterator over the loop
         self._first = 0  # the trainer's number of the first epoch of the loop
         self._reached: int | None = None  # the epoch of the job; None if the loop has ended
         self._epoch = 0  # the epoch of the trainer
-        self._passes_by = False  # True in an epoch of the trainer that the job has finished before
+        self._passes_by = False  # True in a pass for an epoch that the job had already finished
         self._drew = False  # True if this pass has had a batch
         self._whole = False  # True if this pass has come to its end
         self._stops = False  # True if the trainer was told to stop before this pass
@@ -340,15 +341,15 @@ class TrainerJob:
 
     def divide(self, loader: Any) -> JobLoader:
         """Divide the training data among the workers."""
-        # Accelerate's own loader loads each batch before the batch is needed, and would have to know of other workers.
+        # Accelerate's own loader is not used: it loads batches before they are needed, and knows of no other workers.
         inner = getattr(loader, "base_dataloader", loader)
         distributed = distribute_at(SITE, inner)
         assert isinstance(distributed, DistributedLoader)
         self.loader = JobLoader(distributed, self)
         if not has_length(inner):
             raise ConfigurationError(
-                "the training data of the trainer has no length, so it is not known how many of its steps the job "
-                "has made. Use a dataset with a length."
+                "the training data of the trainer has no length, so it is not known how many of the trainer's "
+                "steps the job has made. Use a dataset with a length."
             )
         return self.loader
 
@@ -444,10 +445,12 @@ class TrainerJob:
 
     @contextmanager
     def translated(self, checkpoint: Any) -> Iterator[Any]:
-        """Return a context with a folder of links to the files of a checkpoint. `translate_steps` changes this folder.
+        """Return a context that gives a folder of links to the files of a checkpoint.
+
+        `translate_steps` changes this folder.
 
         Args:
-            checkpoint: the argument of `train`. If it names no checkpoint, the context has the argument itself.
+            checkpoint: the argument of `train`. If it names no checkpoint, the context gives the argument itself.
         """
         if checkpoint is True:
             checkpoint = get_last_checkpoint(self.trainer.args.output_dir) or True
@@ -487,7 +490,8 @@ class TrainerJob:
             scheduler.begin_at(round(step))
 
     def begin_epoch(self, control: Any) -> None:
-        self.trainer.args.load_best_model_at_end = False  # all workers load the best model after training
+        # After training, `load_best` loads the best model in all workers.
+        self.trainer.args.load_best_model_at_end = False
         self._stops = control.should_training_stop
 
     def add_loss(self, loss: torch.Tensor) -> None:
@@ -600,7 +604,7 @@ class TrainerJob:
             for name, value in metrics.items()
             if isinstance(value, numbers.Real) and not isinstance(value, bool)
         }
-        # A worker that has passed several multiples of `eval_steps` at once takes part in each of the evaluations.
+        # A worker that has passed several multiples of `eval_steps` in one step takes part in each of the evaluations.
         due = self._due(self.trainer.state)
         for _ in range(max(due - self._evaluations, 1)):
             found = reduce(own)

@@ -268,10 +268,10 @@ def _steps(summary: Mapping[str, Any]) -> str:
 
 
 def _while_all_were_present(shard: TraceFile) -> tuple[float, Measures]:
-    """Return the seconds and the statistics until the first worker left or, if no worker left, until the last event.
+    """Return the length in seconds and the statistics of the first part of a run.
 
-    If the beginning of the trace was deleted, the workers that were present count as joining at the first remaining
-    entry.
+    This part ends when the first worker leaves or, if no worker leaves, with the last event. If the beginning of the
+    trace was deleted, the workers that were present count as joining at the first remaining entry.
     """
     begun_s, now_s, begun_updates = None, 0.0, 0
     meter = Meter(1, shard.header.ticks_per_s)
@@ -383,8 +383,8 @@ def _reason(row: Figures, bsp: Figures) -> str:
     )
     if row.mean_staleness > 0 and faster < ENOUGH:
         reason += (
-            f" It may still train more slowly: with fewer than about {ENOUGH:g} times as many {what} as under bsp, "
-            "staleness can cost more time than is saved (docs/models/when-it-pays.md)."
+            f" This model may still train more slowly than bsp: with fewer than about {ENOUGH:g} times as many "
+            f"{what} as under bsp, staleness can cost more time than is saved (docs/models/when-it-pays.md)."
         )
     return reason
 

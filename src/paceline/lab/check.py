@@ -106,7 +106,7 @@ class _Summary(msgspec.Struct):
 def _run(arguments: Sequence[str], log: Path, timeout_s: float) -> str:
     """Run Python with these arguments. If Python fails, return its error message, else "".
 
-    The observed script ends itself after `timeout_s`. If the script does not end, it is interrupted a while later.
+    The observed script ends itself after `timeout_s`. If the script still runs `GRACE_S` later, it is interrupted.
     """
     with log.open("wb") as output:
         process = execute(

@@ -14,7 +14,10 @@ from ..sim import PRESETS, Cluster, Dataset
 from ..sim.cluster_file import read_bandwidth
 
 MOST_GROUPS = 6
-"""Maximum number of groups of equal workers that are listed. With more groups, extremes and median are shown."""
+"""Maximum number of groups of equal workers that are listed.
+
+With more groups, the smallest, the largest and the median compute time are shown.
+"""
 
 
 def load_cluster(source: str, recorded_bandwidth: float | str | None = None) -> Cluster:
@@ -41,8 +44,10 @@ def load_cluster(source: str, recorded_bandwidth: float | str | None = None) -> 
 class Changes(msgspec.Struct, frozen=True, kw_only=True):
     """Changes to a cluster that was described or recorded. See `Cluster.with_`.
 
+    Each attribute is None if its value does not change.
+
     Attributes:
-        workers: number of workers. Each attribute is None if the value does not change.
+        workers: number of workers.
         servers: number of servers.
         bandwidth: bandwidth of each machine, such as "1gbit".
         slow: workers and the factors of their compute times, such as "3:2,5:1.5".

@@ -143,7 +143,7 @@ def compare(
 
 
 class _Simulated(NamedTuple):
-    """How the models of a comparison are simulated. See `rank`."""
+    """The settings with which the models of a comparison are simulated. See `rank`."""
 
     cluster: Cluster
     iterations: int
@@ -158,7 +158,7 @@ class _Simulated(NamedTuple):
         return rank(self.cluster, syncs, balanced_bsp=True, iterations=self.iterations, **self._options())
 
     def wire_variants(self, rows: Sequence[Figures]) -> list[WireVariant]:
-        """Simulate bsp with other transfers. `rows` contains bsp."""
+        """Simulate bsp with fewer or faster transfers, see `recommendation.wire_variants`. `rows` contains bsp."""
         return wire_variants(self.cluster, rows, **self._options())
 
     def _options(self) -> dict[str, Any]:
@@ -225,7 +225,7 @@ def explore_models(
 #
 # Unlike a ranking by speed, such a run shows how staleness affects the loss.
 
-TRANSFERS = 100  # iterations of the simulations with other transfers
+TRANSFERS = 100  # iterations of the simulations of bsp with fewer or faster transfers
 POINTS = 60  # approximate maximum number of points in a curve
 HYPERPARAMETERS_TEXTS = {
     "translated": "The script's hyper-parameters refer to the joint batch, and are translated for all other updates.",
@@ -377,7 +377,8 @@ def _sizings(sync: str) -> tuple[BatchSizing, ...]:
 def _recommended_for_script(rows: Sequence[TrainedScript], simulated: _Simulated) -> Recommendation | None:
     """Return what the losses recommend. Models that are not exact are judged by when they reach bsp's last loss.
 
-    To find remedies for the transfers of the script's model, `simulated` runs simulations without training.
+    If transfers take much of the time under bsp, `simulated` runs further simulations without training, to find out how
+    transfers could take less time.
     """
     of_bsp = next((row for row in rows if row.figures.name == "bsp"), None)
     if of_bsp is None:
@@ -468,7 +469,7 @@ def _run(task: _Task) -> TrainedScript | None:
 def verdicts(rows: Sequence[TrainedScript]) -> list[str]:
     """Return a sentence about each model after the first: when it reaches the last loss of the first model.
 
-    The losses of all models were measured, so a model that is only fast is not recommended.
+    These sentences compare measured losses, so a model that is only fast does not count as better.
     """
     first, *others = rows
     target = first.close_to_final
@@ -483,9 +484,13 @@ def verdicts(rows: Sequence[TrainedScript]) -> list[str]:
             )
         elif reached_s < first_s:
             faster = first_s / reached_s if reached_s else math.inf
-            sentences.append(f"{row.figures.name}: reaches the last loss {faster:.2f} times sooner.")
+            sentences.append(
+                f"{row.figures.name}: reaches the last loss of {first.figures.name} {faster:.2f} times sooner."
+            )
         else:
-            sentences.append(f"{row.figures.name}: reaches the last loss no sooner.")
+            sentences.append(
+                f"{row.figures.name}: reaches the last loss of {first.figures.name}, but not sooner."
+            )
     return sentences
 
 

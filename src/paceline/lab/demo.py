@@ -307,7 +307,7 @@ EVERY_SETTING = (
 
 All hyper-parameters are raw. A model that is not in `OWN_BEST` uses the learning rate and momentum of a similar
 model: BSP for models that average gradients, SSP for models that bound staleness, and ASP for all others.
-With lazy execution, PSSP(3, 1/3) and SSP(5) have the same regret bound (FluentPS, Theorem 1: s + 1/c - 1).
+With lazy execution, PSSP(s=3, c=1/3) and SSP(5) have the same regret bound (FluentPS, Theorem 1: s + 1/c - 1).
 """
 
 

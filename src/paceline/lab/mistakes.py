@@ -116,7 +116,7 @@ CATALOG: dict[str, tuple[Severity, str, str]] = {
     "negatives of the worker's batch": (
         "note",
         "The loss compares the {samples} samples of a batch with one another. In a run, these are the samples of one "
-        "worker: each has {negatives} negatives, however many workers there are.",
+        "worker: each sample has {negatives} negatives, however many workers there are.",
         "The batch size of the loader is the batch size of each worker. Choose it by the number of negatives that "
         "the loss needs.",
     ),
@@ -282,13 +282,14 @@ def _schedule_of_one_worker(evidence: ScriptEvidence) -> Iterator[Mistake]:
 def _share_of_iterations(worker: Sequence[ScriptObservation], workers: int) -> str:
     """Return why a worker makes only a part of the iterations of a single process; "" if nothing shows this.
 
-    If a script has asked for the length of its part or for the number of workers, it is assumed to use the answer.
+    If a script has asked for the length of the worker's part of the data, or for the number of workers, it is assumed
+    to use the answer.
     """
     if _of(worker, "measured part") or any(each.detail == "worker_count" for each in _of(worker, "asked")):
         return ""
     distributed = {each.detail for each in _of(worker, "distributed")}
     if any(each.detail in distributed for each in _of(worker, "measured")):
-        return ""  # another rule has found the length
+        return ""  # `_length_of_whole_loader` reports this call of len()
     if distributed:
         return f"but a worker makes only about 1/{workers} of the iterations of a single process"
     limits = _of(worker, "looped by progress")
@@ -341,7 +342,8 @@ def _metric_of_one_worker(evidence: ScriptEvidence) -> Iterator[Mistake]:
 
 def _hyper_parameters(evidence: ScriptEvidence) -> Iterator[Mistake]:
     if evidence.of_workers("prepared schedule"):
-        return  # the schedule follows the job, so workers that are not at the same step differ
+        # The schedule follows the progress of the job, so workers at different steps may have different learning rates.
+        return
     used = [_of(worker, "hyper-parameters") for worker in evidence.workers]
     steps = list(zip(*used, strict=False))
     if len(steps) > 1 and all(len({each.detail for each in step}) > 1 for step in steps):

@@ -1,4 +1,4 @@
-"""What is observed while a script runs, as records in a file for each process."""
+"""The observations of a running script: records in a file for each process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Kind = Literal[
     "imported",  # a file of the user was imported
     "initialized",  # first forward pass; detail: digest of the weights before it
     "looped",  # the script began a loop over paceline.epochs; detail: "<epochs> <updates>", 0 for no limit
-    "looped by progress",  # such a loop has no number of epochs; detail: its other limits
+    "looped by progress",  # the script began such a loop without a number of epochs; detail: the other limits
     "measured",  # the script called len() of a loader; detail: identity of the loader
     "measured part",  # the script called len() of a distributed loader
     "metric",  # the script stepped a scheduler with a metric; detail: the metric
@@ -57,7 +57,7 @@ class ScriptObservation(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Observations:
-    """Writes observations to a file, one per line. So no observation is lost if the process is killed.
+    """Writes each observation to a file immediately, as a line. So none is lost if the process is killed.
 
     An observation that equals an earlier one is not written again.
 
@@ -83,7 +83,7 @@ def read_observations(path: Path) -> list[ScriptObservation]:
     return [msgspec.json.decode(line, type=ScriptObservation) for line in path.read_bytes().splitlines()]
 
 
-# -- What the source of a script shows: files that every worker writes, and schedulers with numbers of one worker
+# -- Calls in the source of a script that write a file in every worker, or step a scheduler with one worker's number
 
 WRITERS = frozenset(
     {
@@ -190,7 +190,7 @@ def _calls(node: ast.expr, name: str) -> bool:
 
 
 def _writes(node: ast.AST) -> Iterator[ast.Call]:
-    """Yield the calls below a node that write a file, except for those in the body of a guard."""
+    """Yield the calls below a node that write a file, except for those in an `if` that selects one worker."""
     if isinstance(node, ast.If) and any(word in ast.unparse(node.test).lower() for word in GUARDS):
         return
     if isinstance(node, ast.Call) and _is_write(node):

@@ -1,7 +1,7 @@
 """A pool of processes for independent computations on all cores. The processes exit when their parent exits.
 
-Each process receives one task at a time. So if a process ends unexpectedly, it is known which task it was carrying
-out, another process takes its place, and the other tasks are not affected.
+Each process receives one task at a time. So if a process ends unexpectedly, only the task that it was carrying
+out fails. Another process takes the place of the ended process, and the other tasks are not affected.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..start.processes.program import end_with_parent
 from ..sync.plugins import imported_modules, load_models
 
 CONTEXT = multiprocessing.get_context("spawn")
-"""How processes start: as new processes, which do not inherit what this process has changed in its memory."""
+"""The start method of the processes: they do not inherit what this process has changed in its memory."""
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -34,7 +34,7 @@ TellCount = Callable[[int, int, str], None]
 """Progress callback. Arguments: number of finished tasks, number of tasks, name of the task that just finished."""
 
 ENDED = "it ended without an error message; perhaps it was killed, ran out of memory, or called os._exit()"
-"""What is known about a process that has ended without a result."""
+"""The description of a process that has ended without a result."""
 
 
 class EndedTask(NamedTuple, Generic[Result]):
@@ -169,7 +169,7 @@ class _Worker:
     def __init__(self, begin: tuple[Any, ...]) -> None:
         self.connection, theirs = multiprocessing.Pipe()
         self.process: BaseProcess = CONTEXT.Process(target=_serve, args=(theirs, *begin))
-        # A new process inherits the mask, so Ctrl-C does not end it while it starts.
+        # A new process inherits the signal mask, so Ctrl-C does not end it while it starts.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             self.process.start()
@@ -264,7 +264,7 @@ class Failure(NamedTuple):
 
 
 class TaskPool(Protocol):
-    """Where tasks are carried out."""
+    """A function that carries out tasks, for example in a pool of processes."""
 
     def __call__(
         self, function: Callable[[Any], Any], tasks: Sequence[Any], *, fresh: bool = False

@@ -38,10 +38,13 @@ from paceline.train.sources import length_of
 from paceline.train.training import how_to_distribute, unwatch_steps
 
 PATIENCE = 10
-"""Factor by which a script may make more steps if it still has to step a scheduler with a metric."""
+"""A script may make this many times as many steps if it still has to step a scheduler with a metric."""
 
 LEAST_COMPARED = 4
-"""Minimum number of samples that a loss must compare. With fewer samples, labels may be in order by chance."""
+"""Minimum number of samples that a loss must compare.
+
+With fewer samples, the labels of any loss may be 0, 1, 2, ... by chance.
+"""
 
 WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_APPEND
 
@@ -83,7 +86,7 @@ class Probe:
         self._steps: Counter[int] = Counter()  # id of an optimizer -> number of its steps
         # Scheduler -> the user's frame that created it, as file and line. Schedulers are compared by identity.
         self._created: dict[Any, tuple[str, int]] = {}
-        # True while a scheduler that needs a metric was created and not stepped yet
+        # True while there is a scheduler that needs a metric and has not been stepped yet
         self._awaits_metric = False
         self._initialized = False
 
@@ -268,7 +271,8 @@ class Probe:
 
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         frame = sys._getframe(1)
-        if is_called_by_paceline(frame):  # the optimizer inside a distributed one, or a test of its class
+        # A step of the optimizer inside a distributed optimizer, or a test of an optimizer's class.
+        if is_called_by_paceline(frame):
             return
         distributed = isinstance(optimizer, DistributedOptimizer)
         self.note("stepped", "distributed" if distributed else type(optimizer).__name__, frame)

@@ -43,7 +43,8 @@ EVERY_MODEL = (
 """The models that are compared by default, with the parameters from their papers."""
 
 
-# Data for balanced batches in a ranking without data. The epochs end after the simulated time.
+# Invented data, with which balanced batches are simulated in a ranking without data. No simulation uses
+# up these epochs.
 NOTIONAL_BATCH = 64
 NOTIONAL_ROUNDS = 100
 NOTIONAL_EPOCHS = 10**9
@@ -110,7 +111,7 @@ def figures_of(
 
 
 def failed(sync: str, error: RunFailedError, batch: BatchSizing = "equal") -> Figures:
-    """Return the figures, without results, of a simulation that failed because of its sync model.
+    """Return figures that contain no results, for a simulation that failed because of its sync model.
 
     Raises:
         RunFailedError: the failure has another cause, so it would be the same under each model.

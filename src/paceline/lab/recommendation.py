@@ -28,7 +28,7 @@ from .ranking import Figures, Task, balanced_task, run_tasks
 WORTH_IT = 1.1  # a change must make training at least this many times as fast
 # Below this share of transfers, halving the transfers does not make training `WORTH_IT` times as fast.
 WIRE_SHARE = 0.2
-ENOUGH = 2.0  # a model with stale gradients that is not this many times as fast may still train more slowly
+ENOUGH = 2.0  # a model with stale gradients that is not this many times as fast as bsp may train more slowly
 
 SAME_RESULT = "the result of training stays the same"
 
@@ -70,7 +70,7 @@ class WireVariant(msgspec.Struct, frozen=True, kw_only=True):
         servers: number of servers, each on a machine of its own.
         batches_per_push: number of batches from which a worker computes a gradient before it pushes.
         wire: the format in which gradients and weights travel; "" for the format of the ranking.
-        reason: why this format, as a clause.
+        reason: why this format is used, as a clause.
         times: samples per second, as a multiple of those of bsp on the cluster as it is.
     """
 
@@ -126,7 +126,7 @@ def candidates_of(rows: Sequence[Figures]) -> list[Candidate]:
 
 def _effect(sync: str) -> Effect:
     schedule = read_schedule(sync)
-    # A run that chooses its models may choose any model.
+    # A run that chooses its models itself may choose a model with stale gradients.
     return "stale" if schedule.auto else effect_of(schedule.models)
 
 
@@ -208,7 +208,7 @@ def _relaxed(candidates: Sequence[Candidate], times: float) -> Candidate | None:
 
 
 class _Wire(NamedTuple):
-    """What would help against the transfers of an exact candidate.
+    """The remedies if the transfers of an exact candidate take long.
 
     Attributes:
         share: share of the workers' time in which messages are on their way.
@@ -226,7 +226,7 @@ class _Wire(NamedTuple):
 
     @classmethod
     def of(cls, exact: Candidate, variants: Sequence[WireVariant], servers: int) -> _Wire:
-        """Return what would help, if transfers take a considerable part of the time."""
+        """Return the remedies. There are none unless transfers take a considerable part of the time."""
         worth = [
             each for each in variants if each.batch == exact.batch and each.times >= WORTH_IT * exact.times
         ]

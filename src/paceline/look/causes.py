@@ -40,7 +40,8 @@ SLOWER = 1.15  # a worker is named as slower than others if it takes at least th
 MORE_DATA = 1.2  # a worker is named for its data if it had at least this many times as much as others
 # Least share from which loading, time outside of training, and transfers on one machine are named.
 LEAST_OUTSIDE = 0.1
-MOST_OF_TRANSFERS = 0.5  # optimizer steps are named instead of transfers if they take at least this share
+# Optimizer steps are named instead of transfers if they take at least this share of the time of the transfers.
+MOST_OF_TRANSFERS = 0.5
 
 MOSTLY = 0.8  # if workers compute for at least this share of their time, the rest is not described
 LEAST_NAMED = 0.05  # if no cause is found, the kinds of time with at least this share are named
@@ -148,14 +149,14 @@ def _sentence(text: str) -> str:
     return line if line.endswith((".", "!", "?")) else f"{line}."
 
 
-# -- What is known about a run when the causes of its lost time are looked for -------------------------------
+# -- The facts about a run from which the causes of its lost time follow -------------------------------------
 #
 # The terminal and the report of a run that has ended look for the causes in the same evidence: the summary of
 # the run.
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known about a run when the causes are looked for.
+    """The facts about a run from which the causes of its lost time follow.
 
     Attributes:
         state: see `RunReport`.
@@ -542,8 +543,8 @@ def _excess(evidence: Evidence, kind: str, guilty: Collection[int]) -> tuple[flo
     """Compare some workers with the others in the time that they spend on one kind of activity in each iteration.
 
     Returns:
-        In the median, by how many seconds these workers take longer than the others, how many times as long as the
-        others these workers take, and how many seconds these workers take.
+        The difference in seconds between the median time of these workers and the median time of the others, the ratio
+        of these medians, and the median time of these workers in seconds.
     """
     per = evidence.per_iteration_s(kind)
     own = [seconds for worker, seconds in per.items() if worker in guilty]
@@ -789,7 +790,7 @@ def evidence_of(summary: Mapping[str, Any], run_dir: str, **known: Any) -> Evide
 
 
 def _workers(summary: Mapping[str, Any]) -> tuple[WorkerReport, ...]:
-    """Return the figures of each worker from which causes follow."""
+    """Return, for each worker, the figures from which the causes follow."""
     machines: Mapping[str, str] = summary.get("machines", {})
     samples: Mapping[str, int] = summary.get("worker_samples", {})
     left, lost = summary.get("left", ()), summary.get("lost_workers", ())

@@ -1,7 +1,7 @@
-"""A small HTTP server for a few readers, and its access rules. Strangers can neither fill it up nor keep it busy.
+"""A small HTTP server for a few readers, and its access rules.
 
-A connection is *authenticated* from its first request with the token. If the page has no token, no connection is
-authenticated. These limits hold:
+Clients without the token can neither take up all connections nor keep the server busy. A connection is *authenticated*
+from its first request with the token. If the page has no token, no connection is authenticated. These limits hold:
 
 - At most `MOST_UNAUTHENTICATED` connections are not authenticated. A further connection takes the place of the
   oldest, but only after the oldest has had `GREETING_S` to send its request. Until then, new connections wait in the
@@ -44,7 +44,7 @@ HEAD_BYTES = 16 * 1024
 CHUNK_BYTES = 64 * 1024
 
 
-# -- Who may see the live page of a run. Pure: a request comes in, an answer goes out ------------------------
+# -- The rules that say who may see the live page of a run. Pure: they map a request to an answer ------------
 #
 # Any program and any user of this machine can connect to the page's port, and so can every page that is open
 # in the user's browser. A request is answered if it has the token. These rules hold:
@@ -401,5 +401,5 @@ def _is_address(name: str) -> bool:
 
 
 def _local(path: str) -> str:
-    """Return a path on this site for a redirection: "//other.example" would lead to another site."""
+    """Return a path that begins with one slash, for a redirection: "//other.example" would lead to another site."""
     return "/" + path.lstrip("/\\")

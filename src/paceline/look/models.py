@@ -152,12 +152,12 @@ def _parameters(model: type) -> tuple[tuple[str, str], ...]:
 #
 # A model always has the same color, regardless of its parameters and of the other models in the picture. Its own
 # dashes distinguish it in black and white. Further runs of the same model have other dashes and markers: runs with
-# balanced batches have the next entries of the lists, and runs with translated hyper-parameters have the entries after
-# these. No model has the color of a kind of time (`words.COLOR_OF`).
+# balanced batches have the next entries of `DASHES` and `MARKERS`, and runs with translated hyper-parameters have the
+# entries after these. No model has the color of a kind of time (`words.COLOR_OF`).
 
 
 class Style(NamedTuple):
-    """How the curves and points of a run are drawn.
+    """The color, dashes and marker with which the curve and the points of a run are drawn.
 
     Attributes:
         color: color as a hexadecimal number.

@@ -83,7 +83,7 @@ class ReportReader:
         self._run_dir = run_dir
         self._in_progress = in_progress
         self._digest: Digest | None = None
-        self._traces: list[Path] = []  # of the shards that are digested
+        self._traces: list[Path] = []  # traces of the shards in `_digest`
         self._damaged: dict[str, str] = {}  # what is damaged -> a note
 
     def read(self, now_s: float | None = None, hurried: Callable[[], bool] = lambda: False) -> RunReport:
@@ -380,7 +380,7 @@ class _Assembly:
         summary, activity, described = self._summary, self._activity, self._described
         run_dir = str(self._run_dir)
         if self._has_ended and (known := evidence_of(summary, run_dir)) is not None:
-            return known  # as in the terminal
+            return known  # the evidence that the terminal uses
         others: dict[str, Any] = {"duration_s": lasted_s} if "duration_s" not in summary else {}
         if described is not None:
             others["joined"] = described.joined
@@ -456,13 +456,13 @@ class _Assembly:
 
 
 def _counts(summary: Mapping[str, Any], kind: str) -> dict[str, int]:
-    """Return what became of the pushes or samples."""
+    """Return how many pushes or samples were used, dropped and so on, according to the summary's ledger."""
     ledger = summary.get("ledger", {})
     found = ledger.get(kind, {}) if isinstance(ledger, dict) else {}
     return {str(name): int(count) for name, count in found.items()} if isinstance(found, dict) else {}
 
 
-# -- What the activity of a run's workers looks like in a report ---------------------------------------------
+# -- The parts of a report that describe the activity of the workers -----------------------------------------
 
 MOST_REASONS = 100  # maximum number of reasons for waiting that are listed separately for one model
 MOST_FINISHED = 32  # if more workers have finished, their ends are not marked
@@ -484,7 +484,7 @@ def timeline_of(activity: Activity) -> TimelineReport | None:
     if not workers or not activity.cells.buckets:
         return None
     cells = activity.cells
-    own: dict[int, list[int]] = {worker: [] for worker in workers}  # worker -> places of its spans
+    own: dict[int, list[int]] = {worker: [] for worker in workers}  # worker -> indices of its spans
     spans = list(activity.spans)
     for place, span in enumerate(spans):
         own[span.worker].append(place)
@@ -549,7 +549,7 @@ def _reason(reason: str, awaited: int, total: Total) -> WaitingFor:
 def marks_of(
     activity: Activity, departures: Sequence[Mapping[str, object]], left: Collection[int]
 ) -> tuple[Mark, ...]:
-    """Return the single events of a run, such as the loss of a worker, in order of time.
+    """Return the single events of a run, such as the moment at which a worker was lost, in order of time.
 
     Args:
         activity: what the workers did.

@@ -40,7 +40,7 @@ def main() -> None:
 
 
 async def _show(order: ShowOrder) -> list[str]:
-    """Run the outlets until the run has ended and all of them have the last report. Return what has failed."""
+    """Run the outlets until the run has ended and all outlets have the last report. Return what has failed."""
     ended, over = asyncio.Event(), asyncio.Event()  # the run has ended; the last report is there
     loop, source = asyncio.get_running_loop(), sys.stdin.fileno()
 
@@ -139,7 +139,7 @@ class ShowOrder(msgspec.Struct, frozen=True, kw_only=True):
     tensorboard: str = ""
 
 
-# -- The outlets of a run: where the run is shown while it goes on. They are checked, and listen, before it starts
+# -- The outlets of a run, where the run is shown. They are checked, and listen, before the run starts -------
 
 LOOPBACK = "127.0.0.1"
 EXAMPLES = "a port such as 8000, or HOST:PORT such as 0.0.0.0:8000"
@@ -162,7 +162,7 @@ class Listening(msgspec.Struct, frozen=True):
 
 
 class Outlets(msgspec.Struct, frozen=True):
-    """Where a run is shown. This context manager closes the sockets when it exits. It is false if there is no outlet.
+    """The places where a run is shown. This context manager closes the sockets on exit. Without outlets, it is false.
 
     Attributes:
         dashboard: where the live page is served; None for nowhere.

@@ -27,14 +27,14 @@ FASTER = 1.1  # more servers must make a step at least this many times as fast
 NAMED_SHARE = 0.1  # an optimizer is named if it takes at least this share of the time of a step
 
 FEW, FACTORS = range(1, 9), (2, 3, 4, 6, 8)
-"""Numbers of servers for which a step is predicted, and factors for multiples of the run's own number."""
+"""The cost of a step is predicted for these numbers of servers, and for these multiples of the run's own number."""
 
 
 ACCELERATOR = " An accelerator on the servers' machine can make the steps, too (--server-device)."
 
 
 class StepCost(msgspec.Struct, frozen=True, kw_only=True):
-    """What a step of all optimizers costs the servers of a run.
+    """The time that a step of all optimizers costs the servers of a run.
 
     Attributes:
         optimizers: name of each optimizer whose steps take a considerable time.
@@ -104,7 +104,7 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
         factor = step_s / (now or 1.0)
         predicted_s = {servers: step_s}
         for count in sorted({*FEW, *(servers * more for more in FACTORS)} - {servers}):
-            with contextlib.suppress(ConfigurationError):  # there are fewer tensors
+            with contextlib.suppress(ConfigurationError):  # too few tensors for so many servers
                 sliced = model.sliced(count, slicing, block)
                 predicted_s[count] = factor * _slowest([[_work(model, bounds)] for bounds in sliced], rates)
         whole_s = {
@@ -141,7 +141,7 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def words(self) -> str:
-        """What a step costs, as a clause."""
+        """The cost of a step, as a clause."""
         of = f" of {' and '.join(self.optimizers)}" if self.optimizers else ""
         return f"{length(self.step_s)} for each step{of}"
 

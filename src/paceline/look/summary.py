@@ -100,7 +100,7 @@ def _figures(summary: Mapping[str, Any]) -> dict[str, str]:
     absent = {name for name, figure in figures.items() if not summary.get(figure)}
     samples = summary.get("ledger", {}).get("samples", {})
     if samples.get("used") and not samples.get("dropped"):
-        absent.add("left out")  # the dropped pushes had no samples, such as edits
+        absent.add("left out")  # the dropped pushes, such as edits, had no samples
     return {name: text for name, text in shown.items() if text and name not in absent}
 
 

@@ -139,7 +139,7 @@ def ranking_table(title: str, rows: Sequence[Figures], caption: str, width: int 
             heading.format(unit=unit): ["-" if row.failure else COLUMNS[heading](row) for row in rows]
             for heading in (WITH_DATA if has_data else WITHOUT_DATA)
         },
-        # The speed follows from the time per epoch.
+        # The speed follows from the time per epoch, so the column of the speed may be left out.
         expendable=(*EXPENDABLE, SPEED.format(unit=unit)) if has_data else EXPENDABLE,
         width=width,
         title=title,
@@ -426,7 +426,7 @@ def _legend(outcomes: Sequence[TrialOutcome]) -> str:
     )
 
 
-# -- A table with one row per run that fits the width of the screen, without words that are cut in the middle
+# -- A table with one row per run, which fits the width of the screen and cuts no word in the middle ---------
 #
 # On a narrow screen, less important columns are left out, and the caption names them. Names of runs are
 # wrapped between words.

@@ -1,4 +1,4 @@
-"""Pictures of the timelines of simulations: when each worker computed, transferred data or waited, and each barrier.
+"""Pictures of the timelines of simulations: each worker's times of computing, transfers and waiting, and the barriers.
 
 The timeline of a live run is on the page of its report, and is drawn from the same kind of `Activity`.
 """

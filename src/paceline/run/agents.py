@@ -1,4 +1,4 @@
-"""What the host of the coordinator knows of the machines and processes of a run.
+"""The machines and processes of a run, as the host of the coordinator knows them.
 
 Agents      handles the reports of the agents of machines, and the loss of a machine
 Machines    the machines that have joined the run
@@ -75,7 +75,7 @@ def machine_of(agent: Caller) -> int:
 
 
 class MachinesLeft(NamedTuple):
-    """What the remaining machines bring to a run that has lost a server.
+    """The workers and servers that the remaining machines bring to a run that has lost a server.
 
     Attributes:
         workers: number of their workers.
@@ -815,8 +815,9 @@ class StallWatch:
     def _late(self, live: Collection[int], now_s: float) -> dict[int, float]:
         """Return the workers in training that have been silent for too long, with the durations of their silences.
 
-        The silences are computed only when a silence can be too long. A worker that sends a message in the meantime,
-        which may also change the worker's usual iteration time, is not late before the shortest patience has passed.
+        The silences are computed only when one of them can be too long. A message from a worker ends the worker's
+        silence, and may change the worker's usual iteration time. After a message, the worker cannot be late before the
+        shortest patience has passed.
         """
         counted_s = self._watch.clocks.counted_s(now_s)
         if counted_s < self._none_late_s:
@@ -928,7 +929,8 @@ class StallWatch:
         core = self._core
         before, self._before = self._before, core.waits.copy()
         shards = [shard for answer in self._answers for shard in answer.shards]
-        # Some of the workers that wait in a barrier push after a while, so that no other worker has to wait for them.
+        # While some workers wait in a call such as a barrier, they push without a gradient, so that no other worker has
+        # to wait for them. Such a push may arrive only after a while.
         patience_s = max(map(self._patience_s, core.standing_in), default=0.0)
         if (
             idle_s is None

@@ -50,7 +50,7 @@ STATES_S = 10.0
 """If a checkpoint has waited for the states of scripts for this time, the user is told."""
 
 BYTES_PER_S = 200e6
-"""Rate at which a process reads and writes the files of a checkpoint."""
+"""Maximum average rate at which a process reads and writes the files of a checkpoint. See `Pace`."""
 
 
 class Saved(msgspec.Struct, frozen=True):
@@ -70,7 +70,7 @@ class Saved(msgspec.Struct, frozen=True):
 
 
 class _Answer(NamedTuple):
-    """What the thread of a checkpoint awaits from a server.
+    """An answer of a server, for which the thread of a checkpoint waits.
 
     Attributes:
         fault: why the checkpoint cannot be written; "" if there is no reason.
@@ -86,7 +86,7 @@ class _Answer(NamedTuple):
 
 
 class Completion(NamedTuple):
-    """What the thread of a checkpoint needs to complete the checkpoint, or why the checkpoint must be given up.
+    """The information with which a checkpoint is completed, or the reason why the checkpoint must be given up.
 
     Attributes:
         fault: why the checkpoint must be given up, as a clause; "" if it can be completed.
@@ -408,7 +408,10 @@ class Checkpoints:
                     self._rest(time.monotonic() - asked_s)
 
     def _rest(self, took_s: float) -> bool:
-        """Leave the link to training for a while after a piece that took `took_s`. Return True if the run has ended."""
+        """After a piece that took `took_s`, send nothing for a while, so that training can use the network.
+
+        Return True if the run has ended.
+        """
         return self._closed.wait(REST * took_s)
 
     def _await_completion(self, number: int, completion: queue.SimpleQueue[Completion]) -> Completion:

@@ -247,7 +247,7 @@ Answer = TypeVar("Answer")
 Arguments = ParamSpec("Arguments")
 
 Rehearsal = Callable[[Situation, Callable[[Sequence[Prospect]], None]], None]
-"""A function that starts a simulation and returns at once. The second argument is called with the results."""
+"""A function that starts a simulation and returns immediately. The second argument is called with the results."""
 
 
 class CoordinatorHost(Host):
@@ -401,7 +401,7 @@ class CoordinatorHost(Host):
     def ask(self, question: Callable[[], Answer]) -> Answer:
         """Return the result of a function.
 
-        The coordinator's thread calls the function. If that thread has ended, the caller's thread calls it.
+        The coordinator's thread calls the function. If that thread has ended, the caller's thread calls the function.
         """
         found: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         self.call(lambda: found.put(question()))
@@ -422,7 +422,7 @@ class CoordinatorHost(Host):
 
     @property
     def cause_may_follow(self) -> bool:
-        """True if the worker with the initial weights was lost too early, perhaps because a server has ended.
+        """True if a worker was lost before it had sent the initial weights, perhaps because a server has ended.
 
         If a server has ended, a report about the end of this server will follow soon.
         """
@@ -438,7 +438,7 @@ class CoordinatorHost(Host):
         self.over.set()
 
     def settle(self) -> MachinesLeft:
-        """After the loss of a server, give up the checkpoint that is being written.
+        """After a server was lost, give up the checkpoint that is being written.
 
         From then on, `checkpoints.saved` does not change.
 
@@ -446,7 +446,7 @@ class CoordinatorHost(Host):
             What the remaining machines bring if the run continues.
         """
         self.ask(self.checkpoints.close)
-        # Calls are made in order, so `saved` has its last value before this call.
+        # The thread makes calls in order, so `saved` has its final value before the following call is made.
         return self.ask(self.agents.left)
 
     def collect(self) -> Collection:
@@ -460,7 +460,7 @@ class CoordinatorHost(Host):
 
         def begin() -> None:
             self.watch.note_own_traffic(self._streams())
-            if self.job.joined:  # the answers state the traffic between servers and machines
+            if self.job.joined:  # the answers contain the traffic between servers and machines
                 self._ask_servers()
             self._collection = collection
             for server in range(self.job.servers):
@@ -484,7 +484,7 @@ class CoordinatorHost(Host):
         return {server: patience.quiet_s for server, patience in self._awaited.copy().items()}
 
     def refresh(self) -> None:
-        """Compute the state of the job. The result appears in `status`, at once or after a short time.
+        """Compute the state of the job. The result appears in `status`, immediately or after a short time.
 
         For later states, this method also asks the servers which workers wait, at most twice per second.
         """

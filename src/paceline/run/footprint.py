@@ -9,12 +9,13 @@ begins, a run still needs this memory (`footprint`):
                  the weights of the worker's model, whose memory is freed
     3 P          at the end, while the weights are read: a copy that is queued at the servers, the vectors into which
                  the launcher receives this copy, and the named tensors that the launcher creates from the vectors
-    2 n P        only over streams: the gradient of each worker at the servers, and answers that are still being sent
-                 when the weights change
+    2 n P        only if gradients and weights travel over streams, not in shared memory: the gradient of each worker at
+                 the servers, and answers that are still being sent when the weights change
     2 n c P      if gradients are encoded on their way (`--wire`), where c is 1/2 (bf16), 1/4 (int8) or 1/7 (int4)
     (n + 1) c P  if weights are encoded on their way: at each worker, and once at the servers for all workers
     n P          if gradients travel as int4: the rounding errors of the last gradient, at each worker
-    (n + 1) P    if weights travel as int8 or int4: the base, at each worker, and once at the servers
+    (n + 1) P    if weights travel as int8 or int4: the base (see `core.layout`), at each worker, and once at the
+                 servers
 
 If workers join from other machines, a machine needs memory for its servers (`served_shortage`): for the weights and
 the state of the parameters that they hold, and for the servers' ends of the streams. The machine that serves the run

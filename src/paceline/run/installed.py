@@ -1,4 +1,4 @@
-"""What must be equal on all machines of a run. The coordinator checks this when a machine joins.
+"""The versions and formats that must be equal on all machines of a run. They are checked when a machine joins.
 
 Versions of torch may differ: only the formats of the data that the processes of a run exchange must be equal. So a
 machine reports its installed versions and formats. The coordinator compares the report with its own machine, and with

@@ -1,6 +1,6 @@
 """The configuration of a run, which is passed to each of the run's processes, and the description of the run.
 
-`job_options` checks conditions on several settings at once.
+`job_options` checks the conditions that involve several settings.
 """
 
 from __future__ import annotations

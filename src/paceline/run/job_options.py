@@ -212,7 +212,7 @@ def require_script(path: Path) -> None:
     try:
         source = path.read_bytes()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the workers show them
+            warnings.simplefilter("ignore")  # the workers show these warnings
             compile(source, str(path), "exec", dont_inherit=True)
     except OSError as error:
         raise ConfigurationError(f"the script {str(path)!r} cannot be read: {error}.") from error

@@ -2,8 +2,8 @@
 
 Each connection begins with a preface, which names the target process of the connection (see `wire.preface`). The
 listener reads only the preface, and passes the socket on to the target process, which does everything else. So the
-listener holds no secret, and no process has to handle connections that never send a preface. The number and lifetime of
-such connections are limited, like those of all pending connections (see `PendingConnections`).
+listener holds no secret, and no target process has to handle connections that never send a preface. The number and
+lifetime of such connections are limited, like those of all pending connections (see `PendingConnections`).
 
 The listener has a thread of its own, and never waits for a process. If the target process has ended, or accepts
 connections too slowly, the connection is refused, and the client is told the reason.

@@ -1,5 +1,5 @@
-"""Clients that read from the servers and never push: readers of snapshots, the requests of a worker besides its pulls
-(such as requests for optimizer states), and the collection of the final weights.
+"""All reading from the servers except pulls: readers of snapshots, the other requests of a worker (such as requests for
+optimizer states), and the collection of the final weights.
 
 A *reader* pulls snapshots of the weights. It connects directly to the servers and never blocks a worker. All weights
 of one shard have the same version, but different shards may have different versions. A snapshot contains the version
@@ -368,7 +368,8 @@ class Fetches(Servers):
         """Read from the servers of a run in progress as a reader; return None if training has not begun yet.
 
         The servers serve a limited number of readers at a time, and the model may be extended meanwhile. So a read that
-        fails is repeated. If the run is over, waiting for the coordinator fails, which ends the repetitions.
+        fails is repeated. Between two reads, this worker waits for messages of the coordinator. If the run is over,
+        waiting raises an exception, which ends the repetitions.
         """
         links, core, job = self.links, self.links.core, self._place.job
         for attempt in range(MOST_READ_ATTEMPTS):
@@ -530,14 +531,14 @@ class Fetches(Servers):
     def keep_states(self, position: LoopPosition, states: Sequence[memoryview]) -> None:
         self.links.to_shard(0, KeepStates(0, position), states, lent=KeepStates)
         stream = self.links.servers[0]
-        # The memory of the states may change after this method has returned.
+        # The memory of the states may change after this method has returned, so wait until they have been sent.
         self.links.wait_while(lambda: stream.backlog)
 
     @exclusive
     def keep_worker_state(self, state: Sequence[memoryview]) -> None:
         links = self.links
         links.post(links.coordinator, links.core.give_state(), state)
-        # The memory of the state may change after this method has returned.
+        # The memory of the state may change after this method has returned, so wait until it has been sent.
         links.wait_while(lambda: links.coordinator.backlog)
 
     def fetch_worker_states(self) -> tuple[bytes | None, bytes | None]:

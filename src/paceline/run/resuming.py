@@ -113,8 +113,8 @@ def fetch_run(url: str, run_dir: str | None, *, force: bool = False) -> Fetched:
             place.write_bytes(files[SOURCE])
     origin = str(found.checkpoint.path.absolute())
     here = structs.replace(run, run_dir=str(folder.absolute()), lineage=new_lineage(), origin=origin)
-    # This file is written last, because it makes the directory a run directory. Copying must not sign a description
-    # that another user has written.
+    # This file is written last, because it makes the directory a run directory. It is signed only if the
+    # original was signed: copying must not sign a description that another user has written.
     write_run_file(here, folder, sign=bool(run.signature))
     return Fetched(folder, bucket)
 

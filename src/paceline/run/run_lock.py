@@ -8,14 +8,14 @@ free.
 
 This module alone decides whether the holder of a lock is alive:
 
-- A process on the same kernel and in the same process namespace is visible, so its state is known at once. So a run
-  can be resumed immediately after its launcher was killed.
+- A process on the same kernel and in the same process namespace is visible, so its state is known without waiting. So a
+  run can be resumed immediately after its launcher was killed.
 - Any other process is judged by its heartbeats: every few seconds, it updates the time of its lock file. After three
   missed heartbeats, it counts as dead. The clock of the file server alone measures the time: the times of two files in
   the directory are compared, so the clocks of different machines do not matter.
 
 Every second, the holder checks whether another process has taken its lock (`--force`, or after missed heartbeats). If
-so, the holder ends at once and writes nothing more, because its files would mix with those of the other run.
+so, the holder ends immediately and writes nothing more, because its files would mix with those of the other run.
 
 At the end of this module: the states of processes, and the file by which users find a run in progress.
 """
@@ -44,7 +44,7 @@ from ..files import read_regular
 log = logging.getLogger("paceline.run")
 
 Life = Literal["alive", "dead", "unseen"]
-"""What is known of a process: "unseen" if it is on another machine, or in another process namespace."""
+"""The known state of a process: "unseen" if it is on another machine, or in another process namespace."""
 
 LOCK = ".lock-"
 NAME = re.compile(rf"{re.escape(LOCK)}(\d+)")
@@ -214,8 +214,8 @@ class RunLock:
     Attributes:
         number: number of the lock.
         token: text that distinguishes this lock from all other locks.
-        lost: a message that another process has taken the lock, so that the run of this process must end at once; ""
-            if no process has taken the lock.
+        lost: a message that another process has taken the lock, so that the run of this process must end immediately;
+            "" if no process has taken the lock.
     """
 
     def __init__(self, run_dir: Path, number: int, holder: Holder, *, own: bool) -> None:
@@ -503,7 +503,7 @@ def _changed(path: Path) -> float | None:
 
 
 def _changed_s(path: Path) -> float:
-    """Return the time of a file.
+    """Return the time at which a file was changed.
 
     The file is opened, because this makes a network file system ask its server for the time.
     """
@@ -520,7 +520,7 @@ def _remove(path: Path) -> None:
 
 
 def _refresh(folder: Path) -> None:
-    """Change a directory. A network file system caches the entries, and asks its server again after a change."""
+    """Change a directory, so that a network file system no longer uses the entries that it has cached."""
     path = folder / f"{PROBE}{secrets.token_hex(6)}"
     with contextlib.suppress(OSError):
         path.touch()
@@ -633,7 +633,7 @@ RUNS = Path("runs")
 """The folder in which runs make their directories by default."""
 
 ENDS = {"finished": "has finished", "interrupted": "was interrupted", "failed": "has failed"}
-"""How a run has ended according to its summary, as a clause."""
+"""Ending of a run in its summary -> a clause that describes the ending."""
 
 
 class _Summary(msgspec.Struct):
@@ -643,7 +643,7 @@ class _Summary(msgspec.Struct):
 
 
 def ending_of(run_dir: Path) -> str | None:
-    """Return how a run has ended according to its summary, such as "finished"; None if it has no summary."""
+    """Return how a run has ended according to its summary, such as "finished"; None if there is no summary."""
     try:
         return msgspec.json.decode(read_regular(run_dir / "summary.json"), type=_Summary).ended
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
@@ -651,7 +651,7 @@ def ending_of(run_dir: Path) -> str | None:
 
 
 class RunInProgress(msgspec.Struct, frozen=True):
-    """How to reach a run in progress.
+    """The addresses and the secret with which a run in progress is reached.
 
     Attributes:
         address: address of the coordinator. See `paceline.wire.transports`.
@@ -673,7 +673,7 @@ class RunInProgress(msgspec.Struct, frozen=True):
 
 @contextlib.contextmanager
 def published(run_dir: Path, address: str, token: str, dashboard: str = "") -> Iterator[None]:
-    """Return a context in which the run of this process has such a file.
+    """Return a context in which the directory of this process's run contains the file `running.json`.
 
     If the file is not writable, a warning is logged.
 

@@ -144,7 +144,7 @@ class ServerHost(Host):
     Args:
         place: the role of the process in its run.
         listener: a listening socket, or another source of connections. The server takes ownership.
-        coordinator: a connection to the coordinator on which the greeting has been sent. The server closes it.
+        coordinator: a connection to the coordinator on which the greeting has been sent. The server takes ownership.
     """
 
     def __init__(self, place: Assignment, listener: ConnectionSource, coordinator: Stream[Message]) -> None:

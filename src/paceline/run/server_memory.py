@@ -1,8 +1,9 @@
 """The tensors of one server: the stores of its shards, the memory in which pushes arrive, and the model's buffers.
 
-The memory is created when the coordinator assigns shards to the server. The store of each shard is created when the
-shard's initial weights arrive. If a script adds parameters, the initial weights of the new parameters arrive in the
-same way, and a larger store replaces each store. This module is independent of sockets, clocks and sync models.
+The memory for pushes is created when the coordinator assigns shards to the server. The store of each shard is created
+when the shard's initial weights arrive. If a script adds parameters, the initial weights of the new parameters arrive
+in the same way, and each store is replaced by a larger one. This module is independent of sockets, clocks and sync
+models.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from .registration import require_groups
 
 
 class _Plan(NamedTuple):
-    """A model, and what a server needs in order to store its part of the model.
+    """A model, with the slices, the memory and the decoders that a server needs to store its part of the model.
 
     Attributes:
         model: the model.
@@ -87,8 +88,8 @@ class ServerMemory:
     Attributes:
         stores: shard -> the store of this shard, for shards whose initial weights have arrived.
         weights: shard -> the bytes of this shard's weights, for shards whose initial weights have arrived.
-        states: the latest states of tracked objects, with their position in the loop. Only the server of shard 0 has
-            such states.
+        states: the latest states of tracked objects, with the position in the training loop at which they were taken.
+            Only the server of shard 0 has such states.
     """
 
     def __init__(
@@ -144,7 +145,7 @@ class ServerMemory:
         return Region.attach(self._plan.model.layout, descriptor, channels=channels)
 
     def find(self, place: MemoryPlace) -> Region | None:
-        """Map the memory of a worker on this machine; return None if this process cannot reach it.
+        """Map the memory of a worker on this machine; return None if this process cannot reach the memory.
 
         Raises:
             ProtocolError: the size of the memory does not match the layout.
@@ -208,13 +209,13 @@ class ServerMemory:
         """Create the store of a shard from its initial weights, or keep the initial weights of its new parameters."""
         if self._next is not None:
             self._added[index] = payload
-            # Place the weights now, so that the new shared memory contains them even if this process is killed.
+            # Copy the weights now, so that the new shared memory contains them even if this process is killed.
             self._place_weights(index, payload)
             return
         self._put(index, payload)
 
     def load(self, index: int, checkpoint: Checkpoint, initial: Sequence[bytearray] | None = None) -> None:
-        """Create or extend the store of a shard from a checkpoint, whose number of shards may be different.
+        """Create or extend the store of a shard from a checkpoint. The checkpoint may have another number of shards.
 
         Args:
             index: index of the shard.
@@ -248,7 +249,7 @@ class ServerMemory:
         self.begin(index, [bytearray(part) for part in parts])
 
     def prepare(self, model: ModelSpec, slices: Sequence[ShardSlice], master: Region | None) -> None:
-        """Prepare to store an extended model. Initial values that have arrived for an earlier call are forgotten."""
+        """Prepare to store an extended model. Forget the initial values for the model of an earlier call."""
         self._next = _Plan.of(model, slices, master)
         self._states.clear()
         self._added.clear()
@@ -452,11 +453,12 @@ class SharedInbox:
 
 
 class StreamedInbox:
-    """An inbox in the server's memory, which is filled piece by piece from the stream.
+    """An inbox in the server's memory, which is filled with pieces of the gradient as they arrive from the worker.
 
     Args:
         shard: the slice of the shard.
-        codec: the codec of gradients. Some pushes, such as those of an edit, are not encoded.
+        codec: the codec of gradients. Some pushes, such as those of weights that the script has edited, are not
+            encoded.
 
     Attributes:
         pieces: the pieces of a gradient, in order.
@@ -502,7 +504,7 @@ class StreamedInbox:
         """Record that the iteration is committed.
 
         Args:
-            empty: True if the worker skipped the iteration and pushed no gradient.
+            empty: True if the worker has committed the iteration without a gradient.
             set_index: the parameter set whose gradient is pushed; None for all sets.
 
         Raises:
@@ -528,7 +530,7 @@ class SharedWeights:
 
     Attributes:
         master: the memory for the model in force; None if there is none.
-        passed: True if the new model has been passed to workers, and therefore is in force.
+        passed: True if processes have been told that the new model is in force.
     """
 
     def __init__(self) -> None:

@@ -2,8 +2,8 @@
 
 Servers on other machines send their traces at the end of a run. The coordinator writes each trace to a temporary file
 in the run directory, and renames the file when the trace is complete. Several machines may share the run directory. In
-this case, the server itself has already written its trace there. Because of the renaming, this file is complete at
-every moment.
+this case, the server itself has already written its trace there. The renamed file replaces the server's file in a
+single operation, so there is a complete trace at every moment.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ class TraceFiles:
             file.write(data)
             if message.last:
                 file.close()
-                # If the machines share the directory, the server has written these segments there. The new trace
-                # contains them.
+                # If the machines share the directory, the server has written earlier segments there. The new trace
+                # contains these segments.
                 for segment in earlier_segments(trace_path(self._run_dir, shard)).values():
                     segment.unlink()
                 unfinished.finish()
@@ -200,14 +200,14 @@ TEND_TICKS = round(TEND_S * TICKS_PER_S)
 LEAST_BYTES = 2**14
 """Minimum size of a segment in bytes."""
 
-# Relative sizes of the entries for one iteration of one worker. In the traces, which contain the entries of all
-# workers, these are entries for the push and the pull at each shard, and at most one entry at the coordinator.
+# Relative sizes of the entries for one iteration of one worker. The trace of each shard has entries for the push and
+# the pull, and the trace of the coordinator has at most one entry. Each of these traces has the entries of all workers.
 PART_OF_MERGED = {"shard": 4, "coordinator": 1}
 PART_OF_OWN = 2  # relative size of the entry in the records of the worker
 
 
 class Segmenting(NamedTuple):
-    """How a file is written in segments.
+    """The size and the number of the segments in which a file is written.
 
     Attributes:
         size_bytes: size at which a segment is full.
@@ -224,7 +224,8 @@ def segmenting(
 ) -> Segmenting | None:
     """Return how a process of a run writes its traces or records in segments; None to write a single segment.
 
-    The bytes that the user grants are divided among all files of the run, so that all files cover about the same time.
+    The bytes that the user grants are divided among all files of the run, so that all files cover about the same part
+    of the run.
 
     Args:
         job: the configuration of the run.

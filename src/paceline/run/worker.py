@@ -66,14 +66,14 @@ log = logging.getLogger("paceline.worker")
 
 # Minimum time between two checks for messages from the coordinator. Most very short iterations pass without a check.
 HEARING_INTERVAL_S = 200e-6
-# After waiting this long in a call that all workers make, a worker pushes without a gradient, and may give its
-# script's state.
+# After waiting this long in a call that all workers make, a worker pushes without a gradient, and gives the state of
+# its script if the job is being cut.
 COMBINING_S = 0.5
 # Maximum time between two checks for messages from the coordinator while the script is not training.
 LOOKING_S = 0.1
 LEAST_IDLE_S = 1e-3  # minimum time between two pushes while the script is not training
-# Minimum times between two pushes that are observed, and between two reports of observations. These times bound the
-# cost of the guard: observing a push takes about 15 us, and judging a push also takes about 15 us (see
+# Minimum times between two pushes that are observed for the guard, and between two reports of observations. These times
+# bound the cost of the guard: observing a push takes about 15 us, and judging a push also takes about 15 us (see
 # `python -m benchmarks guard`).
 OBSERVING_INTERVAL_S, REPORTING_INTERVAL_S = 2e-3, 10e-3
 # Minimum time between two reports of the metrics that the script has logged.
@@ -248,7 +248,7 @@ class WorkerSession(Session):
             self._connect(model, core.extended.shards)
             core.await_extended_weights()
             self._await_answers()
-        # Disconnect only now: a server considers a worker without a connection as lost.
+        # Disconnect only now that the new connections exist: to a server, a worker without a connection is lost.
         links.disconnect(before)
         return ""
 
@@ -363,7 +363,7 @@ class WorkerSession(Session):
         )
         if self._job.marks_outside:
             flags = msgspec.structs.replace(flags, outside_ticks=lap.outside)
-        # The script computed the first gradient before the session began to measure the time.
+        # The time of the first gradient is unknown: the script computed it before the session began to measure.
         requests = core.push(flags, contents, busy_s=None if core.last_commit is None else busy_s)
         self.iterations.begins_pass = core.data.begins_pass
         memory.pulls = flags.set_index
@@ -530,7 +530,7 @@ class WorkerSession(Session):
         due_s = began_s + max(interval_s, COMBINING_S)
         while not ended():
             links.leave_if_asked()
-            # If the wait is short, the script will soon ask for its next batch, which is a better moment for its state.
+            # If the wait is short, the script will soon ask for its next batch, a better moment to give the state.
             if job.now_s() - began_s >= COMBINING_S:
                 self._give_state()
             wait_s = min(max(due_s - job.now_s(), LEAST_IDLE_S), WAITING_S)
@@ -845,8 +845,8 @@ class StatusReporter:
 
     Attributes:
         stopwatch: measures how the worker spends its time.
-        away: True while the script is outside of training, for example inside `evaluating`. The attribute stays True
-            during exchanges in the meantime.
+        away: True while the script is outside of training, for example inside `evaluating`. During this time,
+            the attribute stays True even while the worker exchanges messages.
     """
 
     def __init__(self, job: Job, links: Links) -> None:
@@ -899,7 +899,7 @@ class StatusReporter:
     def doing(self, activity: Activity) -> Iterator[None]:
         """Return a context in which the worker spends its time on this activity.
 
-        An activity outside of training may take long, so the coordinator is told of such an activity at once.
+        An activity outside of training may take long, so the coordinator is told of such an activity immediately.
         """
         away = self.away
         with self._links.lock:

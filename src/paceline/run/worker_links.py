@@ -127,7 +127,7 @@ class Links(Host):
         handlers: message type -> function that handles messages of this type from servers, instead of the core.
         targets: message type -> function of (message, size in bytes) that returns the memory for the payload.
         payloads: shard -> payload of the push that is being committed.
-        orders: watches only the connection to the coordinator.
+        orders: a selector that watches only the connection to the coordinator.
         tells_arrivals: True if the front end is told which parts of new weights have arrived.
         initial: function that sends a shard its initial weights; None if this worker is not the initializer.
         lock: held by the thread that uses the connections.
@@ -298,7 +298,7 @@ class Links(Host):
             raise Leaving(0)
 
     def wait_while(self, waits: Callable[[], bool]) -> None:
-        """Handle messages as long as a function returns True."""
+        """Handle messages as long as the function `waits` returns True."""
         while waits():
             self.leave_if_asked()
             self.hear(timeout_s=WAITING_S)
@@ -567,8 +567,8 @@ class WorkerMemory:
         model: the model.
         shards: the slices of the model's shards, in order.
         local: for each server, True if it is on this machine.
-        descriptors: the descriptors that the coordinator has passed. If the run uses shared memory, the last
-            descriptor, of the memory in which the servers update the weights, is removed from this list.
+        descriptors: the descriptors that the coordinator has passed. If the run uses shared memory, the last one is
+            the descriptor of the memory in which the servers update the weights. It is removed from this list.
         stage: function that sends a piece of a gradient. See `Outbox`.
         busy: function that returns True if data for a shard is still queued.
         awaits: function that returns True if the worker waits for an answer from a shard.
@@ -619,7 +619,8 @@ class WorkerMemory:
         self.outbox: Outbox | None = None
         # codec -> shard -> decoder of the shard's weights
         self._codecs: dict[str, Mapping[int, Receiver | BaseReceiver]] = {}
-        self._bases: dict[int, BaseReceiver] = {}  # shard -> the base of its weights, if differences travel
+        # shard -> the base of its weights, if they travel as differences
+        self._bases: dict[int, BaseReceiver] = {}
         if not self.shared:
             weights = self._slices(region.weights)
             exact = job.wire.exact
@@ -778,10 +779,10 @@ class WorkerMemory:
 #
 # FluentPS overlaps communication with computation (section III): while the gradients of the first layers are
 # still being computed, the gradients of the last layers are already being sent. Until the iteration is
-# committed, the servers do not use pieces that were sent early. So a script may clip, scale, accumulate or
-# drop its gradients until the commit. At the commit, each piece that was sent early is sent again if the
-# checksum of its bits has changed. If a script changes its gradients after the backward pass, early sending
-# saves no time and is suspended for a while.
+# committed, the servers do not use pieces that were sent early. At the commit, each piece that was sent early
+# is sent again if the checksum of its bits has changed. So a script may clip, scale, accumulate or drop its
+# gradients until the commit. But if it does so after the backward pass, early sending saves no time and is
+# suspended for a while.
 #
 # A piece is encoded when it is sent (see `core.layout`). The checksums are computed before the encoding.
 

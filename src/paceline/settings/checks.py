@@ -1,6 +1,6 @@
 """The checks of settings, the rows of their table, and functions that read the TOML files of users.
 
-A check of a setting is a `Check`, or a function that returns a `Check`.
+Each setting is checked by a `Check`. Some functions here are such checks, and others return one.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ def written(value: Any) -> str:
 class Setting:
     """A row of the table: the properties of a setting, apart from its type.
 
-    The type says how its option is read: `bool` is a flag, `int` a whole number, `float` a number, and
+    The type of a setting says how its option is read: `bool` is a flag, `int` a whole number, `float` a number, and
     `Sequence[str]` an option that can be repeated. The option of any other type is a text, which `check` reads.
 
     Attributes:

@@ -452,10 +452,11 @@ class Settings(TypedDict, total=False):
             default=None,
             trusted=True,
             doc="directory in which a new directory with the name of the run is created, for TensorBoard files with "
-            "the metrics that the script logs, the speed, staleness and waiting. Needs "
+            "the speed, the staleness, the waiting, and the metrics that the script logs. Needs "
             "`pip install paceline[tensorboard]`.",
-            help="Write TensorBoard files with the metrics that the script logs, the speed, staleness and waiting, to "
-            "a new directory in DIR, which has the name of the run. Needs paceline[tensorboard].",
+            help="Write TensorBoard files with the speed, the staleness, the waiting, and the metrics that the script "
+            "logs. They are written to a new directory in DIR that has the name of the run. Needs "
+            "paceline[tensorboard].",
             metavar="DIR",
             panel=LOOKING,
             commands=(RUN, SERVE),

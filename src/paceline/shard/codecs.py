@@ -1,11 +1,11 @@
 """Codecs, the formats in which vectors travel between processes. The option `--wire` selects a codec by its name.
 
-`core.layout.CODECS` has a row for each codec: the dtypes and blocks that it encodes, and their sizes, which decide how
-long transfers take in a simulation. Here, each codec has a `Packer`: an object without state, which packs blocks of
-values into bytes and unpacks them. Vectors travel from one end of a *way* to the other end, and both ends have state. A
-`Sender` encodes gradients, and a `Receiver` decodes them. If weights are sent as differences from a common base, the
-ends of their way are a `BaseSender` and a `BaseReceiver`. The ends know nothing of the format, and all hosts use them.
-`core.messages.push` says which vectors are encoded.
+`core.layout.CODECS` has a row for each codec: the dtypes that it encodes, and the sizes of a block and of an encoded
+block, which decide how long transfers take in a simulation. Here, each codec has a `Packer`: an object without state,
+which packs blocks of values into bytes and unpacks them. Vectors travel from one end of a *way* to the other end, and
+both ends have state. A `Sender` encodes gradients, and a `Receiver` decodes them. If weights are sent as differences
+from a common base, the ends of their way are a `BaseSender` and a `BaseReceiver`. The ends know nothing of the format,
+and all hosts use them. `core.messages.push` says which vectors are encoded.
 
 Blocks are counted from the start of a shard's slice. With `--slicing even`, slices are cut between blocks, so blocks
 are the same for any number of shards. Vectors with a dtype that a codec does not encode travel as they are.
@@ -146,11 +146,11 @@ class End:
 
     Args:
         codec: name of the codec.
-        vectors: the flat vectors. Their values are not encoded.
+        vectors: the flat vectors, as they are before encoding or after decoding.
 
     Attributes:
         vectors: the flat vectors.
-        in_place: True if values arrive where they are used, so a part that has arrived is usable at once.
+        in_place: True if values arrive where they are used, so a part that has arrived is usable immediately.
     """
 
     def __init__(self, codec: str, vectors: Vectors) -> None:
@@ -179,7 +179,7 @@ class End:
 
     @cached_property
     def _bytes(self) -> dict[str, tuple[memoryview, int, int]]:
-        """Vector -> its bytes in the format in which it travels, values in a block, bytes of a block.
+        """Vector -> (its bytes in the format in which it travels, values in a block, bytes of an encoded block).
 
         The result is kept, because making views takes long.
         """
@@ -216,7 +216,7 @@ class Sender(End):
     """The end that sends. A gradient is encoded in pieces, before all of it is computed.
 
     If the codec has feedback, the rounding error of one message, called the residual, is added to the next message. The
-    residual is only useful while messages follow one another, so an interruption drops it.
+    residual is useful only for the very next message, so it is dropped if a message is left out or not used.
     """
 
     def __init__(self, codec: str, vectors: Vectors) -> None:
@@ -229,8 +229,8 @@ class Sender(End):
 
         Args:
             ranges: the parts.
-            absent: parts of vectors that have no gradient. The values that arrive there are not used, and the residual
-                of these parts stays.
+            absent: parts of vectors that have no gradient. The values that arrive for these parts are not used,
+                and the residual of these parts is kept.
         """
         if self._packed:
             absent = [part for part in absent if part[0] in self._packed]

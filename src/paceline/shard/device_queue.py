@@ -67,8 +67,8 @@ class DeviceQueue(Protocol):
     def keep_close(self) -> None:
         """Wait on the host until all computations that were started before the previous call of this method have ended.
 
-        While a computation may be aborted, this method is called at each hook, because work that a device has been
-        given cannot be taken back.
+        While a computation may be aborted, this method is called at each hook. So only little work is queued on the
+        device at the time of an abort: work that a device has been given cannot be taken back.
         """
 
     def register(self, memory: Sequence[torch.Tensor], *, only_read: bool) -> Callable[[], None]:

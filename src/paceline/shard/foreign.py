@@ -10,8 +10,8 @@ parameters. The result is right only if two conditions hold, which a worker test
 
 The test takes a few steps on small parameters of several shapes, with the script's optimizer, and with optimizers that
 are built like those of two servers: first on slices, then on whole tensors. The test is done in double precision and in
-the dtypes of the model, and takes some milliseconds. If the results differ in both cases, the optimizer is refused with
-a message that says what differed.
+the dtypes of the model, and takes some milliseconds. If the results differ both on slices and on whole tensors, the
+optimizer is refused with a message that says what differed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WITHOUT_GRADIENT = ((2, 1), (3, 1), (3, 3), (7, 4))  # (step, parameter of the g
 EVALUATED = (3, 8, STEPS)  # steps after which optimizers with modes are evaluated
 MOST_GROUPS = 8  # number of parameter groups that are tested
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}
-COARSE = 0.1  # tolerance for the other dtypes, relative to the largest change of a parameter
+COARSE = 0.1  # tolerance for dtypes that are not in TOLERANCES, relative to the largest change of a parameter
 EIGHT_BITS = {torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2}
 USUAL_RATE = 0.01  # learning rate for the test if the script's rate is 0, as at the start of a warm-up
 
@@ -56,10 +56,10 @@ _sources: list[OptimizerSources] = []
 def register_elementwise(cls: Kind) -> Kind:
     """State that an optimizer class updates each element independently, so that it may run on slices.
 
-    Without this call, Paceline tests the class before training begins, and does not run the class on slices if its
-    results differ from those on whole tensors. If the test refuses a class although you know that slices make no
-    difference, register the class. An example is a class that rounds stochastically. This function can be used as a
-    decorator. The servers must be able to load the class; see the guide.
+    Without this call, Paceline tests the class before training begins, and does not run the class on slices if the
+    results on slices differ from those on whole tensors. If the test refuses a class although you know that slices make
+    no difference, register the class. An example is a class that rounds stochastically. This function can be used as a
+    decorator. The servers must be able to load the class (see 'Choose an optimizer' in the guide).
 
     Args:
         cls: a subclass of `torch.optim.Optimizer`.
@@ -92,7 +92,8 @@ def register_tensorwise(cls: Kind) -> Kind:
 
     Without this call, Paceline tests the class before training begins. If the test refuses a class although you know
     that it updates each tensor independently, register the class. An example is a class that rounds stochastically.
-    This function can be used as a decorator. The servers must be able to load the class; see the guide.
+    This function can be used as a decorator. The servers must be able to load the class (see 'Choose an optimizer' in
+    the guide).
 
     Args:
         cls: a subclass of `torch.optim.Optimizer`.
@@ -158,7 +159,7 @@ def class_of(name: str) -> type[torch.optim.Optimizer]:
     """Return the class with a name of the form "module:Class".
 
     Raises:
-        ConfigurationError: this process may not, or cannot, load the class.
+        ConfigurationError: this process is not allowed to load the class, or cannot load it.
     """
     if name not in _classes:
         if not _sources:
@@ -451,7 +452,7 @@ class _Trial:
             parts: what each server holds.
             words: the first words of the sentence.
             sliced: True if the state must have an entry for each element, or for each parameter.
-            resumed: True if other servers go on from a checkpoint half-way.
+            resumed: True if other servers go on from a checkpoint after half of the steps.
         """
         for dtype in self._expected:
             servers: list[_Running] = []
@@ -503,7 +504,7 @@ class _Trial:
 
 
 def _segments(dimensions: Sequence[set[int]]) -> list[_Segment]:
-    """Return all parameters of the test. These have as many dimensions as the script's, so that the class accepts them.
+    """Return all parameters of the test. They have as many dimensions as the script's, so that the class accepts them.
 
     Args:
         dimensions: for each group, the numbers of dimensions of its parameters.

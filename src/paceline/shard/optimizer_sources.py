@@ -1,4 +1,4 @@
-"""Where servers find the class of an optimizer that is not one of torch's.
+"""The places in which servers find the class of an optimizer that is not one of torch's.
 
 A worker registers such an optimizer by the name of its class, as "module:Class". The name alone loads nothing: a server
 takes a class only from the places that the user named when the run was launched:
@@ -30,7 +30,7 @@ from ..errors import ConfigurationError
 MAIN = "__main__"
 
 NEVER = frozenset({*sys.stdlib_module_names, "torch", "numpy", "paceline"})
-"""Packages that contain no optimizers of users. Naming a module in one of them must not import the module."""
+"""Packages that contain no optimizers of users. Servers load no class from them, even if the user names the package."""
 
 
 class OptimizerSources(msgspec.Struct, frozen=True):

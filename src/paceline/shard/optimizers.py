@@ -8,7 +8,8 @@ tensors only to scale the gradients, so the workers scale the gradients and the 
 
 Hyper-parameters are sent with every push as plain data; `read_groups` reads them from the user's optimizer.
 
-The second half of this file divides the states of optimizers into slices, and avoids importing `torch._dynamo`.
+The second half of this file contains the functions that divide the states of optimizers into slices, and those that
+avoid the import of `torch._dynamo`.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ REFUSED = {
         instead="Use Adam, and create the embeddings with sparse=False",
     ),
 }
-"""Why the other optimizers of torch cannot run on the servers, and what to use instead."""
+"""Name of each other optimizer of torch -> why it cannot run on the servers, and what to use instead."""
 
 HARMLESS = frozenset(
     {
@@ -97,7 +98,7 @@ OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "ba
 NOT_SENT: Any = object()
 """Stands for a hyper-parameter that a group lacks, or that servers have by default."""
 
-# optimizer -> its `_further_keys` when they were first read. The names of the settings that are sent stay the same.
+# optimizer -> the first result of `_further_keys`. It is kept so that every push contains the same settings.
 _of_groups: WeakKeyDictionary[torch.optim.Optimizer, tuple[str, ...]] = WeakKeyDictionary()
 
 
@@ -317,9 +318,10 @@ def _read_value(key: str, value: Any) -> HyperParameter:
 
 
 def _read_foreign_value(kind: Any, key: str, value: Any) -> Any:
-    """Return a hyper-parameter of a class that is not one of torch's. It may also be a string or a tuple of numbers.
+    """Return a hyper-parameter of a class that is not one of torch's.
 
-    A value of another type is not sent if it is the default of the class.
+    The value may also be a string or a tuple of numbers. A value of any other type is not sent if it is the default of
+    the class.
     """
     if value is NOT_SENT:
         return NOT_SENT

@@ -621,12 +621,12 @@ class TorchOptimizer:
 # vectors.
 
 MEAN_DECAY = 0.9
-"""Decay per joint step of the running mean of the gradient, for optimizers that have no such mean."""
+"""Decay per joint step of the running mean of the gradient that `FractionalSteps` keeps for optimizers without one."""
 
 FIRST_VALUES = {"mu": 1.0, "mu_product": 1.0}
 """Entry of the state of torch's optimizers -> its first value, if this value is not zero. A single number, except the
-number of steps, begins with the value that the first step sets. `_first_states` finds the first values of the vectors
-of other classes: for example, a schedule-free optimizer begins with a copy of the weights.
+number of steps, begins with the value that the first step sets. For classes of other packages, `_first_states` finds
+the vectors with which a state begins. A schedule-free optimizer, for example, begins with a copy of the weights.
 """
 
 
@@ -787,7 +787,8 @@ class FractionalSteps:
         """Return the value of an entry of a state after a part of the way from `before` to `after`.
 
         A counter that is a whole number changes once the parts have added up to 1. Nested entries get their values
-        after the step: between two bases of a vector space, for example, half of the way need not be a basis.
+        after the step, because a value in between may make no sense. For example, the mean of two bases of a vector
+        space need not be a basis.
         """
         if isinstance(after, torch.Tensor) and after.is_floating_point():
             if before is None:

@@ -127,8 +127,8 @@ class Store:
 
         The gradients are added in the order given. The step uses the hyper-parameters from the push with the highest
         iteration, and skips each parameter for which none of the pushes contains a gradient. If the pushes belong to
-        several parameter sets, each set takes a step with its own pushes. The scales of these pushes are then
-        multiplied, so that they have the same sum as the scales of all pushes.
+        several parameter sets, each set takes a step with its own pushes. In this case, the scales of each set's
+        pushes are multiplied by a factor, so that their sum is the sum of all `scales`.
 
         `standing` is what the shard knows about the update. It decides which fraction of the step is taken; None to
         take the whole step (see `paceline.sync.translation`).
@@ -192,7 +192,7 @@ class Store:
         self._pushes[worker, iteration] = msgspec.structs.replace(push, gradient=copied)
 
     def evaluated(self) -> Vectors:
-        """Return the weights for evaluation: those for readers, for snapshots and for the end of a run.
+        """Return the weights for evaluation: the weights that readers receive, and that snapshots and results contain.
 
         The vectors of an optimizer with modes (see `foreign`) are new; all other vectors are those of `weights`.
         """

@@ -48,8 +48,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 def tensors_over(vectors: Mapping[str, memoryview]) -> Vectors:
     """Return a flat tensor for each dtype. The tensors share the memory of the given bytes.
 
-    A tensor over read-only memory must not be written to: torch does not know of such memory, and the process would
-    end.
+    A tensor over read-only memory must not be written to: torch does not know that the memory is read-only, so it would
+    write to the memory, and the system would end the process.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
@@ -313,8 +313,8 @@ def _same(copies: Sequence[torch.Tensor]) -> bool:
 # -- Encodes and decodes the states of the objects that a script tracks, without pickling. See `paceline.track`
 #
 # Encoded states are a short header in MessagePack, followed by the bytes of all tensors and arrays. The
-# header contains the nested structure, in which every container and every tensor is a pair (kind, content),
-# and the dtype and the shape of each tensor. Nothing in the bytes can cause code to run.
+# header contains the dtype and the shape of each tensor, and the nested structure, in which every container
+# and every tensor is a pair (kind, content). Nothing in the bytes can cause code to run.
 
 LENGTH = struct.Struct("<Q")
 DEEPEST = 64
@@ -505,8 +505,8 @@ def _value(value: Any, tensors: Sequence[torch.Tensor], arrays: bool) -> Any:
 
 # -- The state of one parameter as tensors
 #
-# An entry of an optimizer's state is a tensor, a number, or a list, tuple or dictionary of such entries, of strings and
-# of None. As flat tensors, the entries have these names:
+# An entry of an optimizer's state is a tensor, a number, or a list, tuple or dictionary. The elements of a list, tuple
+# or dictionary are such entries, strings or None. As flat tensors, the entries have these names:
 #
 #     "momentum_buffer"   a tensor
 #     "#steps"            a number, as a tensor without dimensions

@@ -6,7 +6,7 @@
 - `Constant`, `Uniform`, `LogNormal`, `Pareto`, `Recorded`, `Resampled`, `Timed`, `Scaled`, `Drifting`, `Occasional`
   and `Sum` are distributions of durations. `Law` is the interface of your own distributions, and `read_delays` reads
   measured durations from a CSV file.
-- `Pause` and `Uplink` describe what several workers have in common.
+- `Pause` and `Uplink` describe pauses and links that several workers share.
 
 >>> simulate(Cluster(compute_s=[1.0, 1.0, Uniform(low=2.0, high=4.0)]), "ssp:staleness=3").updates
 300

@@ -43,8 +43,9 @@ class Cluster:
     Args:
         compute_s: for each worker, the time to compute a gradient for a batch of the usual size, as a number of
             seconds, a distribution (`paceline.sim.Uniform`, ...), a list of recorded times, or an object of your own
-            with a method `sample(generator)`. `paceline.sim.read_delays` reads a CSV file. A `Fraction` or a
-            `Decimal` is exact; floats and random times are rounded to whole nanoseconds. This applies to all times.
+            with a method `sample(generator)`. `paceline.sim.read_delays` reads a CSV file. A `Fraction` or a `Decimal`
+            is exact; floats and random times are rounded to whole nanoseconds. These rules hold for all times of the
+            cluster.
         fixed_share: fraction of each worker's compute time that does not depend on the size of the batch, from 0 to
             1: one number for each worker, or one number for all workers.
         servers: number of servers.
@@ -63,7 +64,7 @@ class Cluster:
             For a shard, the time is proportional, as for `apply_s`. A server that applies each push makes one update
             per push. A server that applies means makes one update for all pushes of a mean. Answers leave, and
             further messages are handled, after the update. Default: no time.
-        pauses: pauses that strike several workers at once (`paceline.sim.Pause`).
+        pauses: pauses that strike several workers at the same time (`paceline.sim.Pause`).
         uplinks: links that several workers share (`paceline.sim.Uplink`).
         outside: mapping from worker to `Outside`, for workers whose scripts also do something other than training.
         name: name of the cluster, used in titles.
@@ -190,8 +191,9 @@ class Cluster:
             workers: number of workers. Additional workers are copies of the existing workers, in turn. Their
                 recorded times are resampled, in blocks (`paceline.sim.Resampled`).
             bandwidth: bandwidth of each machine's network interface, in bits per second, or a string such as
-                "1 Gbit/s". Recorded times of messages count as latency, to which the transfers are added. So if the
-                run was made over a network, give the bandwidth of this network to `from_run`.
+                "1 Gbit/s". Recorded times of messages count as latency, to which the transfers are added. If the
+                recorded times include transfers over a network, give the bandwidth of this network to `from_run`, which
+                subtracts these transfers.
             servers: number of servers. Recorded times of messages stay the same.
             slow: mapping from worker to a factor by which its compute times are multiplied.
             size_bytes: size of all parameters, in bytes.
@@ -366,7 +368,7 @@ def _like(times: Times, *, again: bool) -> Times:
 
 
 def _members(each: Together, before: int, count: int) -> Together:
-    """Return a pause or an uplink that also applies to copies of its workers, up to `count` workers."""
+    """Return a pause or an uplink that also applies to the copies of its workers in a cluster of `count` workers."""
     workers = tuple(worker for worker in range(count) if worker % before in each.workers)
     return structs.replace(each, workers=workers)
 

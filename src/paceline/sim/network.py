@@ -190,7 +190,7 @@ class _InFlight:
     def __init__(self, arrive: Callable[..., None], arguments: tuple[object, ...]) -> None:
         self.arrive = arrive
         self.arguments = arguments
-        self.parts = 1  # number of steps (`_left`, `_enter`) that are not complete
+        self.parts = 1  # number of ends of the connection (see `_left`, `_enter`) that are not done
 
 
 # -- How long given transfers take in the simulated network, if each one begins at a given time --------------

@@ -15,8 +15,9 @@ A push without a gradient, which a worker makes while its script evaluates the m
 An accelerator's first iteration with batches of a new size takes longer, because programs are compiled. Both kinds of
 iterations are left out.
 
-A script's time outside of training (see `core.metrics`) is not part of the compute times, because it does not depend
-on the batch. This time passes as in the run: before the same iterations, or at the end of each epoch.
+A script's time outside of training (see `core.metrics`) is not part of the compute times, because it does not depend on
+the batch. In a simulation, this time passes as it did in the run: before the same iterations, or at the end of each
+epoch.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class _Column:
 
 
 class Arrivals:
-    """What the shards have received from one worker, by iteration.
+    """The entries of the shards' traces about the messages of one worker, by iteration.
 
     Attributes:
         arrived_s: for each shard, the time at which the push arrived.
@@ -263,7 +264,7 @@ def _arguments(
                 estimate.add(from_server, record.answered_s, answers)
             samples = own.samples.get(number)
             times = atypical if own.atypical.get(number) else observed
-            # Loading takes equally long under every model.
+            # Loading counts as computing, because it takes equally long under every sync model.
             computed_s = record.computing_s + record.apart_s[1]
             times.append((None if samples is None else int(samples), computed_s))
         if observed or atypical:

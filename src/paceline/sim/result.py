@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from ..shard.store import WeightsSnapshot
     from .simulated_cuts import SimCut
-else:  # `help(SimResult)` resolves the types of its fields, but importing torch takes seconds
+else:  # `help(SimResult)` evaluates the types of its fields, and must not import torch, which takes seconds
     SimCut = Tensor = WeightsSnapshot = Any
 
 NO_METRICS = MetricHistory()

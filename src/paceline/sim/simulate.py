@@ -490,10 +490,10 @@ class NullStore:
 
 # -- Estimates how fast a run would be under other sync models, from observations. See `paceline.core.auto`
 #
-# The observed cycles of the workers are turned into a cluster. The usual difference between a worker's cycles and its
-# computations becomes the latency of its link. The rest of each cycle becomes a compute time. Then each candidate is
-# simulated on this cluster for some epochs of the run's data. The cycles are used in the order in which they were
-# observed, so pauses and other changes are as frequent as in the run.
+# The observed cycles of the workers are turned into a cluster. A cycle is a computation with its transfers. The usual
+# difference between a worker's cycles and its computations becomes the latency of its link. The rest of each cycle
+# becomes a compute time. Then each candidate is simulated on this cluster for some epochs of the run's data. The cycles
+# are used in the order in which they were observed, so pauses and other changes are as frequent as in the run.
 
 LENGTH = 64  # approximate number of iterations of each worker that are simulated
 RECENT = 32  # number of latest cycles and computations whose medians are compared

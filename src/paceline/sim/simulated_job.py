@@ -14,7 +14,7 @@ Events at the same tick have a fixed order, which follows from the order in whic
 - A worker sends its push to the shards in descending order, and then its report to the coordinator. If one event
   releases several answers, a shard sends these answers in the order of the actions of its sync model.
 - If updates take time, a server handles a worker's message when the updates of all earlier messages have ended. The
-  server handles a timer, a departure or a message of the coordinator at once, but an update that this event causes
+  server handles a timer, a departure or a message of the coordinator immediately, but an update that this event causes
   begins only when the server has completed its earlier work. A message to a worker leaves the server when all updates
   that were begun earlier have ended.
 - Timers come last, in the order in which they were set. Messages that are sent while a timer is handled precede the
@@ -163,7 +163,8 @@ class VirtualJob:
         has_epochs: bool = False,
     ) -> None:
         ticks_per_s = recorders.ticks_per_s
-        # When all workers begin or go on together, each of them causes events at every shard at the same time.
+        # When all workers begin or go on together, each of them causes events at every shard at the same time. So the
+        # limit of events at the same time grows with the workers and the shards.
         self.kernel = Kernel(ticks_per_s, MOST_AT_ONCE + 200 * cluster.workers * (shards + 4))
         self.bytes_sent = dict.fromkeys(KINDS, 0)
         self.cut_off_ticks: int | None = None
@@ -316,7 +317,10 @@ class VirtualJob:
     # -- called by drivers --------------------------------------------------------------------------------
 
     def epoch_sampler(self, worker: int) -> Sample | None:
-        """Return a function that draws how long a worker's script is outside of training after an epoch, or None."""
+        """Return a function that draws how long a worker's script is outside of training after an epoch.
+
+        Return None if the cluster has no such times for this worker.
+        """
         if worker not in self._cluster.outside:
             return None
         _, epoch_s = self._cluster.outside_s(worker, has_epochs=True)

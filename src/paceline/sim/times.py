@@ -2,8 +2,8 @@
 
 A random duration is a function of (seed, worker, iteration number), not the next number of a random sequence. So a
 worker needs the same time for its tenth iteration under every sync model, and a few seeds are sufficient to compare
-models. The durations are the same on every machine, because they are computed with only + - * / and square roots (see
-`paceline.sync.conditions`). Only `Own` relies on NumPy and on the user's code.
+sync models. The durations are the same on every machine, because they are computed with only + - * / and square roots
+(see `paceline.sync.conditions`). Only `Own` relies on NumPy and on the user's code.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class Resampled(_Listed, frozen=True, kw_only=True, tag="resampled"):
 
     Attributes:
         seconds: the recorded durations, in seconds.
-        block: number of durations in a block; None for the square root of their number, rounded up.
+        block: number of durations in a block; None for the square root of the number of recorded durations, rounded up.
     """
 
     block: int | None = None
@@ -251,7 +251,7 @@ class Own(Spec, frozen=True, kw_only=True, tag="own"):
     """Durations that an object of your own draws. Wherever times are expected, the object itself may be given.
 
     For each iteration, the object receives a new generator, whose state is derived from the key and the number of the
-    iteration. So all models are compared with the same durations.
+    iteration. So all sync models are compared with the same durations.
 
     Attributes:
         law: the object. Its method `sample(generator)` receives a `numpy.random.Generator`, and returns a number of
@@ -503,7 +503,7 @@ class Presence(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         joins_at_s: virtual time at which the worker joins, in seconds.
-        lost_at_s: virtual time at which the worker is lost, in seconds; None if it is not lost at a fixed time.
+        lost_at_s: virtual time at which the worker is lost, in seconds; None if it is not lost at a given time.
         preempted_every_s: mean of the random time between joining and being lost, in seconds; None if the worker is
             not lost at random times.
         back_after_s: time after which a lost worker joins again, in seconds; None if it does not join again.
@@ -552,9 +552,9 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outside(msgspec.Struct, frozen=True, kw_only=True):
-    """How long a worker's script is outside of training, for example because it evaluates or saves the model.
+    """The times that a worker's script spends outside of training, for example to evaluate or save the model.
 
-    Unlike the time of a computation, this time does not grow with the batch size.
+    Unlike the time of a computation, these times do not grow with the batch size.
 
     Attributes:
         each_s: time before each iteration, except for the time between two epochs.
@@ -572,7 +572,7 @@ class Outside(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pause(msgspec.Struct, frozen=True, kw_only=True):
-    """Pauses in which several workers compute nothing, for example because they are in the same rack.
+    """Pauses in which several workers compute nothing at the same time, for example all workers of a rack.
 
     A computation that is in progress goes on after the pause. Messages are not delayed.
 
@@ -614,14 +614,14 @@ class Uplink(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pauses:
-    """The times of all pauses of one kind in a run. These times are drawn when they are needed.
+    """The random times of all pauses of one kind in a run. Each time is computed when it is first needed.
 
     Args:
         pause: describes the pauses.
         key: key of the random times of the pauses.
 
     Attributes:
-        begins_s: beginnings of the pauses that were drawn, in seconds.
+        begins_s: beginnings of the pauses that have been computed so far, in seconds.
         ends_s: ends of these pauses, in seconds.
     """
 

@@ -57,7 +57,7 @@ from .simulated_cuts import CutShard, SimCut
 from .simulated_job import Driver, VirtualJob
 
 INDEX_BYTES = 8  # size of the index of a row in a sparse gradient
-GENERATORS = 1 << 16  # part of the key from which the seeds of the workers' generators are drawn
+GENERATORS = 1 << 16  # part of the key from which the seeds of the workers' generators are derived
 
 
 class Training(Driver):
@@ -144,7 +144,7 @@ class Training(Driver):
         self._main = sys.modules["__main__"]
         self._threads = torch.get_num_threads()
         watch_script()
-        # Otherwise each worker would get its own pool of torch threads, and there would be more threads than cores.
+        # If torch used more threads, each worker would get a pool of them, and the threads would outnumber the cores.
         torch.set_num_threads(1)
         return self
 
@@ -722,7 +722,8 @@ class VirtualSession(Session):
         self.strand.require_own_thread()
         self._end_uncommitted()
         if not self.joined and self._training.stores:
-            # Long ago, the other workers made the calls that precede their first step. They do not repeat these calls.
+            # This worker joins late. The other workers have made the calls before the first step, and do not repeat
+            # these calls.
             return combine({self.worker: Contributed(call, 1, op, numbers, weight)})
         self._gathered = True
         self._training.job.combine(self.worker, call, op, numbers, weight, at_once=not self.joined)
@@ -831,7 +832,7 @@ class VirtualSession(Session):
 
 
 class VirtualServers(Servers):
-    """What a simulated worker requests from the servers. See `paceline.train.session.Servers`."""
+    """The requests of a simulated worker to the servers. See `paceline.train.session.Servers`."""
 
     def __init__(self, training: Training, core: Worker, worker: int) -> None:
         self._training = training

@@ -1,4 +1,4 @@
-"""The programs beside a run: one serves a scheduled job, others digest its traces, simulate it and show it.
+"""The programs beside a run: one serves the run of a scheduled job; others digest its traces, simulate it, or show it.
 
 Each program is a `Companion`. This module starts the programs, gives them orders, and interprets how they end.
 """
@@ -33,7 +33,7 @@ from .terminal import plain_console, print_sentence
 
 
 class Announcement(msgspec.Struct, frozen=True):
-    """How processes join a run.
+    """The message that says how processes can join a run.
 
     Attributes:
         address: address of the coordinator, for example "tls:10.0.0.1:29600".
@@ -60,7 +60,7 @@ def serving(
 ) -> Iterator[tuple[Companion, Callable[[], Announcement | None]]]:
     """Start `paceline serve` as a child, for a process that a scheduler has started, and that also serves the job.
 
-    The child ignores SIGTERM, and its servers inherit this. Schedulers send the signal to all processes at once, but
+    The child ignores SIGTERM, and its servers inherit this. Schedulers send the signal to all processes, but
     the servers must still receive the last pushes of the workers. If the run is still in progress at the end of the
     context, it is interrupted as by Ctrl-C. The program ends even if a server is silent, because it does not wait for
     such a server forever.

@@ -87,7 +87,7 @@ SILENCE_MS = 10_000
 
 
 class Joined(NamedTuple):
-    """How the processes of this machine have ended.
+    """A description of how the processes of this machine have ended.
 
     Attributes:
         run_dir: the directory of the processes' logs.
@@ -110,7 +110,7 @@ class ServerOffer(msgspec.Struct, frozen=True):
     """The servers that a machine brings.
 
     Attributes:
-        count: their number.
+        count: number of servers.
         listen: address of this machine on which the workers reach the servers; "" for the address from which this
             machine reaches the coordinator, "0.0.0.0" or "::" for all addresses.
         port: TCP port of the servers; 0 for any free port.
@@ -234,7 +234,7 @@ def join(
                 if servers is not None and not error.resumes:
                     raise
                 if servers is None and not error.workers:
-                    if engine.finished:  # the run may not keep the work of these workers
+                    if engine.finished:  # it is unknown whether the run keeps the work of these workers
                         raise
                     return Joined.of(folder, engine)
                 wanted, indices = len(error.workers), error.workers
@@ -323,7 +323,8 @@ def _ask_to_join(
     """
     try:
         stream.send(Hello(token, "agent", 0))
-        # This comes before the offer, because an admitted machine must show at regular intervals that it is alive.
+        # The checkpoint comes before the offer, because fetching it may take long, and an admitted machine must send
+        # heartbeats.
         checkpoint = fetch_checkpoint(
             stream, lambda: opened.enter_context(TemporaryDirectory(prefix="paceline-"))
         )
@@ -344,7 +345,7 @@ def _ask_to_join(
 
 
 class _Piece(NamedTuple):
-    """A piece of a file, and what the coordinator says about the checkpoint."""
+    """A piece of a file, and the coordinator's message about the checkpoint."""
 
     about: CheckpointPiece
     data: bytearray
@@ -593,8 +594,8 @@ class Agent:
     def _busy(self) -> bool:
         """True if a process has not ended yet, or a worker is about to join again.
 
-        The coordinator collects the weights, and then tells the servers to end. If the servers have ended before, the
-        coordinator is about to say that the run is over, or that the run goes on from a checkpoint.
+        The coordinator collects the weights, and then tells the servers to end. If the servers have ended without
+        being told, the coordinator is about to say that the run is over, or that the run goes on from a checkpoint.
         """
         if self._resumes and not self._interruption.asked:
             return True
@@ -648,7 +649,7 @@ class Agent:
             print_sentence(
                 self._console,
                 f"a run in progress {goes_on}ends, because it cannot continue without {names}, and its weights are "
-                "saved first. A second signal ends all processes on this machine at once",
+                "saved first. A second signal ends all processes on this machine immediately",
             )
             with contextlib.suppress(PeerLostError):  # `_hear` notices that the connection is lost
                 self._stream.send(MachineLeaving())

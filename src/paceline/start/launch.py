@@ -199,7 +199,7 @@ def _source_of(function: Callable[..., object]) -> str:
 
 
 class Asked(NamedTuple):
-    """What the caller of `launch` asks of an engine. See `launch` for the other attributes.
+    """The arguments of `launch` that concern an engine. See `launch` for the attributes that are not described here.
 
     Attributes:
         source: the source of the training function; "" if it cannot be read.
@@ -216,7 +216,7 @@ class Asked(NamedTuple):
 
 
 class Engine(ABC):
-    """Where `launch` places the processes of a run.
+    """Places the processes of a run for `launch`, on this machine or on others.
 
     Attributes:
         name: the name by which users choose the engine.

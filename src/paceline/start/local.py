@@ -56,9 +56,9 @@ class HostMachine(msgspec.Struct, frozen=True):
 
     Attributes:
         host: address on which the process listens for TCP connections.
-        prefix: command that is put in front of the process's command line, for example `ip netns exec NAME`. It must
-            `exec` the process instead of starting a child, so that the process is a direct child of the engine and
-            exits when the engine does.
+        prefix: command that is put in front of the process's command line, for example `ip netns exec NAME`. This
+            command must `exec` the process instead of starting a child, so that the process is a direct child of the
+            engine and exits when the engine does.
     """
 
     host: str = LOOPBACK

@@ -1,7 +1,7 @@
 """A run whose processes are placed by Ray.
 
 The driver asks Ray for one placement group. The group has one bundle of resources for the coordinator and the servers,
-and one bundle for each worker of the minimum number. Ray reserves all bundles or none. Each further worker is a
+and one bundle for each of the minimum number of workers. Ray reserves all bundles or none. Each further worker is a
 separate request, which Ray fulfills when there are resources, perhaps because Ray has added a node. In each place, a
 thin actor starts a program (see `ray_program`), which serves the run or joins it. The actors do nothing else. The rest
 is as in a run that `paceline serve` and `paceline join` have started.
@@ -11,10 +11,11 @@ incarnation. Before Ray takes away a node, it lists the node as draining, but se
 So the driver looks at this list, and lets the workers on draining nodes leave.
 
 If the node of the program that serves the run sees the run directory, the program works in this directory, so that
-checkpoints outlive the driver and the node. When a server is lost, the program goes on by itself. If the program itself
-is lost, the driver requests all places anew, and the run goes on from its newest checkpoint. If the node does not see
-the run directory, the program works in a directory of its own. In this case, the driver copies to this node the
-checkpoint with which the run begins. At the end of the run, the driver fetches the files that the program has written.
+checkpoints outlive the driver and the node. If a server is lost, the program continues the run from its newest
+checkpoint without help from the driver. If the program itself is lost, the driver requests all places anew, and the run
+goes on from its newest checkpoint. If the node does not see the run directory, the program works in a directory of its
+own. In this case, the driver copies to this node the checkpoint with which the run begins. At the end of the run, the
+driver fetches the files that the program has written.
 """
 
 from __future__ import annotations
@@ -234,7 +235,7 @@ class RayRun:
             self._await_answers()
             self._look_at_placement()
             self._look_at_nodes()
-            if self._lock.lost:  # `close` ends all programs at once
+            if self._lock.lost:  # `close` ends all programs immediately
                 raise RunFailedError("the launcher", self._lock.lost)
             if self._interruption.count > asked:
                 asked = self._interruption.count
@@ -251,7 +252,7 @@ class RayRun:
         return self._result(self._ended)
 
     def close(self) -> None:
-        """End everything that is left of the run."""
+        """End all programs and actors of the run that still exist."""
         for place in [self._server, *self._workers]:
             self._drop(place, at_once=self._interruption.hurried() or bool(self._lock.lost))
         self._mark.unlink(missing_ok=True)
@@ -370,7 +371,8 @@ class RayRun:
         if report.how == "refused" and not self._joined:
             self._fail(ConfigurationError(f"a worker cannot join the run: {report.words}"))
         if report.how in ("finished", "failed"):
-            # A run in which a worker has finished comes to its end. If a worker has failed, the coordinator knows why.
+            # The run ends soon: either because a worker has finished, or because one has failed, and the coordinator
+            # knows why.
             self._ending = True
             for each in self._workers:
                 each.over = True
@@ -422,10 +424,11 @@ class RayRun:
             time.sleep(POLL_INTERVAL_S)
 
     def _newest(self, loss: RunFailedError) -> ResumedFrom:
-        """Return the checkpoint with which the run goes on after a loss.
+        """Return the checkpoint with which the run goes on after the place with its servers was lost.
 
         Raises:
-            RunFailedError: the loss, because the run does not go on. A note says why, or what the user can do.
+            RunFailedError: the run does not go on. The error is `loss`, with a note that says why, or what the user can
+                do.
         """
         job = self._job
         place = job.checkpoint_dir or str(Path(job.run_dir, CHECKPOINTS))
@@ -451,7 +454,8 @@ class RayRun:
     def _job_at(self, place: _Place) -> Job:
         """Return the configuration of the run for the place that serves it.
 
-        If its node does not see the run directory, the files with which the run begins are copied to this node.
+        If the node of this place does not see the run directory, the files with which the run begins are copied to the
+        node.
         """
         job, run_dir = self._job, Path(self._job.run_dir)
         if job.resumed is None or place.folder == str(run_dir):
@@ -539,14 +543,14 @@ class RayRun:
             raise failure
 
     def _end_run(self) -> None:
-        """Let the run end now, as Ctrl-C does. A second call ends the run immediately."""
+        """Let the run end in an orderly way, as Ctrl-C does. A second call ends it without waiting for anything."""
         if self._server.node:
             self._server.actor.signal.remote(signal.SIGINT)
 
     # -- results ------------------------------------------------------------------------------------------
 
     def _collect(self, place: _Place) -> None:
-        """Copy the files of a program that has ended to the run directory."""
+        """After a program has ended, copy its files to the run directory."""
         actor, get = place.actor, self._ray.get
         try:
             for name, size in get(actor.files.remote(), timeout=ANSWER_TIMEOUT_S):
@@ -555,7 +559,8 @@ class RayRun:
                 target = Path(self._job.run_dir, name)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 with Unfinished(target) as unfinished:
-                    # A worker that has joined again has continued the log of its earlier incarnation.
+                    # A worker that has joined again continues the log of its earlier incarnation, so the log is
+                    # appended to the existing file.
                     if place is not self._server and target.exists():
                         shutil.copyfile(target, unfinished)
                     with unfinished.open("ab") as file:

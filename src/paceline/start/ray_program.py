@@ -272,7 +272,7 @@ class RayHost:
             file.write(data)
 
     def end(self, hurried: bool) -> None:
-        """Let the program leave the run and end. If `hurried` is True, kill it. Then remove its files."""
+        """Let the program leave the run and end; if `hurried` is True, kill it instead. Then remove its files."""
         if hurried:
             self.signal(signal.SIGKILL)
         with self._lock:

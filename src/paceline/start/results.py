@@ -1,4 +1,4 @@
-"""The results of a run: weights, summary, `run.json`, snapshots and report, and what a resumed run keeps of them.
+"""The results of a run: weights, summary, `run.json`, snapshots and report. Also, the files that a resumed run keeps.
 
 The weights are saved first, so that they are not lost if a later step fails. A failure to write another file does not
 make the run fail.
@@ -86,13 +86,13 @@ class RunResult(msgspec.Struct, frozen=True):
     history: MetricHistory = NO_METRICS
 
     def __repr__(self) -> str:
-        """A short text, which a notebook shows, because the weights alone may be millions of numbers."""
+        """Return a short text for notebooks, which would otherwise show the weights, perhaps millions of numbers."""
         sync, ended = self.summary.get("sync"), self.summary.get("ended")
         return f"RunResult({sync}, {ended}, {len(self.state_dict)} tensors, run_dir={str(self.run_dir)!r})"
 
     @property
     def tracked(self) -> dict[str, Any]:
-        """The state that was kept last of each object that the script tracked, by name. See `paceline.track`."""
+        """Name -> the last kept state of each object that the script tracked. See `paceline.track`."""
         path = self.run_dir / "tracked.pt"
         return torch.load(path)["states"] if path.exists() else {}
 
@@ -295,7 +295,7 @@ def _meter(coordinator: CoordinatorHost, faults: list[str], hurried: Callable[[]
         )
     if not digest.advance(hurried=hurried):
         faults.append(
-            "the summary has no statistics, because a second signal has asked the run to end at once"
+            "the summary has no statistics, because a second signal has asked the run to end immediately"
         )
         return None
     return digest.meter
@@ -319,9 +319,10 @@ def averages_line(job: Job, model: ModelSpec | None) -> str:
 
 
 def _departures(departed: Sequence[Departed]) -> dict[str, Any]:
-    """Return why workers have left the run before they had finished, one entry per incarnation of a worker.
+    """Return the reasons why workers left the run before they had finished.
 
-    `losses` contains only the last loss of each worker.
+    `departures` has one entry per incarnation of a worker. `losses` contains only the last time that each worker was
+    lost.
     """
     early = [each for each in departed if each.fate != "finished"]
     rows = [each._asdict() for each in early]
@@ -334,7 +335,7 @@ def _departures(departed: Sequence[Departed]) -> dict[str, Any]:
 
 
 def _epochs(data: DataLedger, figures: Mapping[str, Any], workers: int) -> dict[str, Any]:
-    """Return what is known about the epochs of the loader from which the most samples were used.
+    """Return statistics of the epochs of the loader from which the most samples were used.
 
     `batches_per_push` is larger than 1 if the script accumulated gradients over several batches, and
     `pushes_per_batch` if it made several steps with the same batch, as with several optimizers.
@@ -377,7 +378,7 @@ def _samples(data: DataLedger, dropped: int) -> dict[str, int]:
 
 
 def step_cost_of(job: Job, report: StateReport) -> StepCost | None:
-    """Return what the steps of the optimizers cost the servers; None if they have not reported this yet."""
+    """Return the cost of the optimizer steps for the servers; None if the cost is not known yet."""
     if report.model is None:
         return None
     cores, lockstep = usable_cores() or 1, job.schedule.lockstep
@@ -471,7 +472,7 @@ def description_of(job: Job, program: Sequence[str], command: str = "") -> RunFi
 
 
 def command_of(arguments: Sequence[str] | None = None, environment: Mapping[str, str] = os.environ) -> str:
-    """Return the command line of this process, as a user would repeat it; "" if it would not repeat the run.
+    """Return the command line with which a user can repeat this process; "" if it would not repeat the run.
 
     Args:
         arguments: the interpreter and its arguments. Default: those of this process.
@@ -561,7 +562,7 @@ QUIET = ("--devices", "--server-device", "--transport")
 
 
 class _Progress(NamedTuple):
-    """How far a job has come: number of updates, of samples in these updates, and of seconds, over all its runs."""
+    """The progress of a job, over all its runs: its updates, the samples in these updates, and its seconds."""
 
     updates: int
     samples: int
@@ -569,7 +570,7 @@ class _Progress(NamedTuple):
 
 
 class Earlier(NamedTuple):
-    """What is known of the time before a run goes on.
+    """Information about the time before a run goes on.
 
     Attributes:
         cut: the state of the job with which the run goes on.
@@ -629,7 +630,7 @@ def make_room(job: Job) -> Earlier:
     folder = set_aside(
         run_dir,
         Path(job.resumed.path).name,
-        # Checkpoints and description are needed, and this process writes and removes files of the lock meanwhile.
+        # The checkpoints and the description are still needed. The files of the lock are in use by this process.
         stays=lambda name: name in (CHECKPOINTS, NAME, SOURCE, SECRET) or is_lock(name),
     )
     return Earlier(cut, job.resumed.path, job.resumed.faults, file, _progress_in(folder, file))
@@ -668,7 +669,7 @@ KEEPING_SHARE = 0.02
 
 
 class _SnapshotThread:
-    """A thread that takes snapshots of the weights while the run goes on. Subclasses say when."""
+    """A thread that takes snapshots of the weights while the run goes on. Subclasses decide when."""
 
     def __init__(self, coordinator: CoordinatorHost, name: str) -> None:
         self._coordinator = coordinator
@@ -742,9 +743,9 @@ class Sampler(_SnapshotThread):
 
 
 class Keeper(_SnapshotThread):
-    """Keeps the last weights that were certainly good, for a run that its guard may stop.
+    """Keeps the last weights that were certainly good (see `core.guard`), for a run that its guard may stop.
 
-    At most one snapshot per second is taken, and taking snapshots lasts for at most 2 % of the time. At most two
+    At most one snapshot per second is taken, and taking snapshots takes at most 2 % of the time. At most two
     snapshots are in memory.
     """
 

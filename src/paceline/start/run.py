@@ -91,7 +91,7 @@ TELL_S = 5.0
 LAST_CHECKPOINT_S = 20.0
 USUAL_NEWS = ("samples", "averages", "codecs", "device", "steps")  # the keys of news that are not warnings
 GONE = {"lost": "was lost", "left": "has left"}
-"""How the earlier main worker has left, as a clause."""
+"""Fate of the earlier main worker -> a clause that says how this worker has left."""
 
 # Maximum time to wait for processes to exit by themselves after a run.
 GRACE_S = 10.0
@@ -137,7 +137,7 @@ def start(
         command: the command line that repeats the run. Default: the command line of this process.
         source: the source of the script or of the training function; "" if it is unknown. The run directory keeps
             the source, to show how it has changed when the run is resumed.
-        interrupted: if the run goes on by itself, why it was interrupted, as a sentence.
+        interrupted: if the run goes on by itself, a sentence that says why it was interrupted.
         outlets: where the run is shown while it goes on. If this function raises an error before it starts anything,
             the caller closes the outlets.
         force: True to use the run directory even if a run in progress holds it.
@@ -150,8 +150,8 @@ def start(
     job = with_server_devices(job)
     server_payload = server_payload_of(job, path)
     restarts = RestartPolicy()
-    announced = False  # True once `listening` was called. The address never changes
-    # After the loss of a server, the run is started again in this loop. A signal in between ends the run, too.
+    announced = False  # True once `listening` was called: once is enough, because the address never changes
+    # After the loss of a server, the run is started again in this loop. A signal between two starts ends the run, too.
     with Interruption() as interruption, contextlib.ExitStack() as held:
         lock: RunLock | None = None
         while True:
@@ -166,13 +166,13 @@ def start(
                 raise
             described = _describe(job, worker_arguments, command, source, earlier, interrupted)
             listener = Listener(sock, bytes.fromhex(job.mark)) if job.secure else None
-            # A process that knows the address may connect at once, so the listener must know the coordinator first.
+            # A process that knows the address may connect immediately, so the listener must know the coordinator first.
             connections = sock if listener is None else PassedSockets(listener.receiver(COORDINATOR))
             if not announced:
                 announced = True
                 listening(address, job)
             streams = streams or StandardStreams()
-            # If each line begins with the name of its process, no single process can control the terminal.
+            # If the output of all processes is shown, line by line, no process gets a terminal of its own.
             terminal = None if streams.show_all or job.joined else Terminal.here()
             with (
                 showing(outlets or Outlets(), job, address) as page,
@@ -209,7 +209,7 @@ def start(
 
 
 def take_lock(job: Job, interruption: Interruption, *, force: bool, token: str = "") -> tuple[Job, RunLock]:
-    """Take the lock on the run directory. Return the configuration, perhaps with a newer checkpoint, and the lock.
+    """Take the lock on the run directory. Return the configuration (perhaps with a newer checkpoint) and the lock.
 
     Args:
         job: the configuration of the run, whose directory exists.
@@ -218,7 +218,7 @@ def take_lock(job: Job, interruption: Interruption, *, force: bool, token: str =
         token: see `lock_token` of `start`.
 
     Raises:
-        ConfigurationError: another run holds the directory, or has used it meanwhile.
+        ConfigurationError: another run holds the directory, or has used it since `job` was made.
     """
 
     def look() -> None:
@@ -472,7 +472,7 @@ class LiveRun:
         return self._result()
 
     def _hurried(self) -> bool:
-        """Return True if the run must end at once, without writing anything more."""
+        """Return True if the run must end immediately, without writing anything more."""
         return self._interruption.hurried() or bool(self._lock.lost)
 
     # -- during the run -----------------------------------------------------------------------------------
@@ -545,7 +545,7 @@ class LiveRun:
                 self._timed = report.steps
                 if any(
                     each.share >= LEAST_SHARE for each in report.steps.values()
-                ):  # below this share, the sentence is not worth its computation
+                ):  # if the share of the steps is smaller, nothing is said
                     cost = step_cost_of(self._job, report)
                     yield "steps", "" if cost is None else cost.sentence()
         yield "hindrance", report.hindrance
@@ -640,7 +640,7 @@ class LiveRun:
         return report.live.isdisjoint(failed)
 
     def _losses(self) -> str:
-        """Return a text that says why each worker was lost, one line per loss."""
+        """Return a text that says why each worker was lost, one line per lost worker."""
         lost = (each for each in self._coordinator.report.departed if each.fate == "lost")
         return "".join(f"\n  worker {each.worker}: {each.cause}" for each in lost)
 
@@ -683,7 +683,7 @@ class LiveRun:
         self._keep_weights(None)
         if self._hurried():
             return
-        # The job is cut now. The files of the checkpoint are written at the same time as summary and report.
+        # This makes a cut of the job now. The files of the checkpoint are written while summary and report are written.
         coordinator.call(coordinator.checkpoints.request_last)
         self._summary("interrupted")
         left_s = interruption.since_s + LAST_CHECKPOINT_S - time.monotonic()
@@ -942,7 +942,7 @@ class RestartPolicy:
         self._in_vain = 0
 
     def resumed(self, job: Job, newest: NewestCheckpoint) -> ResumedFrom | None:
-        """Return the checkpoint with which a run would go on after a loss; None if the run would end.
+        """Return the checkpoint with which a run would go on after it has lost a server; None if the run would end.
 
         The checkpoint is checked as strictly as if a user resumed the run.
 
@@ -995,7 +995,7 @@ class ShortageWatch:
         self._patience_s = patience_s
         self._say = say
         self._again = again
-        # One clock measures the present shortage, the other one the time since the run was last started.
+        # One clock measures how long workers have been missing; the other measures the time since the last start.
         self._clocks: Clocks[str] = Clocks(time.monotonic(), gap_s=CLOCK_GAP_S)
         self._clocks.begin(LIFE, time.monotonic())
         self._paused = False
@@ -1029,7 +1029,7 @@ class ShortageWatch:
         )
 
     def unreturned_server(self) -> RunFailedError | None:
-        """Return the loss of a server whose machine should have joined the run again by now; None if there is none."""
+        """Return a failure if the machine of a lost server should have joined the run again by now; None otherwise."""
         vacant = self._coordinator.report.vacant
         waited_s = self._clocks.waited_s(LIFE, time.monotonic())
         if not (self._again and vacant) or waited_s is None or waited_s < RETURN_TIMEOUT_S:

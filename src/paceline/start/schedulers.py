@@ -2,7 +2,8 @@
 
 A scheduler starts the same command several times, on one or more machines, and tells the processes apart by their
 environment. Each function here reads the variables of one scheduler and returns a `JobPlace`; `ENVIRONMENTS` lists
-these functions. Nothing else depends on a scheduler's variables. The functions are pure: they receive the environment.
+these functions. Nothing else depends on a scheduler's variables. The functions are pure: the
+environment is an argument.
 
               address               role: serves if    index           secret             device
     torchrun  in the job's store    RANK is 0          RANK            PACELINE_SECRET    LOCAL_RANK
@@ -10,8 +11,8 @@ these functions. Nothing else depends on a scheduler's variables. The functions 
 
 The secret may also be in a file that the user names. A worker inherits the environment, and its device is the
 accelerator with the number in the last column. If the scheduler hides all accelerators but one, the device is the
-accelerator that remains. Paceline hides no accelerators from the worker, because a script may choose its accelerator by
-this variable itself.
+accelerator that remains. Paceline hides no accelerators from the worker, because a script may read this variable itself
+and choose its accelerator.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 
 
 FIRST_PORT = 20_000
-PORTS = 10_000  # so all ports lie below those that Linux gives to clients, and below those of Kubernetes
+PORTS = 10_000  # all ports are below 30000: below those that Linux gives to clients, and those of Kubernetes
 
 
 class RendezvousStore(msgspec.Struct, frozen=True, kw_only=True):
@@ -289,7 +290,7 @@ def join_job(
 
     Returns:
         The exit code of this process. A process does not fail because its worker is lost or leaves, unless this
-        is the first process, and the run ends because of the loss.
+        is the first process, and the run ends because the worker is lost.
 
     Raises:
         ConfigurationError: an input is not valid, or the job does not accept this process.
@@ -310,7 +311,7 @@ def join_job(
             indices=[place.index],
             console=console,
             patience_s=patience_s,
-            # Logs of processes with the same file system are in one directory.
+            # Processes that share a file system write their logs to the same directory.
             run_dir=run_dir or str(Path("runs", Path(announcement.run_dir).name)),
             streams=streams,
             devices=[] if device is None else [device],
@@ -390,7 +391,7 @@ def _await_announcement(place: JobPlace, listen: str, port: int, patience_s: flo
 
 
 def _store(store: RendezvousStore, patience_s: float, *, serves: bool) -> TCPStore:
-    """Return a connection to the store of a job. The store has no secrets, because anybody may connect to it."""
+    """Return a connection to the store of a job. The store contains no secrets, because anybody may connect to it."""
     from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
     try:

@@ -31,7 +31,7 @@ from ..words import wrapped
 
 
 class StandardStreams(NamedTuple):
-    """How the user wants to use the standard streams.
+    """The choices of the user about the standard streams.
 
     Attributes:
         reads: True if worker 0 reads this process's standard input even if this input is not a terminal.
@@ -295,7 +295,7 @@ class Terminal:
     def awaits_user(self, process_id: int) -> bool:
         """Return True if the process waits for the user to type something, as far as the system tells.
 
-        This is the case if its main thread reads from its terminal, or if it has changed its terminal to receive each
+        This is the case if its main thread reads from its terminal, or if it has changed the terminal to receive each
         key, as `readline` does while a line is edited.
         """
         if not self.reads:

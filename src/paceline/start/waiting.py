@@ -103,7 +103,7 @@ class Waiting:
         return msgspec.structs.replace(awaited, quiet_s=now_s - excused_s)
 
     def _may_take_its_time(self, awaited: AwaitedProcess) -> bool:
-        """Return True if no worker waits for this worker, because others have finished: it may be evaluating its model.
+        """Return True for a worker that may be evaluating its model: others have finished, and none waits for it.
 
         A stopped process cannot be evaluating, so it gets no more time.
         """

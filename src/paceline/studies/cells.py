@@ -35,7 +35,7 @@ UNITS = ("seconds", "updates", "samples")
 
 
 class Cell(NamedTuple):
-    """What identifies a run.
+    """The key of a run.
 
     Attributes:
         cluster: name of the cluster.
@@ -87,7 +87,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         updates: number of updates.
         samples: number of samples in all pushes; 0 if it is unknown.
         gradients: number of gradients that were pushed.
-        staleness: staleness in updates -> number of pushes with it, counted per shard.
+        staleness: staleness in updates -> number of pushes with this staleness, counted separately at each shard.
         time: activity of the workers -> its share of their time, from 0 to 1.
         worker_samples: worker -> number of samples in its pushes that were not dropped.
         bytes_sent: number of bytes sent by all processes.
@@ -161,7 +161,7 @@ class CellTask(NamedTuple):
 
 
 def prepare() -> None:
-    """Prepare a process for cells: use one thread, and log nothing, because the results contain the findings."""
+    """Prepare a process for cells. It uses one thread. It logs nothing, because the results contain the findings."""
     import torch
 
     torch.set_num_threads(1)
@@ -227,7 +227,7 @@ TEXTS = {
     "train": "the text of the training function or script",
     "imports": "a module with sync models, or its text,",
 }
-"""Keys under which the identity of a study contains fingerprints of source texts -> names in messages."""
+"""Key of the fingerprints of source texts in the identity of a study -> the name of these texts in messages."""
 
 
 class Folder:
@@ -324,8 +324,8 @@ def _decode(content: bytes) -> Outcome:
 # -- The cells of a study: those in which hyper-parameters are chosen, and those evaluated with the choice ---
 #
 # Hyper-parameters are chosen for each model on each cluster, with seeds that the evaluation does not use. The
-# choice has the smallest median time to the target over these seeds; the time of a run that never reaches the
-# target counts as infinite. Ties go to the better final value. If the target is the final value of a model,
+# chosen values have the smallest median time to the target over these seeds; the time of a run that never reaches
+# the target counts as infinite. Ties go to the better final value. If the target is the final value of a model,
 # the hyper-parameters of this model are chosen by the final value alone.
 
 Find = Callable[[Cell], Outcome | None]
@@ -459,7 +459,7 @@ def _choice(
 
 
 def _score(outcomes: list[Outcome], target: Target, value: float | None) -> tuple[float, float]:
-    """Return a score; smaller is better: (median time to the target, mean final value with a sign)."""
+    """Return (median time to the target, mean final value, negated if higher is better). The smallest is the best."""
     higher = target.higher_is_better
     times_s = [
         math.inf if value is None else each.reaches("seconds", value, higher_is_better=higher)

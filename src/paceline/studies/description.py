@@ -44,7 +44,7 @@ FIRST_TUNING_SEED = 1_000_000
 
 
 class ModelEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A model with entries beside its notation. See `Contender`. An omitted entry has the value of the whole study."""
+    """A model with its notation and further entries. See `Contender`. Omitted entries are those of the whole study."""
 
     sync: str
     name: str = ""
@@ -150,7 +150,7 @@ class Study(NamedTuple):
     Attributes:
         name: title of the study.
         trained: what is trained.
-        arguments: values that are the same in all runs.
+        arguments: the hyper-parameters that have the same values in all runs.
         contenders: the models.
         clusters: the clusters by name.
         seeds: seeds of the runs that are evaluated.
@@ -330,7 +330,7 @@ def _clusters(entries: Mapping[str, Any], folder: Path) -> dict[str, Cluster]:
 
 
 def _cluster(name: str, entry: Any, folder: Path) -> Cluster:
-    """Return a cluster: the entry itself, a generated cluster, or that of a file, a recorded run or a paper."""
+    """Return a cluster: the entry itself, a generated cluster, or one from a file, a recorded run or a paper."""
     if isinstance(entry, Cluster):
         return entry
     if isinstance(entry, Generator):
@@ -429,7 +429,7 @@ TABLES: Mapping[str, type[msgspec.Struct]] = {
     r"models\[.*\]": ModelEntry,
     "": StudyFile,
 }
-"""Pattern of the place of a table in a study file -> its entries."""
+"""Pattern of the place of a table in a study file -> the entries of the table."""
 
 CHOICES = {"batch": BATCH_SIZINGS, "better": BETTER, "hyperparameters": MEANINGS, "tuning": TUNINGS}
 """Name of an entry -> the values that it may have."""
@@ -450,7 +450,7 @@ def _own_object(value: object) -> object:
     return repr(value) if attributes is None else [source_digest(type(value)), attributes]
 
 
-# -- Clusters that are generated: in what their workers differ, and how many workers there are ---------------
+# -- Clusters that are generated from the number of workers and the kind of difference between them -----------
 #
 # A worker that is neither slow nor disturbed takes about 1 s for a gradient. So times in a study are in units
 # of an undisturbed gradient.
@@ -495,7 +495,7 @@ class Generator(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", for
 
 
 class Equal(Generator, frozen=True, kw_only=True, tag="equal"):
-    """Workers that are equally fast, up to random differences of 3 %."""
+    """Workers that are equally fast, except for random differences of up to 3 %."""
 
 
 class Steady(Generator, frozen=True, kw_only=True, tag="steady"):

@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 PANEL_INCHES = 3.4
 MOST_COLUMNS = 3
 PLACES = 80
-"""Number of places at which a band is drawn."""
+"""Number of segments in which a curve and its interval are drawn."""
 
 SMALL, TINY = 8.0, 7.0
 """Font sizes in points."""
 
 WIDEST = 28
-"""Number of characters in a line of a model's name."""
+"""Largest number of characters in a line, if the name of a model is divided into lines."""
 
 LINE_INCHES = 0.17
 """Height of a line of a legend."""
@@ -40,7 +40,7 @@ AXES = {"seconds": "virtual seconds", "updates": "updates", "samples": "samples 
 
 
 class Drawing(NamedTuple):
-    """How the models of a study are drawn.
+    """The styles and the metric with which the models of a study are drawn.
 
     Attributes:
         styles: name of the model -> its style.
@@ -170,7 +170,7 @@ def _over(result: StudyResult, drawing: Drawing, unit: str) -> Figure:
 
 
 def _scale(axes: Axes, means: Sequence[float], drawing: Drawing) -> None:
-    """Limit the axis of the metric to the values at which the curves differ, without the first steps."""
+    """Limit the axis of the metric to the values at which the curves differ, without the worst tenth of the values."""
     finite = sorted(value for value in means if math.isfinite(value))
     if not finite:
         return
@@ -191,7 +191,7 @@ def _target_line(axes: Axes, target: float) -> Any:
 
 
 def _label_decades(axis: Axis) -> None:
-    """Label 1, 2 and 5 in each decade of a logarithmic axis. The usual labels overlap on an axis of one decade."""
+    """Label 1, 2 and 5 in each decade of a logarithmic axis. With one decade, Matplotlib's own labels overlap."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))

@@ -1,4 +1,4 @@
-"""What a study writes besides its figures: the page `summary.md`, and tables for programs and papers."""
+"""The page `summary.md` of a study, and its tables for programs and papers."""
 
 from __future__ import annotations
 
@@ -74,23 +74,23 @@ def _method(study: Study) -> str:
             else f"All models have the best hyper-parameters of {study.reference} on each cluster"
         )
         sentences.append(
-            f"{whose}: those with the smallest median time to the target with {len(study.tuning_seeds)} other seeds, "
-            "or, if these are equal, with the best final value."
+            f"{whose}: those with the smallest median time to the target over {len(study.tuning_seeds)} other seeds "
+            "or, among those with equal times, the best final value."
         )
     sentences += [
         f"Brackets are {CONFIDENCE:.0%} intervals. Times are geometric means over the seeds. A run that never "
-        "reaches the target counts as longer than it lasted; if such runs leave the upper end of an interval open, "
-        "it is called never.",
+        "reaches the target counts as longer than it lasted. If such runs leave the upper end of an interval open, "
+        "this end is shown as never.",
         f"Ratios are times divided by those of {study.reference}, "
         + ("paired by seed." if study.paired else "not paired by seed."),
-        "A ratio or difference is called significant if it is so after Holm's correction for all comparisons of its "
-        "kind in this study.",
+        "A ratio or difference is called significant if it remains significant after Holm's correction for all "
+        "comparisons of its kind in this study.",
     ]
     return " ".join(sentences)
 
 
 def _as_they_are(study: Study) -> str:
-    """Return a sentence about models whose hyper-parameters are not translated although the study translates them."""
+    """Return a sentence about models whose hyper-parameters stay raw although the study translates them."""
     names = [
         contender.name
         for contender in study.contenders
@@ -178,13 +178,13 @@ def _sentences(study: Study, rows: Sequence[StudyRow]) -> Iterator[str]:
             )
     for row in rows:
         if row.choice.edges:
-            yield f"{row.contender.name}: {' and '.join(row.choice.edges)}, so a better value may lie beyond it."
+            yield f"{row.contender.name}: {' and '.join(row.choice.edges)}, so a better value may lie outside the grid."
 
 
 def _factor(row: StudyRow) -> str:
     assert row.ratio is not None
     if row.ratio.ratio == 0 or math.isinf(row.ratio.ratio):
-        return "one of them never reaches it"
+        return "one of the two never reaches the target"
     return f"{value_text(row.ratio.ratio)} of its time"
 
 

@@ -1,11 +1,11 @@
 """Pure functions of the results of runs: intervals for their differences, Holm's correction, ranks, and curves.
 
 A run that ends before it reaches its target is *censored*: its time to the target is only known to be longer than the
-run. Censored times are neither left out nor replaced by the time at which the run ended. `ratio_of_times` tests each
-ratio: our times are divided by the ratio, both times of each pair are cut off where the shorter run of the pair ends,
-and Student's test compares them. The ratio belongs to the interval if the test finds no difference. If the times really
-differ by exactly this ratio, the cut-off treats both sides alike, so the test is valid. Without censored times, the
-interval is Student's interval for the mean of the logarithms.
+run. Censored times are neither left out nor replaced by the time at which the run ended. `ratio_of_times(ours, others)`
+tests each ratio: the times in `ours` are divided by the ratio, both times of each pair are cut off where the shorter
+run of the pair ends, and Student's test compares them. The ratio belongs to the interval if the test finds no
+difference. If the times really differ by exactly this ratio, the cut-off treats both sides alike, so the test is valid.
+Without censored times, the interval is Student's interval for the mean of the logarithms.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ class Ratio(NamedTuple):
 
 
 class Time(NamedTuple):
-    """When a run reached its target.
+    """The time at which a run reached its target, or at which it ended.
 
     Attributes:
         value: seconds, updates or samples until the target was reached or, without the target, until the run ended.
-        end: seconds, updates or samples until the run ended. Whether the target is reached later is unknown.
+        end: seconds, updates or samples until the run ended. A longer run might have reached the target.
         reached: True if the target was reached.
     """
 
@@ -76,7 +76,7 @@ class Time(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """An estimate with its interval. NaN is unknown, and infinity is "never"."""
+    """An estimate with its interval. NaN means that a value is unknown, and infinity means "never"."""
 
     value: float
     low: float
@@ -146,9 +146,9 @@ def typical_time(times: Sequence[Time]) -> Estimate:
 
     If some of the times are censored, each value is tested: the logarithm of each time is cut off at the same distance
     on both sides of the value's logarithm, and Student's test compares the mean of these logarithms with the value's
-    logarithm. The value is in the interval if the test finds no difference. The distance is the distance from the value
-    to the end of the run, so values beyond the end of the shortest run cannot be tested. If all values up to the end of
-    the shortest run belong to the interval, the interval has no upper end.
+    logarithm. The value is in the interval if the test finds no difference. The distance reaches from the value to the
+    end of the run that took this time, so values beyond the end of the shortest run cannot be tested. If all values up
+    to the end of the shortest run belong to the interval, the interval has no upper end.
 
     >>> estimate = typical_time([Time(value, 9.0, True) for value in (1.0, 1.2, 1.1)])
     >>> [round(number, 2) for number in estimate]
@@ -158,7 +158,7 @@ def typical_time(times: Sequence[Time]) -> Estimate:
     """
     if all(time.reached for time in times):
         return Estimate(*_ratio(_mean([each.value for each in _Logs.of(times)]).interval)[:3])
-    # Just before the first run ended.
+    # The largest value that can be tested lies just before the end of the shortest run.
     farthest = min(each.end for each in _Logs.of(times)) - PRECISION
     return Estimate(*_ratio(_inverted(_cut_around(times), farthest))[:3])
 
@@ -227,7 +227,7 @@ def mean_ranks(results: Mapping[Key, Sequence[float]]) -> dict[Key, float]:
 
 
 def _p(t: float, freedom: int) -> float:
-    """Return the probability of a value of Student's t that is at least as far from 0."""
+    """Return the probability that Student's t is at least as far from 0 as `t`."""
     return 2 * float(special.stdtr(freedom, -abs(t))) if freedom > 0 else 1.0
 
 
@@ -274,7 +274,7 @@ def _squares(values: Sequence[float]) -> float:
 
 
 def _mean_difference(ours: Sequence[float], others: Sequence[float], *, paired: bool) -> _Mean:
-    """Return the mean difference, for equal variances unless pairs are compared."""
+    """Return the mean difference. Unless pairs are compared, the variances are assumed to be equal."""
     if paired:
         return _mean([one - other for one, other in zip(ours, others, strict=True)])
     freedom = len(ours) + len(others) - 2
@@ -422,7 +422,7 @@ def crossing(curve: Curve, target: float, *, higher_is_better: bool = False) -> 
 
 
 def value_at(curve: Curve, x: float) -> float:
-    """Return the value of a curve between its points, interpolated; NaN outside of them.
+    """Return the value of a curve at `x`, interpolated between its points; NaN before the first or after the last.
 
     >>> value_at([(0.0, 1.0), (2.0, 5.0)], 0.5), value_at([(0.0, 1.0), (2.0, 5.0)], 3.0)
     (2.0, nan)

@@ -48,7 +48,7 @@ def study(
     """Compare sync models on simulated clusters, and write tables and figures.
 
     Every run trains on a simulated cluster, in virtual time. Runs are carried out in several processes, and each result
-    is written when its run has ended. If a study was interrupted, the same call goes on with what is missing. The files
+    is written when its run has ended. If a study was interrupted, the same call makes the missing runs. The files
     are the same to the byte, whether the study was interrupted or not, and with any number of processes. In a script,
     call `study` below `if __name__ == "__main__":`, because each process imports the script. Without matplotlib, the
     figures are left out, and a warning is logged.

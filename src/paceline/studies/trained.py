@@ -1,4 +1,4 @@
-"""What a study trains: a function, a script, or a problem that comes with Paceline.
+"""The function or the script that a study trains, or the problem, which comes with Paceline.
 
 A function is given by its name, "module:function" or "file.py:function". In Python, the function object may be given
 instead. The function's parameters receive the hyper-parameters of the study by their names, and the seed if there is a
@@ -42,14 +42,14 @@ class Run(NamedTuple):
 
 
 class TrainedProblem(msgspec.Struct, frozen=True):
-    """What a study trains, in a form that can be sent to another process.
+    """The function, script or problem that a study trains, in a form that can be sent to another process.
 
     Attributes:
         name: the name of the function or the problem, or the command of the script.
         kind: "name" for the name of a function, "function" for a function object, "script" or "problem".
-        folders: folders with the modules that it imports.
+        folders: folders with the modules that the function or the script imports.
         content: the pickled function, if a function object was given.
-        digest: fingerprint of its source text.
+        digest: fingerprint of the source text; "" for a problem.
     """
 
     name: str

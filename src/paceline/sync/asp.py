@@ -6,10 +6,10 @@ State: c_p only.
 Guarantee: No worker ever waits. Staleness is not bounded.
 Use: When workers run at different speeds and training tolerates staleness. With raw hyper-parameters, use a
 smaller learning rate than under BSP, or no momentum.
-Deviations: Each push is applied at scale 1, as in the ASP of the ElasticBSP and SpecSync papers. FluentPS divides
-each gradient by N, the total number of workers (Algorithm 1, line 15, and Table II); `push_scale="1/n"` does the
-same. In FluentPS, N is a constant. Here, workers come and go, so N is the largest number of workers that have been
-present at once (see `paceline.sync.conditions`). With "1/tau" or "n/tau", outdated gradients count less.
+Deviations: Each push is applied at scale 1, as in the ASP of the ElasticBSP and SpecSync papers. FluentPS divides each
+gradient by N, the total number of workers (Algorithm 1, line 15, and Table II); `push_scale="1/n"` does the same. In
+FluentPS, N is a constant. Here, workers come and go, so N is the largest number of workers that have been present at
+the same time (see `paceline.sync.conditions`). With "1/tau" or "n/tau", outdated gradients count less.
 
 >>> from paceline.sync.events import PullRequested, PushReceived, WorkerJoined
 >>> shard = ASP().at_shard()

@@ -13,11 +13,11 @@ a delayed pull:
     lazy execution    the round is max(progress, V_train): the pull is answered when the slowest worker has caught up
 
 A worker that joins a run in progress with c_p = c takes part from round c on. Its first pull is answered when this
-round begins, and earlier rounds do not count the worker. The condition `always` is an exception: it answers this pull
-immediately, too.
+round begins, and earlier rounds do not count the worker. The condition `always` is an exception: it answers even this
+pull immediately.
 
 If the push condition does not require all workers, a worker may be *late*: c_p < V_train. Where pushes are averaged,
-`paceline.sync.drop_stragglers` says what becomes of the pushes of a late worker, under any conditions.
+`paceline.sync.drop_stragglers` explains what becomes of the pushes of a late worker, whatever the conditions are.
 
 Guarantee: Under all conditions, each push is applied, averaged or dropped exactly once, and no worker waits for
 a worker that has left. The conditions determine whether a run makes progress. The models of this
@@ -28,12 +28,12 @@ If a condition written by the user fails, `fault` is set, and the state machine 
 Deviations: Conditions test `Count[V_train] >= n` with the number n of live workers, whereas the paper tests
 `== N`. Count[V_train] stays correct when workers join and leave.
 
-The n of `push_scale` is another number. The paper divides each gradient by a constant, the total number N of workers
+The n of `push_scale` is a different n. The paper divides each gradient by a constant, the total number N of workers
 (Algorithm 1, line 15, and Table II). Here, workers come and go, so n is the largest number of workers that have been
-present at once at this shard. When a worker finishes or is lost, n stays the same, so the last and most outdated pushes
-are not enlarged. A worker that joins again is not counted twice: n increases only if a join makes more workers present
-than ever before. Changes of the model leave n as it is. A checkpoint contains n, so a resumed run begins with the n of
-its job, even if the run has fewer workers.
+present at this shard at the same time. When a worker finishes or is lost, n stays the same, so the last and most
+outdated pushes are not enlarged. A worker that joins again is not counted twice: n increases only if a join makes more
+workers present than ever before. A change of the model does not change n. A checkpoint contains n, so a resumed run
+begins with the n of its job, even if the run has fewer workers.
 """
 
 from __future__ import annotations
@@ -165,12 +165,13 @@ class ApplyingModel(SyncModel, kw_only=True):
     """Base class for models that apply each push on arrival.
 
     Attributes:
-        push_scale: factor by which each gradient is multiplied; n is the largest number of workers that have been
-            present at once in the job, and tau the staleness of the push: "1"; "1/n", as in FluentPS's Algorithm 1,
-            line 15, where n is the total number of workers (Table II); "1/tau", but 1 for tau = 0, for
-            staleness-aware rates (Zhang, Gupta, Lian and Liu, "Staleness-aware async-SGD for distributed deep
-            learning", IJCAI 2016); or "n/tau", but at most 1, for delay-adaptive rates (Mishchenko, Bach, Even and
-            Woodworth, "Asynchronous SGD beats minibatch SGD under arbitrary delays", NeurIPS 2022).
+        push_scale: factor by which each gradient is multiplied: "1", "1/n", "1/tau" or "n/tau". Here, n is the largest
+            number of workers that have been present in the job at the same time, and tau is the staleness of the push.
+            In FluentPS's Algorithm 1, line 15, the factor is "1/n", where n is the total number of workers (Table II).
+            The factor "1/tau", which is 1 for tau = 0, gives staleness-aware rates (Zhang, Gupta, Lian and Liu,
+            "Staleness-aware async-SGD for distributed deep learning", IJCAI 2016). The factor "n/tau", which is at
+            most 1, gives delay-adaptive rates (Mishchenko, Bach, Even and Woodworth, "Asynchronous SGD beats minibatch
+            SGD under arbitrary delays", NeurIPS 2022).
     """
 
     push_scale: str = "1"
@@ -369,7 +370,7 @@ class ConditionMachine(ShardMachine):
         return actions + super().take_over(handover, now_ticks)
 
     def outlook(self, most_workers: int) -> dict[str, object]:
-        """Return the state that decides: the order of held pushes has no effect, because a mean is sorted."""
+        """Return what is compared (see `stateful`): held pushes without their order, because a mean is sorted."""
         return {"_held": frozenset(self._held)}
 
     def waits(self) -> dict[int, str]:
@@ -480,8 +481,8 @@ class ConditionMachine(ShardMachine):
     def _is_complete(self) -> bool:
         """Return True if the current round is complete, or if all live workers join in a later round.
 
-        Even if the condition always holds, the result becomes False: `_pushed` is 0 when V_train reaches the largest
-        c_p.
+        Even if the condition always holds, the result becomes False at some point: `_pushed` is 0 when V_train reaches
+        the largest c_p.
         """
         if self.frozen:
             return False
@@ -629,7 +630,7 @@ def _polynomial(coefficients: tuple[float, ...], x: float) -> float:
 
 @stateful()
 class Intervals:
-    """For each live worker, when its current interval began, and how long its last interval was.
+    """The beginning of the current interval of each live worker, and the length of the worker's last interval.
 
     Attributes:
         last_ticks: worker -> time of the worker's last push or join, or the time given to `begin`.

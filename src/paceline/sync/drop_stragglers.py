@@ -1,7 +1,7 @@
 """Drop stragglers, also called backup workers: a round closes after N_t pushes, and later pushes are dropped.
 
-A worker is *late* if c_p < V_train: the round of its next push is complete already. What becomes of the worker depends
-on the models of the other shards.
+A worker is *late* if c_p < V_train: the round of its next push is complete already. The models of the other shards
+determine what happens to the worker.
 
 If all shards run this model, the push is dropped. If the worker's next push would also be late, the answer to the
 worker's pull contains V_train. The worker continues from the largest round that any shard has answered with, as if it
@@ -9,10 +9,11 @@ had pushed the rounds in between, and reports this round to all shards with its 
 worker independently, the shards could disagree about which worker is behind, and workers could wait for each other
 forever.
 
-If other shards run other models (FluentPS, Fig. 2), c_p is the number of the worker's pushes at every shard. So every
-round of `bsp` has a push of each worker, and bounds on staleness hold, as if no shard dropped a push. At this shard,
-the first push of a late worker on the weights of the current round is averaged, and counts toward the quorum. The
-worker's other late pushes are dropped. A late worker never waits at this shard.
+If other shards run other models (FluentPS, Fig. 2), every shard counts all of the worker's pushes in c_p, including
+those that this shard drops. So every round of `bsp` has a push of each worker, and bounds on staleness hold, as if no
+shard dropped a push. At this shard, the first push that a late worker has computed on the weights of the current round
+is averaged, and counts toward the quorum. The worker's other late pushes are dropped. A late worker never waits at this
+shard.
 
 Even in this case, workers cannot wait for each other forever: all shards count the same c_p, and V_train >= min c, so
 the slowest worker waits at no shard. This is why a late worker whose push counts for a round must not wait for the end
@@ -29,8 +30,8 @@ State: The pushes of the current round, and the pulls that wait for the end of t
 Guarantee: With one shard, every gradient that is applied was computed on the newest weights (staleness 0). With several
 shards, the rounds of two shards differ by at most 1. A shard may answer a late worker just before the beginning of the
 round from which the worker continues, so the worker's next gradient at this shard may have staleness 1. The run makes
-progress as long as N_t workers make progress or, if fewer than N_t are left, as long as all of them do. If N_t is the
-number of workers, the model is BSP.
+progress as long as N_t workers make progress or, if fewer than N_t are live, as long as all live workers do. If N_t is
+the number of workers, the model is BSP.
 Use: When some workers are occasionally very late and training tolerates discarding their late gradients.
 Deviations: When a worker leaves, its push stays in the mean, but no longer counts toward the quorum. The push of a lost
 worker stays only if every shard has received it. A worker that joins begins with the round after V_train or, if other

@@ -136,7 +136,7 @@ def maker(
 
 
 class WorkerEvent(Event, kw_only=True):
-    """Base class of the events at one worker that have nothing in common with a message."""
+    """Base class of those events at one worker that share no fields with a message."""
 
     now_ticks: int
     worker: int
@@ -243,7 +243,7 @@ class PushReceived(PushFlags, Event):
         worker: the worker that pushed.
         iteration: label of the iteration.
         staleness: number of updates since the shard last sent its weights to the worker, if the model needs it.
-        at_once: the largest number of workers that have been present at once so far, if the model needs it.
+        at_once: the largest number of workers that have been present at the same time so far, if the model needs it.
     """
 
     now_ticks: int

@@ -159,7 +159,7 @@ class ShardMachine:
         None keeps all pushes. If the model has already been told that the worker has left (see `core.shard`), the
         updates that have waited for this verdict are applied now. Otherwise, the worker's `WorkerLost` event follows.
 
-        A subclass that overrides this method must call it, or remove the worker from `frozen` itself.
+        A subclass that overrides this method must call `super().settle`, or remove the worker from `frozen` itself.
         """
         self.frozen.discard(worker)
         return []
@@ -268,7 +268,7 @@ class SyncModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_om
         style: the color of the model in pictures, as a hexadecimal number, and the number of its dashes. Without a
             color, the picture chooses both.
         shown: the settings whose timelines the documentation shows; () for the default setting.
-        demo: settings that `paceline demo --all` compares, besides those with the best hyper-parameters.
+        demo: further settings for `paceline demo --all`, which also compares those with the best hyper-parameters.
     """
 
     name: ClassVar[str]
@@ -283,7 +283,7 @@ class SyncModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_om
 
     @property
     def needs_at_once(self) -> bool:
-        """True if the model uses the largest number of workers that have been present at once.
+        """True if the model uses the largest number of workers that have been present at the same time.
 
         A worker that joins again is not counted twice, and the number does not decrease when workers leave. The
         number is part of a checkpoint, so a resumed run begins with this number.
@@ -385,7 +385,7 @@ _fields = cache(msgspec.structs.fields)  # msgspec makes these objects anew for 
 
 
 class OneShardModel(SyncModel):
-    """Base class of the models that decide by the staleness of each push, and answer every pull on arrival."""
+    """Base class of the models that use or drop a push depending on its staleness, and answer pulls on arrival."""
 
     one_shard = True
     whole_job = True
@@ -568,7 +568,7 @@ class Counts:
     def _raise_slowest(self) -> None:
         """Increase `slowest` to the smallest c_p of the live workers.
 
-        The loop usually takes at most one step, and never more steps than there are distinct counts.
+        The loop usually runs at most once, and never more often than there are distinct counts.
         """
         for _ in self._at:
             if self.slowest in self._at:
@@ -583,8 +583,8 @@ class Counts:
 # recommends a model for its speed, it also says which of the `EFFECTS` the model has. Only training with the model
 # shows how large the effect is.
 #
-# A model also determines the number of samples in an update: with n workers, an update of one model uses n
-# batches, and an update of another model uses a single batch. The hyper-parameters of a script are
+# A sync model also determines the number of samples in an update: with n workers, an update under one model uses
+# n batches, and an update under another model uses a single batch. The hyper-parameters of a script are
 # usually made for a single batch.
 
 Effect = Literal["exact", "fresh", "stale"]
@@ -628,7 +628,7 @@ def backup_quorum(workers: int, slow: int = 1) -> int | None:
 # -- samples of an update ---------------------------------------------------------------------------------
 
 Kind = Literal["rounds", "quorum", "collected", "barriers", "arrival"]
-"""How a model makes updates from pushes.
+"""The ways in which sync models make updates from pushes.
 
 rounds      the mean of one push of every worker
 quorum      the mean of the first pushes of a round
@@ -666,7 +666,7 @@ class Samples(NamedTuple):
 
     @property
     def whose(self) -> str:
-        """Where a batch of unknown size comes from."""
+        """A phrase that says where a batch of unknown size comes from."""
         return "of the loader" if self.loader else "of the script"
 
     @property
@@ -696,7 +696,7 @@ def samples_words(models: Sequence[SyncModel], samples: Samples, option: str = "
     Args:
         models: one model for all shards, or one model for each shard.
         samples: the values from which the numbers follow.
-        option: how the user divides the batches of the loader among the workers.
+        option: the option with which the user divides the batches of the loader among the workers.
 
     >>> from .notation import parse_shards
     >>> def words(sync: str, **changes: object) -> str:
@@ -706,7 +706,7 @@ def samples_words(models: Sequence[SyncModel], samples: Samples, option: str = "
     >>> words("bsp", batch=48, joint=True)
     '48 samples an update, divided over 3 workers'
     >>> words("asp", translated=False)
-    '16 samples an update, 3 under way at once'
+    '16 samples an update, 3 under way at the same time'
     >>> words("bsp", workers=1)
     ''
     """
@@ -765,7 +765,7 @@ _CLAUSES: dict[Kind, Callable[[SyncModel, Samples], str]] = {
     "quorum": _with_quorum,
     "collected": _collected,
     "barriers": lambda model, samples: _singly(samples, f"and {samples.joint_batch} at a barrier"),
-    "arrival": lambda model, samples: _singly(samples, f"{samples.workers} under way at once"),
+    "arrival": lambda model, samples: _singly(samples, f"{samples.workers} under way at the same time"),
 }
 
 

@@ -9,7 +9,7 @@ dropped. Progress is not guaranteed: if the conditions never hold, all workers s
 If a condition raises an exception or returns anything other than True or False, the run reports this failure, and the
 shard falls back to the last model that worked (BSP if there was none).
 Use: To try out your own synchronization rule.
-Deviations: With `push_scale="1/n"`, n is the largest number of workers that have been present at once (see
+Deviations: With `push_scale="1/n"`, n is the largest number of workers that have been present at the same time (see
 `paceline.sync.conditions`). In the paper, N is a constant.
 
 >>> model = Conditions(pull=lambda state: state.gap <= 2)  # SSP(2), in one line
@@ -75,7 +75,7 @@ PUSHES = ("apply", "average")
 Condition = Callable[[Any], bool]
 
 local_conditions: dict[str, Condition] = {}
-"""Conditions that other processes cannot import, by name. The launcher sends the servers the ones that the run uses."""
+"""Conditions that other processes cannot import, by name. The launcher sends the servers those that the run uses."""
 
 LOCAL = "local"  # the part before the colon in the names of local conditions
 

@@ -11,18 +11,19 @@ paper, a delayed worker waits until the slowest worker has caught up, so the exp
 tests, the regret is below the bounds of Theorems 1 and 2. With `execution="soft"`, the default here, a delayed worker
 waits for one round only. In this case, under constant PSSP, the k of a worker that is much faster than the slowest
 worker grows without a bound, by 1/c - 1 per round on average. So the regret can exceed the bound of Theorem 1, which
-the paper does not mention. The regret exceeds this bound only with the oldest weights that the theorem allows; here,
-each answer contains all pushes that have arrived. The paper omits the step size of its bounds, which is the step size
-of Ho et al. (2013). Eq. 2 of the paper is meant for 0 < c < 1: the first line of Eq. 2 is 0 for c = 0, where PSSP is
-ASP, and the second line is undefined for c = 1. With `draws="per-shard"` and M shards, 1 - (1 - c)^M replaces c,
-because a worker continues only if no shard delays it. The run makes progress as long as the slowest live worker does.
+the paper does not mention. The regret exceeds this bound only if every gradient is computed on the oldest weights that
+the theorem allows. Here, the weights are newer, because each answer contains all pushes that have arrived. The paper
+does not state the step size for which its bounds hold; it is the step size of Ho et al. (2013). Eq. 2 of the paper is
+meant for 0 < c < 1: the first line of Eq. 2 is 0 for c = 0, where PSSP is ASP, and the second line is undefined for c =
+1. With `draws="per-shard"` and M shards, 1 - (1 - c)^M replaces c, because a worker continues only if no shard delays
+it. The run makes progress as long as the slowest live worker does.
 Use: When SSP makes too many workers wait at the same time: PSSP delays fewer pulls. With `execution="lazy"`, constant
 PSSP has the same bound on the expected regret as SSP(s + 1/c - 1).
 Deviations: The random draw is keyed by (seed, worker, iteration), so that all shards agree, and the number of shards
 does not change the model. In the paper, each server evaluates `rand(0,1) > P` by itself. With `draws="per-shard"`, each
-shard draws by itself, too. Then P is the probability at one shard, and the probability that a worker has to wait is
-1 - (1 - P)^M, which the paper does not discuss. For example, P = 0.1 on 8 shards delays a worker with a probability of
-0.57. With `push_scale="1/n"`, n is the largest number of workers that have been present at once (see
+shard draws by itself, too. Then P is the probability at one shard, and the probability that a worker has to wait is 1 -
+(1 - P)^M, which the paper does not discuss. For example, P = 0.1 on 8 shards delays a worker with a probability of
+0.57. With `push_scale="1/n"`, n is the largest number of workers that have been present at the same time (see
 `paceline.sync.conditions`). In the paper, N is a constant.
 
 >>> from paceline.sync.events import PullRequested, PushReceived, WorkerJoined

@@ -79,7 +79,7 @@ class Collector(ShardMachine):
         return [] if self.counts.live_count else self._apply_if_at_least(1)
 
     def outlook(self, most_workers: int) -> dict[str, object]:
-        """Return the state that decides: the order of held pushes has no effect, because a mean is sorted."""
+        """Return what is compared (see `stateful`): held pushes without their order, because a mean is sorted."""
         return {"_held": frozenset(self._held)}
 
     def _apply_if_at_least(self, count: int) -> list[AnyAction]:

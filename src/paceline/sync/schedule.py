@@ -22,7 +22,7 @@ from .model import SyncModel
 from .notation import AUTO, notation, parse_shards, require_registered, require_shards
 
 OVERLAPS = ("shards", "off")
-"""Whether each shard answers pulls independently, or workers pull only after all workers have pushed ("off")."""
+"""With "shards", each shard answers pulls independently. With "off", workers pull only after all have pushed."""
 
 
 class ScheduleStep(msgspec.Struct, frozen=True):

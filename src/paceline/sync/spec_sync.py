@@ -247,7 +247,7 @@ class Speculator(JobMachine):
             )
 
     def outlook(self, most_workers: int) -> dict[str, object]:
-        """Return the state that decides: not the total number of pushes, but the number since each watched start.
+        """Return what is compared (see `stateful`): of the pushes, only the number since each watched start.
 
         A number that is large enough for a restart is replaced by the smallest such number.
         """

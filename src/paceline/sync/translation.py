@@ -8,16 +8,17 @@ models apply updates that use a part of this batch, for example one push out of 
     then the weights and the state move by the fraction s towards the result, where s is the update's share of the
     samples in a joint batch.
 
-In this way, the same system makes steps in a smaller unit of time. The same number of samples moves the weights as far,
-decays the weights as much, and advances the state (momentum, step counts, running means) as far as under BSP, for every
-class of optimizer, every schedule and all hyper-parameters. For SGD with learning rate h, momentum m and velocity u,
+In this way, training takes the same course as under BSP, in smaller steps. The same number of samples moves the weights
+as far, decays the weights as much, and advances the state (momentum, step counts, running means) as far as under BSP,
+for every class of optimizer, every schedule and all hyper-parameters. For SGD with learning rate h, momentum m and
+velocity u,
 
     w <- w - s h (g + m u)        u <- u + s (g - (1 - m) u).
 
-So a push moves the weights at once by h s, and by momentum over as many *samples* as under BSP. (If only the learning
-rate were divided by n, the momentum of each push would be spent in an n-th of the samples. If staleness were only
-subtracted from the momentum, as in Mitliagkas et al., "Asynchrony begets momentum", 2016, directions of large curvature
-would not be damped.) Two things depend on more than the share.
+So a push moves the weights by h s g immediately. Its later effect, through momentum, is spread over as many *samples*
+as under BSP. (If only the learning rate were divided by n, this effect would end after an n-th of the samples. If the
+momentum were only reduced by the amount that staleness adds, as in Mitliagkas et al., "Asynchrony begets momentum",
+2016, directions of large curvature would not be damped.) In three cases, the fraction s alone is not enough.
 
 **Delay.** A gradient is computed on weights that miss the updates which are applied between its pull and its push. The
 shares of these updates add up to the *delay* d, in joint steps; with n workers under ASP, d is about 1. Momentum lags
@@ -56,11 +57,11 @@ from typing import Any, NamedTuple
 import msgspec
 
 HYPERPARAMETERS = ("raw", "translated")
-"""What the hyper-parameters of a script refer to: each update, or a step on the joint batch."""
+"""The hyper-parameters of a script refer to each update ("raw"), or to a step on the joint batch ("translated")."""
 
 
 class Standing(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """What a shard knows about an update, when it translates the hyper-parameters.
+    """The data about an update from which a shard translates the hyper-parameters.
 
     Attributes:
         share: the part of a joint batch that the update uses: the samples of its pushes, divided by the samples of
@@ -107,7 +108,7 @@ WHOLE = Fraction(1.0, 1.0, 1.0)
 
 
 class Family(NamedTuple):
-    """How the state of an optimizer class moves if an update takes only a fraction of a step.
+    """Describes how the state of an optimizer class moves if an update takes only a fraction of a step.
 
     `means` and `square` name the entries of the state that do not move by `Fraction.step`.
 

@@ -39,7 +39,7 @@ class WorkerView(NamedTuple):
         asks: True if the worker's last pull has not been answered.
         deferred: True if the worker's last pull has not been answered and the worker's timer has not fired since.
         stop: the barrier flag of the worker's last push; None if the push had no flag.
-        fenced: True from the time at which the worker is fenced until its loss is settled.
+        fenced: True from the `WorkerFenced` event of a lost worker until its `WorkerLost` event.
         joining: True from the time at which the worker joins a run in progress until the worker's first pull is
             answered.
         newest: True if the worker's weights are those of the current round.
@@ -70,8 +70,8 @@ class ShardView(NamedTuple):
         round: V_train, the number of complete rounds.
         change: the change of the model that is in progress; None if no change is in progress.
         changed: the number of the last completed change of the model.
-        alone: True if all shards run the model in force. Otherwise, a push belongs to the round of its weights if the
-            rule has a quorum. `newest` and `counted` are kept up to date only in this case.
+        alone: True if all shards run the model in force. Otherwise, if the rule has a quorum, a push belongs to the
+            round of its weights, and only then are `newest` and `counted` kept up to date.
     """
 
     sync: SyncModel

@@ -17,7 +17,7 @@ from .state_pools import State, Step
 
 
 class CheckResult(NamedTuple):
-    """What `check` has tested.
+    """The result of `check`.
 
     Attributes:
         sync: the model's notation, for example "asp".

@@ -157,7 +157,7 @@ class ShardChecks:
                 case ApplyMean(pushes):
                     fenced = {w for w, other in enumerate(view.workers) if other.fenced}
                     assert fenced.isdisjoint(w for w, _ in pushes), (
-                        f"{action} contains pushes of workers {fenced}, whose loss is not settled"
+                        f"{action} contains pushes of lost workers {fenced} before their WorkerLost events"
                     )
                     assert held >= set(pushes), (
                         f"{action} contains pushes that are not held; the held pushes are {held}"

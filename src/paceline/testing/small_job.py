@@ -32,8 +32,8 @@ The following reductions keep the number of states small. Each entry explains wh
   would have the same effect, except that the messages that it causes would be sent later, and these messages may be
   delayed anyway.
 - *Loss notifications.* If no model holds pushes and no worker joins, the coordinator's `WorkerLost` messages are
-  discarded: a server can detect a loss on its own at any step, so the messages add no new behavior. Otherwise, the
-  servers' reports about the lost worker are received immediately, like their answers about joins.
+  discarded: a server can detect a lost worker on its own at any step, so the messages add no new behavior. Otherwise,
+  the servers' reports about the lost worker are received immediately, like their answers about joins.
 - *Pushes first.* If no further message from the coordinator can reach a worker, nothing that happens before the
   worker's next push changes this push. So the search makes the push first.
 - *One shard first.* If every worker that may still push waits for an answer from the same shard, no worker can send a
@@ -48,8 +48,8 @@ The following reductions keep the number of states small. Each entry explains wh
   from two workers to a shard have the same effect in either order, and neither message prevents the other. So a
   shard receives each message immediately. There are two alternatives: the sender is lost at that moment, or the
   message is dropped because the sender was lost before. If the sender is lost later, while it waits, it never receives
-  the answers, so the loss commutes with all steps since the push. A separate test checks, in every state of small
-  jobs, that the order has no effect.
+  the answers, so losing the sender commutes with all steps since the push. A separate test checks, in every state
+  of small jobs, that the order has no effect.
 - *Notifications first, and late pushes* (`_apart`; only for SpecSync with ASP as its base). With this base, a push
   affects other workers only when the coordinator receives the notification of the push. A restart that the coordinator
   orders before receiving the notification is ignored, like a restart that a worker receives after the push. So a worker
@@ -216,8 +216,8 @@ class SmallJob:
         self._checks = ShardChecks(models[0], rule, agree)
         all_models = (models, *map(parse_shards, changes))
         models_of_all = {model for step in all_models for model in step}
-        # True if the messages about losses are searched, because shards may hold pushes of a lost worker, or because
-        # a worker may be lost before it has connected to the servers. (Only the coordinator notices such a loss.)
+        # True if the search includes messages about lost workers, because shards may hold pushes of a lost worker, or
+        # because a worker may be lost before it has connected to the servers, so that only the coordinator notices.
         self._settles = losses > 0 and (late > 0 or any(map(_may_hold, models_of_all)))
         # Shards are distinguishable if their models differ, if each shard draws its own random numbers, or if
         # workers join late (the coordinator's core records which servers have answered).
@@ -239,14 +239,15 @@ class SmallJob:
         )
         self._schedule = Schedule((ScheduleStep(models[:1] if self._alone else models),))
         tape = Tape()
-        # The labels of workers that have left matter only if such a worker joins again, or if its loss is settled.
+        # The labels of workers that have left matter only if such a worker joins again, or if servers are told of lost
+        # workers.
         remembers = late > 1 or self._settles
         self._workers: Interned[Worker] = Interned(tape, NO_SCRIPTS)
         matters: dict[Subject, bool] = {
             "returns": remembers,
             "staleness": any(model.needs_staleness for model in models_of_all),
             "factors": any(model.needs_at_once for model in models_of_all),
-            # A server that is told of a loss answers at once only if the lost worker is no longer connected.
+            # A server that is told of a lost worker answers immediately only if this worker is no longer connected.
             "connections": self._settles,
             "cuts": False,
         }
@@ -1065,7 +1066,7 @@ class _ServerRequests(Host):
 
 
 class _FromServer(Host):
-    """Delivers the messages of a server that are received at once. The other messages are in flight as reports.
+    """Delivers those messages of a server that are received immediately. The other messages are in flight as reports.
 
     Attributes:
         state: the state of the job, which changes with each message.

@@ -14,9 +14,9 @@ iteration has these parts:
 
 The worker measures when its iteration begins, restarts, pushes and ends. It also measures how long it was outside of
 training and how long it loaded (see `core.metrics`). Only the totals of these times are known, so these parts are
-shown at the beginning of the iteration. The shards measure the times in between. The records of a worker stay on its
-machine if this machine has joined the run. Without records, an iteration begins when all shards have answered the
-previous pull, and everything until the push has arrived counts as computing.
+shown at the beginning of the iteration. The shards measure when pushes and pulls arrive, and when pulls are answered.
+If the machine of a worker has joined the run, the worker's records stay on this machine. Without records, an iteration
+begins when all shards have answered the previous pull, and everything until the push has arrived counts as computing.
 
 A pull has waited for the worker whose event led to its answer. If a pull waits at several shards, only the longest
 wait counts.
@@ -99,7 +99,7 @@ class Happening(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Exchange(msgspec.Struct):
-    """What is known about the exchange of one iteration: a push to all shards, and the pull after it."""
+    """Data about the exchange of one iteration, which consists of a push to all shards and the pull after it."""
 
     pushed: int = 0  # number of shards at which the push has arrived
     answered: int = 0  # number of shards that have answered the pull
@@ -110,14 +110,14 @@ class Exchange(msgspec.Struct):
     awaited: int = NOBODY
     era: int = 0
     empty: bool = False
-    # Begin, restart (or begin), push and end of the iteration according to the worker's record.
+    # Times of the iteration in the worker's record: begin, restart (or begin, without a restart), push and end.
     record: tuple[float, float, float, float] | None = None
-    # Seconds outside of training, of loading, and of exchanges before the push, according to the record.
+    # Seconds that were spent outside of training, on loading, and on exchanges before the push, as recorded.
     apart_s: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
 
 class WorkerActivity(msgspec.Struct):
-    """What one worker did, summed over all incarnations of its index.
+    """The activity of one worker, summed over all incarnations of its index.
 
     Attributes:
         times_s: seconds for each of the `KINDS`.
@@ -152,7 +152,7 @@ class WorkerActivity(msgspec.Struct):
 
 
 class _ShardState(msgspec.Struct):
-    """What is known about one shard."""
+    """Data about one shard."""
 
     now_s: float = 0.0
     version: int = 0
@@ -184,7 +184,7 @@ class _State(msgspec.Struct):
 
 
 class Activity:
-    """What each worker did over time. See the description of this module.
+    """The activity of each worker over time. See the description of this module.
 
     Args:
         shards: number of shards.
@@ -200,7 +200,7 @@ class Activity:
         exact_from_s: from this time on, `spans` is complete.
         barriers_s: the last times at which shard 0 has applied held pushes.
         progress: (time in seconds, samples, updates of shard 0), at most 2,000 points.
-        happenings: the last single events, such as the loss of a worker.
+        happenings: the last single events, for example that a worker was lost.
         converter: converts the times of other machines; its attribute `clocks` may be replaced by newer clocks.
     """
 
@@ -217,10 +217,10 @@ class Activity:
 
     @classmethod
     def restored(cls, state: bytes, clocks: Mapping[int, MachineClock] | None = None) -> Activity:
-        """Return an activity that continues from a state that `state` has returned.
+        """Return an activity that continues another one, from the bytes that the method `state` has returned.
 
         Raises:
-            msgspec.DecodeError: the bytes are no such state.
+            msgspec.DecodeError: the bytes are not the state of an activity.
         """
         activity = cls.__new__(cls)
         found = msgspec.msgpack.decode(state, type=_State, dec_hook=decoded)
@@ -367,7 +367,7 @@ class Activity:
         return max(0.0, at_s + self.converter.added_s(at_s, machine)) if machine else at_s
 
     def _answered(self, wait: Wait, wait_s: float, at_s: float, era: int) -> None:
-        """Process the answer of one shard, on the coordinator's clock."""
+        """Process the answer of one shard. The times are on the coordinator's clock."""
         worker, iteration = wait.worker, wait.iteration
         own = self._worker(worker)
         exchange = own.open.get(iteration) or self._opened(worker, own, iteration)
@@ -449,7 +449,7 @@ class Activity:
             self._finish(worker, own, iteration)
 
     def _add_rest(self, worker: int, own: WorkerActivity, kind: int, asked_s: float, end_s: float) -> None:
-        """Add what a worker did after its last iteration. `asked_s`: when its unanswered pull arrived, or negative."""
+        """Add what a worker did after its last iteration. Its unanswered pull arrived at `asked_s`, if that is >= 0."""
         computed_s = end_s if asked_s < 0.0 else min(max(asked_s, own.since_s), end_s)
         if own.since_s >= 0.0:
             self._spend(worker, own, kind, own.since_s, computed_s)

@@ -1,4 +1,4 @@
-"""How each worker has spent its time over the length of a run, in buckets, in bounded memory.
+"""Stores how each worker has spent its time during a run, in buckets of time, so that memory is bounded.
 
 A *cell* is one bucket of one worker. All buckets have the same width. If the run gets too long for the number of
 cells, the buckets become twice as wide: pairs of neighbouring buckets are merged. So the times remain complete, and
@@ -39,7 +39,7 @@ else:  # these types have no parameters at run time
     Floats = Integers = array
 
 KINDS = ("computing", "transfer", "waiting", "wasted", "paused", "outside", "idle", "loading")
-"""What a worker can spend its time on, as the table above `TimeUse` explains. Absent workers do nothing.
+"""The kinds of time, as the table above `TimeUse` explains. The time of an absent worker is not stored.
 
 The files in which cells are kept use the same order, so new kinds must come last.
 """
@@ -219,7 +219,7 @@ def decoded(kind: type, value: Sequence[Any]) -> Any:
 # although it may change its model a moment earlier or later.
 
 LEAST_CLASS_S = 0.001
-"""Upper end of the shortest class of lengths. The upper end of each further class is twice as long."""
+"""Upper end of the shortest class of lengths. Each further class ends at twice the length of the one before."""
 
 MOST_CLASSES = 40
 
@@ -242,7 +242,7 @@ class Total(msgspec.Struct):
 
 
 class Era(msgspec.Struct):
-    """What happened while one sync model was in force.
+    """Statistics of the time in which one sync model was in force.
 
     Attributes:
         sync: the model in the notation of the command line.
@@ -325,8 +325,8 @@ class Boundary(msgspec.Struct):
 #
 #     computing   computations that were pushed. If the run was cut off, the computation in progress counts, too
 #     loading     the script asked a distributed loader for a batch
-#     waiting     pulls that a shard did not answer at once, from their arrival until they were answered, their worker
-#                 was lost, or the run ended; of several shards, the longest wait counts
+#     waiting     pulls that a shard did not answer immediately, from their arrival until they were answered, their
+#                 worker was lost, or the run ended; of several shards, the longest wait counts
 #     transfer    messages on their way: pushes, weights and requests for data. This is what remains of the presence of
 #                 a worker when all other times are subtracted
 #     wasted      computations that were aborted, the pulls after them, and what a worker had computed when it was lost
@@ -346,12 +346,12 @@ class Boundary(msgspec.Struct):
 
 
 class TimeUse(msgspec.Struct, frozen=True, kw_only=True):
-    """What one worker has spent its time on, in seconds. See the table above.
+    """The time that one worker has spent on each kind of activity, in seconds. See the table above.
 
     Attributes:
         computing_s: computations that were pushed.
         loading_s: waits for batches of a distributed loader.
-        waiting_s: pulls that were not answered at once.
+        waiting_s: pulls that were not answered immediately.
         transfer_s: messages on their way.
         wasted_s: computations that were aborted or lost.
         paused_s: pauses of the run.

@@ -45,7 +45,7 @@ LOOK_INTERVAL = 1000  # number of entries after which `advance` calls `hurried` 
 
 
 class DigestState(msgspec.Struct):
-    """What `earlier/digest.msgpack` contains.
+    """The content of `earlier/digest.msgpack`.
 
     Attributes:
         shards: the shards whose traces are digested.
@@ -127,7 +127,10 @@ class Digest:
 
     @property
     def overtaken(self) -> bool:
-        """True if another process has deleted lines before they were read here. A new digest contains these lines."""
+        """True if another process has deleted lines before they were read here.
+
+        The other process has digested these lines before it deleted them, so a new `Digest` of the run includes them.
+        """
         return any(source.skipped for source in self.sources)
 
     def advance(self, until_ticks: int | None = None, hurried: Callable[[], bool] = lambda: False) -> bool:

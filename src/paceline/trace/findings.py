@@ -2,7 +2,7 @@
 
 Pushes that were never applied, and updates that are missing, come first, because a run with such pushes or updates
 trains less than its speed suggests. The other sentences are about time that the workers lost (see `look.causes`), and
-about unusual clipping. Clipping by each worker is named whenever it occurs, because it changes the result.
+about unusual clipping. If workers clip their own gradients, this is always said, because it changes the result.
 
 Remedies are ordered by their effect on the result of training (see `sync.model`). Remedies that do not change the
 result come first. Models with stale gradients come last, and only with the advice to check the accuracy.
@@ -33,7 +33,7 @@ CLIP = (
 
 
 class Handout(NamedTuple):
-    """How the data of a run was handed out to its workers. The possible remedies depend on this.
+    """The way in which the data of a run was handed out to its workers. The possible remedies depend on it.
 
     Attributes:
         split: the split of the loader from which the most samples were used, as in `paceline.distribute`; None if the
@@ -57,8 +57,8 @@ class Handout(NamedTuple):
 
         Args:
             order: the order of an epoch of the loader.
-            asked: True if the user has asked for balanced batches. An order that is not balanced then cannot be
-                balanced.
+            asked: True if the user has asked for balanced batches. If the order is not balanced
+                nevertheless, it cannot be balanced.
         """
         divisible = order.size is not None and order.batch > 1 and (order.balanced or not asked)
         return cls(order.split, order.balanced, divisible)

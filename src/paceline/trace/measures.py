@@ -63,8 +63,8 @@ LOOK_INTERVAL = 1000  # number of entries after which `meter_of` calls `hurried`
 
 
 Reason = Literal["push", "timer", "change", "joined", "finished", "lost", "left"]
-"""What ends a wait: a push or pull of the awaited worker; a timer; the end of a change of the model; the arrival, the
-end or the loss of the awaited worker; or the departure of the waiting worker without an answer."""
+"""The events that end a wait: a push or pull of the awaited worker; a timer; the end of a change of the model; the
+awaited worker joins, finishes or is lost; or the waiting worker leaves without an answer."""
 
 NOBODY = -1
 
@@ -147,7 +147,7 @@ class Pulls(msgspec.Struct):
 
 
 class PushFates(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of the pushes. Each push, identified by its worker and iteration, is in exactly one category.
+    """Numbers of pushes by their fates. Each push, identified by its worker and iteration, is in exactly one category.
 
     If the shards treated a push differently, the category is that of shard 0, except for lost pushes.
 
@@ -169,7 +169,7 @@ class PushFates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerPresence(NamedTuple):
-    """How long one worker index took part in a run, in ticks. The run lasts until the last worker has left.
+    """The times of one worker index in a run, in ticks. The run lasts until the last worker has left.
 
     Attributes:
         present: time from when a worker joined until it left, summed over all workers with this index.
@@ -226,9 +226,9 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True):
         dropped_pushes: number of pushes that had no gradient or were dropped, counted separately at each shard.
         restarts: number of computations that were aborted and restarted.
         pushes: what became of the pushes.
-        unapplied: number of lost pushes that should have been applied. One push of each lost worker is not counted.
-            If workers are still present at the end, a round may be in progress. Then as many pushes as the largest
-            update contains are not counted either.
+        unapplied: number of lost pushes (see `PushFates.lost`) that should have been applied. One push of each lost
+            worker is not counted. If workers are still present at the end, a round may be in progress. Then as many
+            pushes as the largest update contains are not counted either.
         clipped_alone: number of averaged pushes whose worker had clipped its own gradient with
             `torch.nn.utils.clip_grad_norm_`.
     """
@@ -743,7 +743,7 @@ class _ShardMeter(msgspec.Struct, dict=True):
 
 
 class MeterState(msgspec.Struct):
-    """What a `Meter` has recorded. Its size does not depend on the number of entries."""
+    """The data that a `Meter` has recorded. Their size does not depend on the number of entries."""
 
     waiting: _Waiting
     plans: _Plans
@@ -757,7 +757,7 @@ class MeterState(msgspec.Struct):
 # without the model's fault if a worker is lost while it pushes, or if the run ends early, during a round.
 #
 # A model that drops many pushes may also make fewer updates than bsp from as many samples. Then an epoch moves the
-# weights less far. The loss does not show this, because it falls as usual, only more slowly.
+# weights less far. The training loss does not show this, because it falls as usual, only more slowly.
 
 MOST_SHARE = 0.01  # a larger share of pushes that were never applied is reported
 

@@ -348,7 +348,7 @@ class IterationRecord(msgspec.Struct, frozen=True):
 
     @property
     def apart_s(self) -> tuple[float, float, float]:
-        """The times of this iteration outside of training, of loading, and of exchanges before the push."""
+        """The times that this iteration spent outside of training, on loading, and on exchanges before the push."""
         return self.outside_s or 0.0, self.loading_s or 0.0, self.exchanged_s or 0.0
 
     @property
@@ -459,8 +459,8 @@ def last_line(segment: Path) -> bytes:
 def held_files(run_dir: Path, stem: str) -> list[Path]:
     """Return the paths of the files that grow with a run and have at least one segment.
 
-    Between two segments, a file has no newest segment for a moment. If the process is killed at this moment, this
-    remains so.
+    Between two segments, a file has no newest segment for a moment. If the process is killed at this moment, the
+    newest segment remains missing.
 
     Args:
         run_dir: the run directory.
@@ -510,9 +510,10 @@ class FileFollower:
 
     @property
     def position(self) -> FilePosition:
-        """The place behind the last line that was returned.
+        """The place after the last line that was returned.
 
-        This place is never at the end of a complete segment. So all earlier segments may be deleted.
+        If a complete segment ends with this line, the place is the beginning of the next segment. So all segments
+        before that of the place may be deleted.
         """
         with contextlib.suppress(FileNotFoundError):
             if earlier_path(self._path, self._segment).stat().st_size == self._offset:
@@ -564,8 +565,9 @@ class FileFollower:
 
 # -- The modules with a user's own sync models and conditions, whose names are kept with each run ------------
 #
-# So the sync model of a finished run can be simulated and replayed without naming its module again. `summary.json`
-# also contains the folder in which each module was found, because it may be next to the script of the run.
+# With these names, the sync model of a finished run can be simulated and replayed without naming its module again.
+# `summary.json` also contains the folder in which each module was found, because the module may be next to the script
+# of the run.
 #
 # Importing a module runs its code. So the summary's list of modules is signed (see `paceline.trust`). A module that
 # is not imported yet is imported only if the run belongs to this user, or if the user allows it.
@@ -684,7 +686,7 @@ KEPT = ("full", "recent", "off")
 
 
 class KeptTraces(msgspec.Struct, frozen=True):
-    """What is kept of the traces and records of a run.
+    """The option `--traces`, which says what is kept of the traces and records of a run.
 
     Attributes:
         kept: "full" if everything is kept, "recent" if the oldest parts are deleted during the run, or "off" if there

@@ -132,7 +132,10 @@ def _decision(entry: Entry) -> object:
 # answers.
 
 UNDERSTOOD = (PushReceived, PullRequested, WorkerFinished, WorkerJoined, WorkerLost)
-"""The events that do not depend on the model. Recorded timers are ignored, because the other model sets its own."""
+"""The events that are passed to the other model: those that workers cause.
+
+Recorded timers are ignored, because the other model sets its own timers.
+"""
 
 
 class Decisions(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,7 +147,7 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True):
         updates: number of optimizer steps.
         dropped: number of pushes that were dropped.
         delayed: worker -> number of its pulls that were not answered on arrival.
-        waited_s: worker -> seconds for which its answered pulls waited.
+        waited_s: worker -> total time for which its answered pulls waited, in seconds.
         mean_staleness: mean staleness of the pushes that were applied, in updates.
         max_staleness: largest staleness of a push that was applied.
         too_early: worker -> number of its pushes that it would have sent later under this model.
@@ -260,7 +263,10 @@ class _Other:
         return self._tally.decisions()
 
     def _fire(self, now_ticks: int) -> None:
-        """Fire the timers that are due before a time. Timers that are due at this time come after messages."""
+        """Fire the timers that are due before a time.
+
+        A timer that is due at exactly this time fires after the messages that arrive at this time.
+        """
         while due := [timer for timer in self._timers if timer.due_ticks < now_ticks]:
             first = min(due, key=lambda timer: timer.due_ticks)
             self._timers.remove(first)

@@ -19,14 +19,14 @@ from ..words import counted
 
 
 class Cause(msgspec.Struct, frozen=True):
-    """One thing that took time, and what would help. The report begins with its causes, largest loss first.
+    """One thing that took time, and what would help. The report begins with its causes, most lost time first.
 
     Attributes:
         words: what happened, in one or two sentences.
-        lost_s: time that was lost, summed over the workers; None if the sentence is not about lost time.
+        lost_s: time that was lost, summed over the workers; None if `words` is not about lost time.
         share: the lost time as a share of the workers' time, from 0 to 1.
         remedies: what would help, in sentences, most effective first.
-        brief: what happened, as a clause for the headline; "" if the sentence is not about time.
+        brief: what happened, as a clause for the headline; "" if `words` is not about time.
     """
 
     words: str
@@ -89,9 +89,10 @@ class Spans(msgspec.Struct, frozen=True):
     Attributes:
         worker: index of the worker.
         begun: when each iteration began.
-        lengths: for each iteration: wasted, computing, transfer to the shards, waiting, transfer back.
-        awaited: for each iteration: the worker whose event ended the wait; -1 if there is no such worker, or if the
-            shards differ.
+        lengths: for each iteration, five durations: wasted time, computing, transfer to the shards, waiting, and the
+            transfer back.
+        awaited: for each iteration: the worker whose event ended the wait; -1 if there is no such worker, or if it
+            is not the same worker at all shards.
     """
 
     worker: int
@@ -106,15 +107,15 @@ class TimelineReport(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         width_s: width of a bucket in seconds.
         buckets: number of buckets. Bucket i begins at i * width_s.
-        workers: the workers, in the order of the rows.
+        workers: the workers, in the order of `shares` and `awaited`.
         shares: for each worker, base64 of buckets * len(KINDS) bytes, with the kinds of one bucket side by side. Each
             byte is the share of the bucket that the worker has spent on this kind, from 0 to 255. For the rest of the
             bucket, the worker was absent.
         awaited: for each worker, base64 of one little-endian int16 per bucket: the other worker for which this worker
             has waited longest in the bucket; -1 for none.
-        spans: the exact iterations, for each worker.
-        exact_from_s: from this time on, the exact iterations of all workers are in `spans`.
-        barriers_s: the last times at which held pushes were applied together, at most 10,000 times.
+        spans: the exact times of iterations, for each worker.
+        exact_from_s: from this time on, `spans` contains all iterations of all workers.
+        barriers_s: the times at which held pushes were applied together; only the last 10,000 of these times are kept.
         error_s: maximum error of a time, because clocks of machines differ.
     """
 
@@ -146,7 +147,7 @@ class Mark(msgspec.Struct, frozen=True):
 
 
 class WaitingFor(msgspec.Struct, frozen=True):
-    """How long workers have waited for one reason under one model, summed over the workers.
+    """The waits with the same reason under one sync model, summed over the workers.
 
     Attributes:
         reason: what ended the wait, in words, such as "a push of worker 3", "a timer", "worker 2 was lost".
@@ -170,7 +171,7 @@ class ModelInForce(msgspec.Struct, frozen=True, kw_only=True):
         to_s: when another model came into force, or the run ended.
         staleness: (staleness in updates, number of pushes), ascending, counted at all shards.
         waiting: the reasons for waiting, longest first.
-        wait_lengths: (upper end of a class of lengths in seconds, number of waits), ascending.
+        wait_lengths: histogram of the durations of waits: (upper end of a bin in seconds, number of waits), ascending.
         updates: number of updates in this time.
     """
 
@@ -207,7 +208,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
         run_dir: path of the run's directory.
         version: version of Paceline that was used; "" if unknown.
         begun_at: date and time when the run began, in ISO 8601 with the offset from UTC; "" if unknown.
-        state: what became of the run. "cut off" if its launcher was killed, so that it left no summary.
+        state: what became of the run. "cut off" if its launcher was killed and so has not written a summary.
         failure: why the run failed, in words; "" if it did not fail.
         duration_s: how long the run has trained so far: from when the first worker joined until the last worker left.
         headline: one or two sentences: how much was trained, how fast, and the most costly cause.
@@ -220,10 +221,10 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
         progress: (time_s, samples, updates) of all workers together, at most 2,000 points.
         workers: one entry per worker.
         timeline: what each worker did over time; None if there are no traces.
-        models: one entry for each time in which a model was in force.
+        models: one entry for each period in which one model was in force.
         links: the traffic between machines; empty if the run was on one machine.
-        pushes: what became of the pushes: name -> count.
-        samples: what became of the samples: name -> count.
+        pushes: what became of the pushes: outcome -> number of pushes.
+        samples: what became of the samples: outcome -> number of samples.
         marks: the single events of the run, in order of time.
         notes: what the reader should know about this report, such as what is missing and why.
         live: the state of the job, while the run is in progress; None afterwards.
@@ -260,7 +261,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
 # -- `run.json` in a run directory: the settings of a run, and how it can be repeated ------------------------
 #
 # The launcher writes this file when the run begins, so that even a run whose launcher was killed has a
-# report. The file is signed (see `paceline.trust`), because a resumed run follows this file.
+# report. The file is signed (see `paceline.trust`), because a resumed run runs the program that this file names.
 
 FORMAT = 1
 NAME = "run.json"
@@ -328,7 +329,8 @@ class RunFile(msgspec.Struct, frozen=True, kw_only=True):
         run_dir: the directory of the run when it began, by which a copy of the directory is recognized.
         lineage: an identity that the run shares with the runs that have resumed it in its directory, and that its
             checkpoints contain; "" in runs of earlier versions. See `paceline.checkpoints.manifest`.
-        origin: the directory of the checkpoint with which the run began, if it is of another lineage; "" otherwise.
+        origin: the directory of the checkpoint with which the run began, if this checkpoint has another lineage; ""
+            otherwise.
         command: the command line that repeats the run, quoted for a shell; "" if there is none, as in a notebook.
         folder: the current directory in which this command was called.
         program: what each worker ran, as in `ProcessOrder.arguments`; () if machines that join the run choose it.
@@ -337,7 +339,7 @@ class RunFile(msgspec.Struct, frozen=True, kw_only=True):
         workers: number of workers; if machines can join, the largest number.
         servers: number of servers.
         shards: number of shards.
-        joined: True if machines join the run. Such machines keep the records of their workers.
+        joined: True if machines join the run. The traces of their workers stay on these machines.
         emulated: how unequal machines are emulated; "" if the run emulates nothing.
         resumptions: the interruptions of the run, in order.
         signature: the signature of the user who has started the run. `read_run_file` returns "" for the signature of

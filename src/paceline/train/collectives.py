@@ -34,14 +34,14 @@ Value = TypeVar("Value")
 def barrier() -> None:
     """Wait until all other workers have called `barrier()`, too.
 
-    The function does not wait for a worker that has finished or is lost. Outside a run, the function returns at once.
+    The function does not wait for a worker that has finished or is lost. Outside a run, `barrier` returns immediately.
 
     All workers must make the same calls of `barrier` and `reduce`, in the same order. Call them between two iterations.
     Under `bsp`, call them after the same number of iterations: if a worker waits for a second worker that cannot finish
     its iteration without the first, the run ends with an error that names both. Under some sync models, such as `ssp`,
     workers may differ in their number of iterations, but a worker may still have to wait for slower workers. Under such
-    a model, a worker that waits in `barrier` pushes without a gradient, as inside `evaluating`, and continues with the
-    newest weights.
+    a model, a worker that waits in `barrier` sends pushes without a gradient, as inside `evaluating`, and continues
+    with the newest weights.
 
     Raises:
         UsageError: the workers' calls differ, or the call was made inside `optimizer.editing()`.
@@ -170,7 +170,7 @@ def _described(name: str | None, value: object) -> str:
 
 
 def _like(value: Any, combined: array[float], op: str) -> Any:
-    """Return the combined numbers as a value of the same kind."""
+    """Return the combined numbers as a value of the same kind as `value`."""
     if isinstance(value, torch.Tensor):
         result = torch.tensor(combined, dtype=torch.float64).reshape(value.shape)
         if value.is_floating_point():
@@ -199,7 +199,7 @@ def evaluating(model: Model) -> Iterator[Model]:
     optimizer has a method `eval()`, as schedule-free optimizers do, the copy has the weights that this method gives.
 
     If other workers may have to wait for this worker, as under `bsp`, this worker goes on pushing inside the context,
-    on a background thread and about as often as usual. These pushes contain no gradient, so they count as progress but
+    on a background thread and about as often as usual. These pushes count as progress, but contain no gradient, so they
     do not affect averages. After the context, the worker continues with the newest weights. In virtual time, an
     evaluation takes only the time of the messages that fetch the weights before and after the evaluation. Outside a
     run, and before the first forward pass of training, the copy has the weights of the given model. But in a worker
@@ -308,10 +308,10 @@ def save(obj: object, path: str | os.PathLike[str]) -> str:
             began. A script that changes the directory later must do so in all workers in the same way.
 
     Returns:
-        The absolute path of the file, from which all workers can read it. The path is the same in all workers, with two
-        exceptions: the workers give different absolute paths, or they have different working directories before
-        training begins or on machines without common folders. A `barrier()` after the call notices if the paths differ,
-        and a warning names the file.
+        The absolute path of the file, from which all workers can read it. The path is the same in all workers if
+        they give the same absolute path. If they give a relative path and have different working directories, the paths
+        may differ before training begins, and on machines without common folders. A `barrier()` after the call notices
+        if the paths differ, and a warning names the file.
 
     Raises:
         UsageError: the file cannot be written. An earlier file of this name is unchanged.
@@ -351,8 +351,8 @@ def _place_for_all(session: Session, path: str | os.PathLike[str], *, writes: bo
     """Return the absolute path of a file that is saved once for all workers.
 
     A relative path refers to the working directory of the first main worker. If this worker's directory has changed
-    since training began, this worker's own path is returned, because later changes in other workers are not known. The
-    same path is returned if this machine does not have the first main worker's directory.
+    since training began, this worker's own path is returned, because later changes in other workers are not known. This
+    worker's own path is also returned if this machine does not have the first main worker's directory.
 
     Args:
         session: the session of this worker.
@@ -369,7 +369,7 @@ def _place_for_all(session: Session, path: str | os.PathLike[str], *, writes: bo
 
 
 class SavedAt:
-    """Where the script of one worker has saved its last file.
+    """The paths of the file that the script of one worker has saved last.
 
     Attributes:
         path: the absolute path, which is the same for all workers if possible; "" if no file has been saved since the
@@ -385,7 +385,7 @@ class SavedAt:
 
 
 saved_at = OfSession(lambda _: SavedAt())
-"""Returns where the script of a session's worker has saved its last file."""
+"""Returns the paths of the file that the script of a session's worker has saved last."""
 
 
 def path_numbers(session: Session) -> list[float]:

@@ -165,7 +165,7 @@ NOT_DIVISIBLE = (
 
 
 class Division(NamedTuple):
-    """How the positions of an epoch are divided among the workers. See `distribute`."""
+    """The rules by which the positions of an epoch are divided among the workers. See `distribute`."""
 
     split: Split
     balanced: bool = False
@@ -283,7 +283,7 @@ class DistributedLoader(Generic[T]):
 
     @property
     def begun(self) -> int:
-        """How many of the `whole_length` batches of the current epoch the job has begun, as far as this worker knows.
+        """Number of batches, out of `whole_length`, that the job has begun in the current epoch, as far as is known.
 
         A worker knows the place of the last batch that it has drawn, and whether the epoch has ended.
         """
@@ -452,7 +452,7 @@ class DistributedLoader(Generic[T]):
                 f"A distributed loader does not show the {name!r} of the loader: a loader built from it, as by "
                 "Accelerate's skip_first_batches(), would yield the data of all workers. Use the Accelerator of "
                 "paceline.integrations.accelerate, or paceline.integrations.transformers.distribute(trainer). To look "
-                "at the sampler itself, keep the loader from before the call of prepare or distribute."
+                "at the sampler itself, use the loader that was given to prepare or distribute."
             )
         return value
 
@@ -509,7 +509,7 @@ class Taken(NamedTuple):
 
     Attributes:
         batch: the positions that were handed out; None if a batch is repeated (see `worker_state.repeated`).
-        positions: number of positions of the batch that exist.
+        positions: number of positions in the batch, without positions after the end of the order.
         samples: number of samples in the batch; None if it is unknown.
         skipped: True if the batch is left out. See `DistributedLoader.begin_at`.
     """
@@ -524,7 +524,7 @@ class SourcePart:
     """One worker's part of a source: an iterable over batches of items. Each pass over it is one epoch.
 
     Attributes:
-        number: this worker's number for the stream of the source.
+        number: index of the source's stream in this worker. See `DataStream`.
         size: number of items in an epoch; None if it is unknown.
         joint: number of items in a joint batch of all workers.
         taken: the batches that were taken but have not been drawn by the script yet; None for a joint batch in which
@@ -547,7 +547,7 @@ class SourcePart:
         self._fresh = True  # True until the script has completed a pass or got a batch
         self._skips = 0  # number of positions at the beginning of the next pass that are left out
         self._skipped = 0  # number of joint batches at the beginning of this pass that were left out
-        self.is_finished = False  # True if a resumed script passes through an epoch that was finished before
+        self.is_finished = False  # True if a resumed script makes a pass that the earlier run had finished
         self._in_rest = session.resumed > 0  # in a resumed run, True until the first batch has arrived
         self._source = source
         self._session = session
@@ -594,8 +594,8 @@ class SourcePart:
         workers, whole = self._session.workers, self.whole_length
         if position.dynamic:
             return min(-(-position.end * workers // self.joint), whole)
-        # With equal shares, all workers must return the same number. So the number is computed from the part of its
-        # share that a worker has drawn, which is equal in all workers.
+        # With equal shares, all workers must return the same number. So the number is computed from the part of a
+        # worker's share that the worker has drawn, which is equal in all workers.
         drawn, left, before = position.drawn_in_pass, self.left, (self.before + self._skipped) * workers
         if left is None or position.end == sys.maxsize:
             return min(position.joint_batches * workers, whole)
@@ -645,7 +645,8 @@ class SourcePart:
                 source.size, source.batch, source.drop_last, split, digest, balanced, most, joint
             )
             session.exchange(lambda: session.core.data.begin(self.number, self._stream.name, epoch, whole))
-            # A script may divide by the length. So if nothing is left of an epoch, the length is that of a whole epoch.
+            # A script may divide by the length, so the length must not be 0. If nothing is left of an epoch, the length
+            # is that of a whole epoch.
             self.expected = session.core.data.to_take(self.number) or None
         is_empty = True
         while (batch := self._take()) is not None:
@@ -681,7 +682,7 @@ class SourcePart:
     def _is_repeatable(self) -> bool:
         """True if the script gets the first batch of an epoch again when nothing of this epoch is left.
 
-        If passes may be empty, the script gets the batch only in a resumed run, in the epoch that is in progress.
+        If `never_empty` is False, the script gets the batch again only in a resumed run, in the epoch in progress.
         """
         session, source = self._session, self._source
         in_progress = bool(
@@ -715,7 +716,7 @@ class SourcePart:
 
     @property
     def content(self) -> dict[str, Any] | None:
-        """How far the iteration over the items has come; None if the source cannot go on from a saved state."""
+        """The state of the iteration over the items; None if the source cannot go on from a saved state."""
         source, order = self._source, self._orders.get(self._epoch)
         if source.stateful is None or order is None:
             return None
@@ -899,7 +900,7 @@ class EpochOrder:
 
     @property
     def content(self) -> dict[str, Any]:
-        """How far the order has been drawn: the position, the generators' states, and the hash of the first items.
+        """The state of the drawing: the position reached, the generators' states, and the hash of the first items.
 
         The state of the object that is iterated over is not included.
         """
@@ -948,7 +949,7 @@ class EpochOrder:
     def _restart(self) -> None:
         self._iterator = None
         with generators_lock:
-            # The states with which the iteration continues.
+            # The generators' states with which the iteration continues.
             self._generators = GeneratorStates.seeded(self._seed)
         self.start = 0  # position of the first item in `_drawn`
         self._drawn = []

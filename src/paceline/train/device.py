@@ -123,7 +123,8 @@ class EarlyCopies:
             early = [number for number in needed if number in self._copies]
             changed = self._changed(early)
             self._pause.ended(changed=bool(changed))
-            # If the script changes a gradient back to its old values, the gradient must be copied again.
+            # The changed values will replace the early copy. So if the script later changes a gradient back to its old
+            # values, the gradient must be copied again.
             for number in changed:
                 del self._copies[number]
             late = [number for number in needed if number not in self._copies]
@@ -156,7 +157,7 @@ class EarlyCopies:
         return arrived
 
     def _changed(self, early: Sequence[int]) -> set[int]:
-        """Return the numbers of the given pieces whose gradients have changed since the copy."""
+        """Of the given pieces, return the indices of those whose gradients have changed since the copy."""
         if not early:
             return set()
         now = torch.stack([self._sum.of(self._sources[number]) for number in early])

@@ -51,7 +51,7 @@ def epochs(
             `distribute` last, unless `step(samples=...)` says otherwise.
 
     Returns:
-        An iterator over 0, 1, ..., or over the numbers that are left in a worker that joins late. The iterator has the
+        An iterator over 0, 1, ..., or, in a worker that joins late, over the remaining numbers. The iterator has the
         method `stop`, which stops the loop in all workers.
 
     Raises:

@@ -90,8 +90,8 @@ def _holds(module: nn.Module, parameters: Iterable[torch.Tensor]) -> bool:
 # may be a scaled loss or one of several losses. A wrong loss is worse than no loss. So guessing ends, for the
 # rest of the run, as soon as the script
 #
-# - calls `backward()` several times between two steps, as with gradient accumulation, whose losses are parts;
-# - trains several parameter sets, or steps with a closure, whose result is the loss;
+# - calls `backward()` several times between two steps, as with gradient accumulation, where each loss is only a part;
+# - trains several parameter sets, or passes a closure to `step()`, so that the closure's result is the loss;
 # - scales a loss with a `GradScaler` (see `gradients.py`).
 #
 # A call inside of another call, as in activation checkpointing, belongs to the outer call.
@@ -137,7 +137,7 @@ class Guess:
         """Return the loss of the coming step; None if it cannot be guessed, or if the last guess was a moment ago.
 
         Args:
-            usable: False if the script trains in a way in which the tensor is not the loss.
+            usable: False if the tensor on which the script calls `backward()` is not the loss.
         """
         calls, self._calls, self._calls_outside = self._calls, 0, 0
         loss, self._loss = self._loss, None

@@ -43,8 +43,8 @@ _RAW_BYTES = _KEY_BYTES + 4  # the generator's key, followed by the position in 
 class GeneratorStates:
     """The states of all generators at the time when this object is created.
 
-    If the process has not imported NumPy, NumPy's generator is ignored, and so are the generators of accelerators that
-    the process has not used.
+    NumPy's generator is ignored if the process has not imported NumPy. The generators of accelerators are ignored if
+    the process has not used any accelerator.
     """
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class GeneratorStates:
 
 
 def _used_devices() -> Iterable[torch.device]:
-    """Return the accelerators of this process, if it has used any of them."""
+    """Return all accelerators of this process; none if the process has not used any of them."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or not _module(accelerator).is_initialized():
         return ()

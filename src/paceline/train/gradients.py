@@ -326,7 +326,7 @@ def require_not_capturing(call: str) -> None:
 
 @functools.cache
 def _accelerators_check() -> Callable[[], bool] | None:
-    """Return the function that tells whether the current stream is being captured; None if this is not possible."""
+    """Return torch's function that tells whether the current stream is being captured; None if there is none."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return None
@@ -345,8 +345,8 @@ def _accelerators_check() -> Callable[[], bool] | None:
 #
 # By default, `GradScaler.step` calls an optimizer's `step()` only if no gradient has overflowed. A worker
 # whose gradients overflow would then make fewer iterations than the other workers, which would wait for it.
-# But if an optimizer *supports scaled gradients*, the scaler calls its `step()` in any case, and sets two
-# attributes of the optimizer during the call:
+# But if an optimizer *supports scaled gradients*, the scaler always calls the optimizer's `step()`, and sets
+# two attributes of the optimizer during the call:
 #
 # - `grad_scale`: the scale by which the gradients must be divided. `grad_scale` is missing or None if the
 #   script has called `GradScaler.unscale_`, which has divided the gradients already.
@@ -454,7 +454,10 @@ class Scales:
         self._scalers: list[ref[GradScaler]] = []
 
     def scale(self, scaler: GradScaler) -> None:
-        """Record that the script scales a loss. A scaler that is new in a resumed run gets its earlier state."""
+        """Record that the script scales a loss.
+
+        In a resumed run, a scaler that is used for the first time gets the state that it had in the earlier run.
+        """
         self.used, self.scaler = True, scaler
         if all(each() is not scaler for each in self._scalers):
             self._scalers.append(ref(scaler))

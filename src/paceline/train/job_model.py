@@ -441,7 +441,7 @@ class Buffers:
         return found
 
     def send_again(self, names: Iterable[str]) -> None:
-        """Let the next call of `changed` return these buffers in any case."""
+        """Let the next call of `changed` return these buffers even if they have not changed."""
         for name in names:
             self.have_changed = True
             self._sent.pop(name, None)
@@ -513,7 +513,7 @@ class Buffers:
 def _on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return these tensors in host memory: tensors on the CPU as they are, other tensors as parts of a copy.
 
-    All tensors of one device and dtype are copied at once, because each copy waits for the device.
+    All tensors of one device and dtype are copied in one call, because each copy waits for the device.
     """
     groups: defaultdict[tuple[torch.device, torch.dtype], list[str]] = defaultdict(list)
     for name, tensor in tensors.items():
@@ -535,7 +535,8 @@ def _copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def _copy(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Return a copy of a tensor whose content in host memory is `value`.
 
-    This class returns only copies: torch does not let a tensor grow once its memory has been lent, as for sending.
+    `Buffers` returns only copies, because the memory of its results may be lent, for example for sending. torch does
+    not let a tensor whose memory has been lent grow, but a script may let its buffers grow.
     """
     return value.clone() if tensor.device.type == "cpu" else value
 
@@ -595,10 +596,10 @@ class _Sent:
 # another worker may push another set in the same round. A pull that is repeated, for a restart or an
 # evaluation, returns the weights of all sets.
 #
-# If a mean contains pushes of several sets, the store takes one step for each set, with the shares of the
-# set's own pushes. If a push is computed from the same batch as the push before it, both pushes have the same
-# weight in a mean. The later push is flagged (`repeated`), so that its samples are not counted again. A
-# script with one optimizer sends the same messages as if there were no sets.
+# If a mean contains pushes of several sets, the store takes one step for each set, with the coefficients that
+# the set's own pushes have in the mean. If a push is computed from the same batch as the push before it, both
+# pushes have the same weight in a mean. The later push is flagged (`repeated`), so that its samples are not
+# counted again. A script with one optimizer sends the same messages as if there were no sets.
 #
 # When an optimizer takes over a set, the set keeps its index and its vectors, and the servers replace the
 # optimizer of the set and discard the optimizer's state. Parameters of the set that the new optimizer does
@@ -704,7 +705,7 @@ class TrainedModel(NamedTuple):
             try:
                 present = self.model.tensor(name)
             except AttributeError:
-                continue  # it was removed, such as an auxiliary output that is no longer used
+                continue  # the parameter was removed, for example with an auxiliary output that is no longer used
             if present is not self.parameters[index] and present.requires_grad and present.is_leaf:
                 found.append(name)
         return found

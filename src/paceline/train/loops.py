@@ -85,11 +85,11 @@ def active_loop(session: Session) -> Loop | None:
 
 
 class Position:
-    """How far a script has come with the data of a distributed loader.
+    """The progress of a script through the data of a distributed loader.
 
     Args:
         joint: number of positions in a joint batch, which consists of one batch of each worker.
-        name: name of the loader's stream of epochs, which is the same in all workers.
+        name: name of the loader's stream of epochs (see `DataStream`), which is the same in all workers.
 
     Attributes:
         drawn: number of batches that the script of this worker has drawn.
@@ -180,7 +180,7 @@ _positions: WeakKeyDictionary[Session, ref[Position]] = WeakKeyDictionary()
 
 
 class LoopProgress(NamedTuple):
-    """How far training has come.
+    """The progress of training.
 
     Attributes:
         steps: number of steps that the script of this worker has made with its optimizers.
@@ -195,7 +195,7 @@ class LoopProgress(NamedTuple):
     own_samples: int = 0
 
     def since(self, earlier: LoopProgress) -> LoopProgress:
-        """Return what was done between an earlier progress and this one."""
+        """Return the difference between this progress and an earlier one."""
         return LoopProgress(*(now - then for now, then in zip(self, earlier, strict=True)))
 
 

@@ -33,7 +33,10 @@ from .forward import Guess, guess_of, keep, read
 from .session import OfSession, Session, current
 
 MOST_UNREAD = 1000
-"""If there are more values than this, values of the same progress are merged, so that the memory stays bounded."""
+"""If there are more values than this, values that were logged at the same progress of the job are merged.
+
+This limits the memory that the values need.
+"""
 
 NOTHING, FOLLOWS = Settled(), Settled(follows=True)
 
@@ -46,9 +49,9 @@ def log(**metrics: Any) -> None:
 
     Any worker may call this function at any time: in some or all iterations, before the first step, during an
     evaluation, and after the last step. The values of all workers are merged over the progress of the job: all values
-    within a bucket of the job's samples become their mean, weighted by the numbers of samples of the workers' steps.
-    Values that were logged only inside `paceline.evaluating()`, or only by the main worker, are not merged with the
-    values of other workers. The result is in `history` of the run's result, and in `metrics.jsonl` in the run
+    within a bucket of the job's samples are replaced by their mean, weighted by the numbers of samples of the workers'
+    steps. Values that were logged only inside `paceline.evaluating()`, or only by the main worker, are not merged with
+    the values of other workers. The result is in `history` of the run's result, and in `metrics.jsonl` in the run
     directory.
 
     The metric `loss` is shown as the loss of the worker. Log the loss of the iteration, either before `step()` or
@@ -177,7 +180,7 @@ class MetricLog:
         Args:
             session: the session of the worker.
             result: the number that the closure of the step has returned; None if there is none. If this number belongs
-                only to a part of the gradient, it is not a loss.
+                only to a part of the gradient, it is not used as the loss.
             has_closure: True if the step has a closure.
             sets: number of parameter sets that the script trains.
         """

@@ -151,7 +151,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
             self._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
             # A scheduler that was created for the wrapped optimizer or for this one warns if it is stepped before its
-            # optimizer. The wrapped optimizer takes no step in a run, and a worker may have no batch in an epoch.
+            # optimizer. The wrapped optimizer takes no step in a run, and a worker may have no batch in an epoch. So
+            # both optimizers are marked as stepped.
             optimizer._opt_called = self._opt_called = True  # type: ignore[attr-defined]
             require_not_wrapped(self._given, self._parameters())
             self._wait_for_forward(session)
@@ -182,8 +183,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 the current gradients of the parameters are pushed.
             samples: number of samples from which the gradient was computed. Default: the number of samples that have
                 been drawn from the distributed loader since the last step, except samples from which no gradient was
-                computed. If there are none and the script has several optimizers, the default is the number of samples
-                of the step before, and these samples are not counted twice.
+                computed. If no samples have been drawn and the script has several optimizers, the default is the number
+                of samples of the step before, and these samples are not counted twice.
             weight: weight of the gradient when pushes are averaged. Default: `samples`. If the loss is a mean over
                 something else, such as tokens, give their number; if the loss is a sum, give 1. Outside a run, the
                 weight has no effect.
@@ -232,13 +233,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if weight is not None:
             data.weight, data.used = float(weight), True
         loss: Any = None
-        # True if the gradients were computed before training began, or by the script
+        # True if the gradients were computed before training began, or without a closure
         computed = closure is None
         if self._training is None or self._forward_hook is not None:
             if closure is not None and any_lazy(self._new_parameters()):
                 initialize(self.models(), closure)
             elif closure is not None and self._awaits_shapes():
-                # Only a whole computation gives buffers the content that they have in a single process.
+                # Run the whole closure: only then do buffers have the same content as in a single process.
                 with torch.enable_grad(), metrics_of(session).closure():
                     loss = closure()
                 computed = True
@@ -602,7 +603,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         )
 
     def models(self) -> tuple[nn.Module, ...]:
-        """Return the modules that hold the parameters. A later group may belong to a module of its own."""
+        """Return the modules that hold the parameters. Parameters that were added later may be in another module."""
         if self._training is None:
             return self._given or self._found or (find_model(self._parameters()),)
         models = self._training.sets[self._set_index].models

@@ -92,8 +92,8 @@ def prepare(
     Args:
         parts: modules to train (an optimizer may train several of them), optimizers to wrap (see
             `DistributedOptimizer`), loaders to split (or loaders that `distribute` has returned), and schedulers from
-            `torch.optim.lr_scheduler` that were created for one of the optimizers; in any order and number. None is
-            returned as None.
+            `torch.optim.lr_scheduler` that were created for one of the optimizers; in any order and number. A part
+            that is None is returned as None.
         scheduler: a scheduler, as the last of the parts.
         joint_batch: True if the batch sizes of the loaders are those of the joint batch of all workers; see
             `distribute`. Not for loaders that `distribute` has returned.
@@ -192,7 +192,7 @@ def _following(scheduler: LRScheduler, optimizer: DistributedOptimizer, given: A
 
     Args:
         scheduler: the scheduler.
-        optimizer: the distributed optimizer for whose parameters it was created.
+        optimizer: the distributed optimizer for whose parameters the scheduler was created.
         given: the loader for which the schedule is written; None if there is none.
         loader: the distributed loader that `given` was made into.
     """
@@ -214,7 +214,7 @@ def follow(
 
     Args:
         scheduler: the scheduler.
-        optimizer: the distributed optimizer for whose parameters it was created.
+        optimizer: the distributed optimizer for whose parameters the scheduler was created.
         loader: the distributed loader whose batches are the steps of the schedule, whichever worker uses them. None if
             each call is a step.
         length: number of steps in an epoch; None if the loader has no length.

@@ -122,8 +122,8 @@ class JobScheduler:
         optimizer: the distributed optimizer.
         session: this worker's session.
         data: the data for which the schedule is written; None if there is no loader, or its length is not known.
-        watch: the optimizer's watch, which is dismissed as soon as the schedule follows the job.
-        marks: the marks of the optimizer; None if nothing is reported.
+        watch: the optimizer's `ScheduleWatch`, which is dismissed as soon as the schedule follows the job.
+        marks: the optimizer's `Marks`; None if no hyper-parameters are reported.
     """
 
     def __init__(
@@ -178,8 +178,8 @@ class JobScheduler:
         """Let the wrapped scheduler go on from a step, before it begins to follow the job.
 
         Raises:
-            ConfigurationError: the scheduler is not a `LambdaLR`. Other schedulers have also loaded the length of their
-                schedule.
+            ConfigurationError: the scheduler is not a `LambdaLR`. Only a `LambdaLR` can go on here, because the state
+                that any other scheduler has loaded contains the length of the earlier run's schedule.
         """
         if not isinstance(self._scheduler, LambdaLR):
             raise ConfigurationError(

@@ -136,7 +136,9 @@ class Servers(ABC):
 
     @abstractmethod
     def fetch_frozen(self, specs: Sequence[FrozenSpec]) -> Mapping[str, torch.Tensor]:
-        """Return, by name, the run's values of those given frozen parameters whose digests in the run differ.
+        """Return the run's values of frozen parameters, by name.
+
+        Only parameters whose digests in the run differ from the digests in `specs` are returned.
 
         Raises:
             ConfigurationError: no worker of the run has these values any more.
@@ -200,8 +202,8 @@ class Session(ABC):
         skips_nan: True if gradients with NaN or inf are not pushed, False if such gradients stop the run.
         resumed: number of the cut with which the run has begun; 0 if it is not resumed.
         core: the protocol of this worker. The front end reads from the core what the worker knows of the run, and uses
-            the core's data feed. This knowledge changes between iterations. The front end calls methods that return
-            requests only in `exchange`.
+            the core's data feed. This knowledge changes between iterations. The front end may call methods that
+            return requests, but only inside `exchange`.
         servers: the requests of the worker to the servers, besides pushes and pulls.
         weights: dtype -> flat vector of the weights. Filled by `begin`.
         gradients: dtype -> flat vector of the gradients. Filled by `begin`.
@@ -320,7 +322,7 @@ class Session(ABC):
             state_of: function that returns a shard's part of the new parameters' initial optimizer state.
 
         Returns:
-            "" if the model was extended; otherwise the reason why not, which is how the workers' calls differ.
+            "" if the model was extended; otherwise, a description of how the workers' calls differ.
         """
 
     def weights_edited(self) -> bool | None:
@@ -362,11 +364,11 @@ class Session(ABC):
 
     @abstractmethod
     def refresh(self) -> None:
-        """Pull the current weights between two iterations, without a push. This does not wait for other workers."""
+        """Pull the current weights between two iterations, without a push and without waiting for other workers."""
 
     @abstractmethod
     def sit_out(self) -> None:
-        """Push without a gradient and pull, because this worker has no part in a joint batch of the other workers."""
+        """Push without a gradient, then pull, because this worker has no part in a joint batch of the other workers."""
 
     @abstractmethod
     def idle(self) -> AbstractContextManager[None]:
@@ -426,7 +428,10 @@ class Session(ABC):
 
     @abstractmethod
     def observe(self, observed: Observation, noted: Sequence[Noted] = ()) -> None:
-        """Report the observation of a push at once. If no push follows, `noted` has the values that were logged."""
+        """Report the observation of a push immediately.
+
+        If no push follows, `noted` contains the values that were logged since this push.
+        """
 
     @abstractmethod
     def combine(
@@ -434,8 +439,8 @@ class Session(ABC):
     ) -> Combined:
         """Wait until all other workers have made the same call, and return its result.
 
-        If this worker is in training and the sync model does not keep all workers in lockstep, this worker may push
-        without a gradient and pull meanwhile, because other workers may wait for its push.
+        If this worker is in training and the sync model does not keep all workers in lockstep, this worker may
+        meanwhile pull, and push without a gradient, because other workers may wait for its push.
 
         Args:
             call: the call and the structure of its argument, in words; the same in all workers.
@@ -589,7 +594,8 @@ class BatchSite(NamedTuple):
     """The place at which a script asks for its next batch.
 
     Attributes:
-        stream: name of the stream of epochs to which the batch belongs; "" if the script has no distributed loader.
+        stream: name of the stream of epochs (see `DataStream`) to which the batch belongs; "" if the script has no
+            distributed loader.
         epoch: number of the epoch in this stream.
     """
 
@@ -606,7 +612,8 @@ class _Resumption:
             `worker_state`.
         restored: the state that was restored last, until the script gets a batch; None if there is no such state.
         repeats: True while the script repeats a batch only to set its variables again. See `repeated`.
-        buffers: the values that the buffers of this worker's model had, by their descriptions, until training begins.
+        buffers: the values of the buffers of this worker's model in the earlier run, by their descriptions; {} once
+            training has begun.
     """
 
     def __init__(self) -> None:
@@ -617,7 +624,7 @@ class _Resumption:
         self.buffers: Mapping[str, torch.Tensor] = {}
 
     def take_buffers(self, specs: Iterable[BufferSpec]) -> dict[str, torch.Tensor]:
-        """Return and forget the values that these buffers of this worker's model had, by name, if they are known."""
+        """Return and forget the values of these buffers in the earlier run, by name, as far as they are known."""
         had, self.buffers = self.buffers, {}
         return {spec.name: had[str(spec)] for spec in specs if str(spec) in had}
 
@@ -664,11 +671,11 @@ class Untrained(Protocol):
         """Return the modules that hold the parameters."""
 
     def parameter_set(self) -> ParameterSet:
-        """Return what the optimizer trains."""
+        """Return the parameter set that the optimizer trains."""
 
 
 class _Newcomer:
-    """What is known of a worker that has not trained yet.
+    """A record of a worker that has not trained yet.
 
     Attributes:
         optimizers: the optimizers with parameters that are not trained yet, in the order in which they were created,

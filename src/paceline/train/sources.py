@@ -288,10 +288,10 @@ log = logging.getLogger("paceline.train.data")
 
 
 class DataStream:
-    """The passes over one source, and the place in the script where the source is distributed.
+    """A stream of epochs: all passes over one source that is distributed at one place in the script.
 
     Attributes:
-        number: this worker's number for the stream.
+        number: index of the stream among the streams of this worker.
         name: name of the stream, which is the same in all workers.
         epoch: number of the last pass that has begun, counted from 0; -1 before the first one.
         first: number of the pass that is epoch 0 for `set_epoch`; None if this is not known, because the worker has

@@ -230,7 +230,8 @@ class WorkerTraining:
             initial = {**session.servers.fetch_initial_buffers(new_buffers, own)}
             initial |= resumption_of(session).take_buffers(new_buffers)
             if first_buffers and not (replaced or session.core.updates or session.resumed):
-                # Buffers that a forward pass with the job's weights has changed are statistics of this worker.
+                # Buffers that a forward pass with the job's weights has changed are statistics of this worker, which
+                # it keeps.
                 own_statistics = trained.buffers.differing_from(first_buffers)
                 initial = {name: value for name, value in initial.items() if name not in own_statistics}
                 trained.buffers.send_again(own_statistics)
@@ -327,9 +328,9 @@ class WorkerTraining:
             names = ", ".join(map(repr, replaced[:3])) + (", ..." if len(replaced) > 3 else "")
             raise UsageError(
                 f"The optimizer holds {len(replaced)} parameters that the model no longer has: {names}. The model has "
-                "new ones in their places, from load_state_dict(..., assign=True), a new layer or a conversion. So the "
-                "optimizer would train nothing there. Load without assign=True, or create and prepare a new optimizer "
-                "after the change."
+                "new parameters in their places, from load_state_dict(..., assign=True), a new layer or a conversion. "
+                "So the optimizer would not train the new parameters. Load without assign=True, or create and prepare "
+                "a new optimizer after the change."
             )
 
     def describe(self, parameter: torch.Tensor) -> str:
@@ -476,9 +477,9 @@ class WorkerTraining:
         self.graph_begun = False
 
     def _in_turn(self, observed: Observation | None, logged: Settled, *, is_nan: bool) -> Observation | None:
-        """Return the observation to send now: that of the previous push, if losses are known only after their pushes.
+        """Return the observation to send now: that of the previous push, if a loss is known only after its push.
 
-        A gradient with NaN is reported at once.
+        A gradient with NaN is reported immediately.
         """
         before, self._unobserved = self._unobserved, None
         if before is not None:
@@ -571,7 +572,7 @@ class WorkerTraining:
         }
 
     def state_in_mode(self, set_index: int, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return the `state_dict()` of a set's optimizer in its present mode, given that in training mode."""
+        """Convert the `state_dict()` of a set's optimizer from training mode to the optimizer's present mode."""
         if set_index not in self._evaluated:
             return state_dict
         each, weights = self.sets[set_index], self._weights.copies()

@@ -121,7 +121,8 @@ class Weights:
 
     def mark(self) -> None:
         """Record the current weights as unchanged from here on."""
-        # Inside `torch.autocast`, torch keeps copies of weights in a lower precision until the context ends.
+        # Inside `torch.autocast`, torch keeps copies of weights in a lower precision until the context ends. Discard
+        # these copies, because they are outdated.
         torch.clear_autocast_cache()
         self._pulls += 1
         keeps = (self._restores or self._pulls <= WATCHED_PULLS) and not self._truth_at_hand
@@ -261,7 +262,7 @@ class Weights:
             if index in self._apart or (value.dtype == view.dtype and same(value, view)):
                 continue
             if not self._is_rounded(index, value):
-                kept = dict.fromkeys(moved)  # these parameters have their values elsewhere
+                kept = dict.fromkeys(moved)  # the values of these parameters are in other memory
                 own = [self._views[at] if at in kept else value for at, value in enumerate(present)]
                 _set(self._views, own)
                 raise self._error_of_edit(index, moved, suspects)
@@ -287,7 +288,7 @@ class Weights:
             equal = parameter.dtype == view.dtype and same(parameter, view)
             if not equal and (not differs or parameter.dtype != view.dtype):
                 raise self._error_of_edit(index, moved, suspects)
-            if not equal:  # the parameter was edited in place before it was moved, perhaps to old values
+            if not equal:  # the parameter was edited in place before it was moved
                 view.copy_(parameter.detach())
         if self._sample_differs():
             raise self._error_of_edit(suspects[0] if suspects else -1, moved, suspects)
@@ -424,7 +425,8 @@ def shape_error(parameter: Parameter, shape: torch.Size) -> WeightsChangedError:
 # A session has its weights and gradients in flat vectors in the memory of the host. On the CPU, the
 # parameters and their gradients are views of these vectors (`Aliasing`). On another device, the parameters
 # and their gradients are views of flat vectors on this device, and `Copying` copies values between these
-# vectors and those of the session. This module is the only place where weights and gradients change memory.
+# vectors and those of the session. Only this module moves the script's weights
+# and gradients to other memory.
 #
 # `Copying` copies gradients while the backward pass is still running (see `device.py`). Weights are copied to
 # the device in pieces: some while the rest of a pull is still arriving, and the remaining ones after the

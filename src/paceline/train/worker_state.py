@@ -100,8 +100,8 @@ def at_boundary(
 ) -> Callable[[], None]:
     """Record that the script of a worker is between two batches.
 
-    If a cut of the job is in progress (see `core.job_cut`), this function copies the script's state. The result is a
-    function that gives this state to the job. Call this function when the script gets a further batch, because the
+    If a cut of the job is in progress (see `core.job_cut`), `at_boundary` copies the script's state. The returned
+    function gives this state to the job. Call the returned function when the script gets a further batch, because the
     script may then draw random numbers. Do not call it at the end of an epoch: an evaluation may follow the last
     batch, and the call that begins the evaluation then gives the state.
 
@@ -116,7 +116,8 @@ def at_boundary(
     """
     kept = _kept(session)
     kept.place, kept.steps = place, 0
-    # A new dataset takes over a stream once the old dataset is freed, so nothing here may keep the loader alive.
+    # Do not keep the loader, and so its dataset, alive: a new dataset takes over the stream of an earlier dataset
+    # only when the earlier dataset has been freed (see `DataStreams`).
     kept.loader = None if loader is None else WeakMethod(loader)
     if not session.cut or kept.last == (now := (session.cut, session.core.iteration, place)):
         return lambda: None
@@ -181,10 +182,10 @@ def begin_resumed(session: Session) -> bool:
 
 
 def _skip_finished_passes(session: Session, state: Mapping[str, Any] | None) -> None:
-    """Skip the passes that the earlier run has finished, because the script itself does not make them.
+    """Count the passes that the earlier run has finished as skipped, because the resumed script does not make them.
 
-    A script that loads the state of an optimizer only in a resumed run begins its own loop with a later epoch. If the
-    script tells the loader the number of this epoch, no pass need be skipped here.
+    If a script loads the state of an optimizer only in a resumed run, its own loop then begins with a later epoch. If
+    the script tells the loader the number of this epoch, no pass need be skipped here.
     """
     if state is None or state["loaded"]:
         return
@@ -211,7 +212,8 @@ def resume_with(session: Session, own: bytes | bytearray | None, main: bytes | b
     else:
         state = {**decode_states(own), "tracked": of_main.get("tracked")}
         if of_main and state["place"] != of_main["place"]:
-            # The job goes on where the main worker was. This worker's state belongs to another moment.
+            # The job goes on where the main worker was. This worker's own state belongs to another moment, so the main
+            # worker's values replace those that belong to a place.
             state |= {key: of_main[key] for key in OF_PLACE} | {"loader": None}
     if "place" not in state:
         return
@@ -303,10 +305,11 @@ def sendable(session: Session, name: str, state: Any) -> Any:
 
 
 class _Kept:
-    """Where the script of a worker is, and which of its states has been given.
+    """The place of a worker's script, and the state of the script that was given last.
 
     Attributes:
-        last: the state that was given last: for which cut, before which iteration, and from which place.
+        last: the cut for which a state was given last, the iteration before which it was given, and its place; None if
+            no state has been given.
         place: the place at which the script has last asked for a batch.
         loader: method that returns the state of the loader from which the script has last asked for a batch; None if
             there is no loader.

@@ -1,4 +1,4 @@
-"""Views of memory that other processes write to. One view detects edits by this process, and one view forbids edits.
+"""Views of memory that other processes write to: one detects edits by this process, and the other forbids edits.
 
 At the end: how forked children close the descriptors that they inherit.
 

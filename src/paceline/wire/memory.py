@@ -10,8 +10,8 @@ from which the worker reads them, so pushes and pulls need no further copies. Th
 change only inside its own `step()`: the server writes only while a pull is outstanding. Over a **stream**, the same
 slices are sent as the payload of messages.
 
-Over TCP, a connection cannot pass a descriptor. If a worker and a server run on the same machine, the worker states
-the place of its memory instead: the server opens the descriptor of the worker's process in /proc. The memory has a
+Over TCP, a connection cannot pass a descriptor. If a worker and a server run on the same machine, the worker sends
+the place of its memory instead, and the server opens the descriptor of the worker's process in /proc. The memory has a
 random name, by which the server recognizes the memory. If the server cannot find the memory, for example because the
 server runs in another container or as another user, the slices are sent as payload.
 

@@ -41,7 +41,8 @@ class Preface(NamedTuple):
 
     Attributes:
         target: `COORDINATOR`, or the index of a server.
-        mark: the mark of the run, 8 bytes; `ANY_RUN` if the client does not know the mark.
+        mark: 8 bytes that distinguish the run from other runs with the same secret; `ANY_RUN` if the client does not
+            know these bytes.
     """
 
     target: int
@@ -84,7 +85,7 @@ class Preface(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """Why a connection is refused.
+    """A reason for which a connection is refused.
 
     Attributes:
         words: the reason.

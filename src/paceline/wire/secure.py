@@ -123,7 +123,7 @@ class SecureSocket:
 
         Raises:
             BlockingIOError: no data is available.
-            OSError: the connection is lost, or the other side was refused.
+            OSError: the connection is lost, or the handshake has failed.
         """
         self._shake()
         target = target[:READ_BYTES]

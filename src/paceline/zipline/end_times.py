@@ -65,8 +65,8 @@ class Matrix:
         return self.times[workers]
 
     def gaps(self) -> Floats:
-        # In an ascending row, only a step from 0.0 to -0.0 has the sign bit set. The gap of such a rare row is
-        # reported as infinite. The search then includes the row, so its result is still correct.
+        # In an ascending row, an interval has the sign bit set only if 0.0 is followed by -0.0. The gap of such a rare
+        # row is reported as infinite. The search then includes the row, so its result is still correct.
         gaps: Floats = np.minimum(self._gap_bits, INFINITY_BITS).view(np.float64)
         return gaps
 

@@ -183,7 +183,7 @@ def narrowest_window(times: EndTimes) -> Window:
         return _sort_all(times.rows(slice(None)), first_barrier)
     gaps = times.gaps()
     # Only workers with a gap below the width of the narrowest window can be left out. This window is at most as wide as
-    # the window of all first end times. So if few gaps are below this largest width, search all workers at once.
+    # the window of all first end times. So if few gaps are below this largest width, one search covers all workers.
     if np.count_nonzero(gaps >= first_width) > n // 2:
         return _sort_promising(times, np.arange(n), first_barrier)
     part = max(1, n // 3)

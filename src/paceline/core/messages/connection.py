@@ -1,4 +1,4 @@
-"""The messages that open a connection, wake a peer, or tell of a worker's progress, of failures and of losses."""
+"""The messages that open a connection, wake a peer, or report progress, failures and lost workers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Bell(Message):
 
 
 class MemoryPlace(msgspec.Struct, frozen=True):
-    """Where a process on the same machine finds the shared memory of a worker.
+    """The place at which a process on the same machine finds the shared memory of a worker.
 
     Attributes:
         process: id of the worker's process.
@@ -100,10 +100,10 @@ class MemoryAttached(Message):
     shards: tuple[int, ...]
 
 
-# -- Messages about the progress, the failures, the losses and the end of a run ------------------------------
+# -- Messages about the progress, the failures, the lost workers and the end of a run ------------------------
 
 Activity = Literal["computing", "exchanging", "restarting", "paused", "outside", "loading", "between"]
-"""What a worker does. `core.metrics` defines these activities.
+"""The activities of a worker, as `core.metrics` defines them.
 
     computing     the script computes a gradient
     exchanging    the worker pushes, pulls or requests data, and waits for the answers
@@ -117,7 +117,7 @@ Activity = Literal["computing", "exchanging", "restarting", "paused", "outside",
 
 
 class TimeSpent(msgspec.Struct, frozen=True, array_like=True):
-    """What a worker has spent its time on since it joined.
+    """The times that a worker has spent on each activity since it joined.
 
     Attributes:
         computing: time of the computations that were pushed.
@@ -150,7 +150,7 @@ class Status(Message):
         loss: the last known loss; None if no loss is known.
         state: what the worker is doing.
         spent: what the worker has spent its time on; None if it is unknown.
-        updates: number of updates in the latest weights that the worker has received, at shard 0.
+        updates: number of updates that shard 0 had applied to the latest weights that the worker has received.
         samples: number of samples that all workers together had used when these weights were sent.
         epoch: number of the epoch of the worker's training loop, counted from 0. If the script has no such loop, number
             of the worker's pass over the loader that it trains on; None if there is no such loader.
@@ -183,7 +183,8 @@ class WorkerFinished(Message):
     """A worker leaves the run, because it has finished its work or has been asked to leave.
 
     Attributes:
-        drawn: `drawn` of the worker's last push, except that batches that no push has used count as skipped.
+        drawn: `Commit.drawn` as of the worker's last push, except that batches that no push has used count as skipped
+            (see `Pushed`).
         early: True if the worker has been asked to leave before it has finished its work.
         spent: what the worker has spent its time on; None if it is unknown.
     """
@@ -202,8 +203,8 @@ class WorkerLost(Message):
     Attributes:
         worker: index of the worker.
         incarnation: how often this index had been used before.
-        at_once: True if the process of the worker may still run. The server then closes the worker's connection at
-            once, and does not use data that it has not read yet.
+        at_once: True if the process of the worker may still run. The server then closes the worker's connection
+            immediately, and does not use data that it has not read yet.
     """
 
     worker: int
@@ -221,8 +222,8 @@ class PushesReported(Message):
         incarnation: how often the index of the worker had been used before.
         last: for each shard of the server, the label of the last push that the shard has received from the worker.
         held: for each of these shards, True if the shard holds a push of the worker until a `LossSettled` arrives.
-        drawn: for each of these shards, `drawn` of the last push that the shard has received from the worker; () if
-            it has received none.
+        drawn: for each of these shards, `Commit.drawn` of the last push that the shard has received from the worker;
+            () if the shard has received none.
     """
 
     worker: int

@@ -16,9 +16,9 @@ class ShardState(msgspec.Struct, frozen=True):
     Attributes:
         version: number of updates that the weights include.
         samples: number of samples in the pushes of these updates, as far as known.
-        at_once: the largest number of workers that have been present at once; 0 if it is unknown. In a cut of a job,
-            this is the largest number at any shard, since one shard may see a departure before a join, and another
-            shard after the join.
+        at_once: the largest number of workers that have been present at the same time; 0 if it is unknown. In a cut of
+            a job, this is the largest number at any shard, since one shard may see a departure before a join, and
+            another shard after the join.
     """
 
     version: int = 0
@@ -27,7 +27,7 @@ class ShardState(msgspec.Struct, frozen=True):
 
 
 class PushCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """The numbers of pushes that a shard has received, by the way in which they ended. Each push is counted once.
+    """Counts of the pushes that a shard has received, by what has become of them. Each push is counted once.
 
     Attributes:
         applied: pushes that were applied by themselves.
@@ -116,7 +116,7 @@ class CutAgreed(Message):
 
     Attributes:
         number: number of the cut.
-        round: number of rounds after which each shard is cut; None to cut each shard at once.
+        round: number of rounds after which each shard is cut; None to cut each shard immediately.
         left: the workers that have left the run. The server cuts no shard before it has noticed each of these
             departures.
     """

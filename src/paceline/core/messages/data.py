@@ -32,7 +32,7 @@ class DataRequested(Message):
         epoch: number of the epoch, counted from 0 for each loader.
         order: the order of the epoch.
         drawn: number of batches of this loader that the script has drawn since the worker joined.
-        committed: `drawn` of the worker's last push that every shard has received. See `Commit`.
+        committed: the loader's entry in `Commit.drawn` of the worker's last push that every shard has received.
         end: an epoch and the number of positions in its order, if the worker has reached an end that was not known in
             advance.
         times: the number of positions in each of the worker's iterations since its last request, and the time in
@@ -400,7 +400,7 @@ class Waits(Message):
 
 
 class StepTime(msgspec.Struct, frozen=True, array_like=True):
-    """How long the optimizer of one parameter set takes for a step at one shard.
+    """The time that the optimizer of one parameter set takes for a step at one shard.
 
     Attributes:
         shard: index of the shard.

@@ -326,7 +326,7 @@ class Contributed(Message):
         may_push: True if the worker may push without a gradient while it waits, so that other workers need not wait for
             it.
         model: the extended model, if the script has added parameters; else None.
-        since_step: number of earlier such calls since the worker last made a step or began an epoch.
+        since_step: number of such calls before this one since the worker last made a step or began an epoch.
     """
 
     call: Annotated[str, msgspec.Meta(max_length=MOST_WORDS)]

@@ -102,7 +102,7 @@ class Committed(Message):
 
 @sent("worker", to="coordinator", during="training")
 class AllCommitted(Message):
-    """With overlap off: every shard has received the sender's push of this iteration.
+    """With `--overlap off`: every shard has received the sender's push of this iteration.
 
     Attributes:
         iteration: the iteration.
@@ -115,7 +115,7 @@ class AllCommitted(Message):
 
 @sent("coordinator", to="worker", during="training")
 class PullAllowed(Message):
-    """With overlap off: every shard has received the pushes of all workers for this round, so the worker may pull."""
+    """With `--overlap off`: all shards have received the pushes of all workers for this round. The worker may pull."""
 
     iteration: int
 
@@ -296,7 +296,7 @@ class MeanMeasured(Message):
     Attributes:
         shard: index of the shard.
         pushes: (worker, iteration) of each push in the mean.
-        max_norm: largest norm of the joint gradient, according to the most advanced worker that clips.
+        max_norm: the norm to which the joint gradient is clipped, according to the most advanced worker that clips.
         square: squared L2 norm of the shard's slice of the mean.
     """
 
@@ -359,7 +359,7 @@ class PacesObserved(Message):
     clips: bool = False
 
 
-# -- What a worker reports of its pushes to the guard of the run, and how the guard lowers the rate of the shards
+# -- What a worker reports of its pushes to the guard of the run ---------------------------------------------
 
 MOST_OBSERVED = 256
 """Maximum number of observations in one report."""
@@ -370,10 +370,10 @@ MOST_PARAMETER = 1024
 
 
 class Observation(msgspec.Struct, frozen=True, array_like=True):
-    """What a worker has observed about one of its pushes. See `paceline.core.guard`.
+    """A worker's observations about one of its pushes. See `paceline.core.guard`.
 
     Attributes:
-        updates: number of updates in the weights from which the gradient was computed, at shard 0.
+        updates: number of updates that shard 0 had applied to the weights from which the gradient was computed.
         loss: loss of the iteration, which may be NaN or inf; None if the script has passed no loss.
         gradient: L2 norm of the worker's own gradient; NaN or inf if an element is NaN or inf; None if there is no
             gradient.
@@ -393,7 +393,7 @@ class Observation(msgspec.Struct, frozen=True, array_like=True):
 
 @sent("worker", to="coordinator", during="training")
 class PushesObserved(Message):
-    """What a worker has observed about its latest pushes, in order."""
+    """A worker reports its observations about its latest pushes, in order."""
 
     observed: Annotated[tuple[Observation, ...], msgspec.Meta(max_length=MOST_OBSERVED)]
 
@@ -407,7 +407,7 @@ MOST_LOGGED = 1000
 """Maximum number of values in one report."""
 
 Source = Literal["script", "closure", "guess"]
-"""Where a value comes from, the best source first: the script has logged it, a closure has returned it, or it is the
+"""The sources of a value, the best source first: the script has logged it, a closure has returned it, or it is the
 tensor on which the script has called `backward()`."""
 
 
@@ -439,6 +439,6 @@ class LoggedValue(msgspec.Struct, frozen=True, array_like=True):
 
 @sent("worker", to="coordinator")
 class MetricsLogged(Message):
-    """What the script of a worker has logged since the worker's last report."""
+    """The values that the script of a worker has logged since the worker's last report."""
 
     values: Annotated[tuple[LoggedValue, ...], msgspec.Meta(max_length=MOST_LOGGED)]

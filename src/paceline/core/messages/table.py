@@ -1,7 +1,7 @@
 """The protocol as a table: who sends each message to whom, in which phase of a connection, and which phase follows.
 
-A class of messages states its rows of the table itself, with `sent`, and no other place repeats the rows: what a
-process accepts on a connection, the decoders, the page about the messages and the tests follow from the rows.
+A class of messages states its rows of the table itself, with `sent`. No other place repeats the rows: the messages that
+a process accepts on a connection, the decoders, the page about the messages and the tests are derived from the rows.
 
 A connection has two *directions*, from each of its ends to the other. Each direction has a *phase*, which only messages
 in this direction change. So both ends know the phase of a direction without a further message, although messages in
@@ -26,7 +26,7 @@ import msgspec
 from ...errors import ProtocolError
 
 Role = Literal["coordinator", "server", "worker", "reader", "agent", "observer"]
-"""What a process is in a run: a reader reads weights, an agent starts the processes of a machine, and an observer
+"""The role of a process in a run. A reader reads weights, an agent starts the processes of a machine, and an observer
 shows the state of the job."""
 
 GREETING, OPEN, LEFT = "greeting", "open", "left"

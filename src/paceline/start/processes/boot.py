@@ -1,4 +1,4 @@
-"""The program that becomes a server or a worker, or forks both: `python -P boot.py KIND`.
+"""The program that becomes a server or a worker, or forks servers and workers: `python -P boot.py KIND`.
 
 KIND is "fork server" for a process that forks servers and workers, or "process" for a process that becomes a server or
 a worker.

@@ -41,7 +41,7 @@ MEMORY_ADVICE = (
 
 VERSION_ADVICE = "Install a version that has this name, or change the script."
 
-# Maximum time between the arrivals of a signal that a scheduler sends to all processes at once.
+# Maximum time between the arrivals of one signal at several processes, if a scheduler sends it to all of them.
 SAME_SIGNAL_S = 0.5
 POLL_INTERVAL_S = 0.02
 
@@ -62,8 +62,7 @@ def main(order: ProcessOrder, descriptors: Descriptors) -> int:
     # Servers continue to ignore Ctrl-C: the launcher ends them in an orderly way.
     if assignment.role == "server":
         if assignment.machine:
-            # Schedulers send SIGTERM to all processes of a machine at once. The machine's agent decides when the server
-            # ends.
+            # Schedulers send SIGTERM to all processes of a machine. The machine's agent decides when the server ends.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         sys.path[:] = cloudpickle.load(objects)
         local_conditions.update(cloudpickle.load(objects))
@@ -113,11 +112,11 @@ def main(order: ProcessOrder, descriptors: Descriptors) -> int:
             session.finish()
             session.close()
             return 0
-        # If this worker was taken out, this is the reason for every exception that the script has raised afterwards.
+        # If this worker was taken out of the run, this has caused all exceptions that the script has raised since then.
         reason = next((cause for cause in causes if isinstance(cause, TakenOutError)), error)
         told = script_traceback(error)
-        # The launcher reports the exception once. If the launcher is on another machine, whose output the user may not
-        # see, the log on this machine contains the exception, too.
+        # The launcher reports the exception once. If the launcher is on another machine, the user may be unable to see
+        # its output. In this case, the log on this machine contains the exception, too.
         words = with_advice(first_line(reason), causes)
         if job.joined:
             shown = told if words == first_line(reason) else f"{told.rstrip()}\npaceline: {words}"

@@ -6,7 +6,7 @@ the accelerators are counted in a process that ends afterwards. This program imp
 Standard input is JSON: `path`, the module search path; `imports`, modules that add kinds of devices to torch; and
 `kinds`, the kinds of devices to count besides the kind that torch chooses itself. Standard output is JSON: `chosen`,
 the kind that torch chooses, or null if there is no accelerator; `torch`, the version of torch; and `found`, which
-contains for each kind a list of devices, with `model` and `memory_bytes`.
+contains for each kind a list of devices, each with its `model` and its `memory_bytes`.
 """
 
 from __future__ import annotations

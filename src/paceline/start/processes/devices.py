@@ -79,7 +79,7 @@ class Assigned(NamedTuple):
     """The workers of this machine.
 
     Attributes:
-        workers: their number.
+        workers: number of workers.
         devices: the device of each worker; () if none was assigned, so that all of them use the CPU.
     """
 
@@ -262,8 +262,8 @@ def may_have_accelerators(imports: Sequence[str]) -> bool:
     """Return False if it is certain that torch has no accelerator here.
 
     This is certain if neither the build of torch nor a package adds a kind of accelerator. It is also certain if the
-    driver is missing. The default builds in package indexes are for accelerators, even on machines without
-    accelerators.
+    driver is missing. The build alone does not tell, because the default builds in package indexes are for
+    accelerators, and are installed on machines without accelerators, too.
 
     Raises:
         ConfigurationError: a module cannot be imported.
@@ -336,9 +336,10 @@ class Mask(NamedTuple):
 
 MASKS: Mapping[str, Mask] = {
     "cuda": Mask("CUDA_VISIBLE_DEVICES", "", ""),
-    # ROCm applies ROCR_VISIBLE_DEVICES first. HIP_VISIBLE_DEVICES contains indices of the accelerators that are left.
+    # ROCm applies ROCR_VISIBLE_DEVICES first. HIP_VISIBLE_DEVICES then counts only the visible accelerators.
     "rocm": Mask("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "-1"),
-    # To the driver, an empty list means all accelerators. The driver ignores indices that do not exist.
+    # To the driver, an empty list means all accelerators. The driver ignores indices that do not exist, so a list
+    # with only such an index hides all accelerators.
     "xpu": Mask("ZE_AFFINITY_MASK", "", "65535"),
 }
 """Kind of accelerator -> its mask. In torch's notation, accelerators under ROCm are of the kind "cuda", too."""

@@ -51,7 +51,7 @@ EXIT_THREADS = 76
 
 
 def carry_out(kind: str) -> NoReturn:
-    """Become a server or a worker, or fork both. Standard input is the socket on which the orders are received.
+    """Become a server or a worker, or fork servers and workers. The orders arrive on standard input, which is a socket.
 
     Args:
         kind: see `begin`.
@@ -164,7 +164,7 @@ def thread_count() -> int:
 
 
 def _fork_nothing() -> None:
-    """Fork a child that exits at once. Libraries that can restart their threads end them before the fork."""
+    """Fork a child that exits immediately. Libraries that can restart their threads end them before the fork."""
     process_id = os.fork()
     if process_id == 0:
         os._exit(0)
@@ -198,7 +198,7 @@ def _take_over(descriptors: Descriptors) -> None:
     for target, source in enumerate(descriptors[:3]):
         os.dup2(source, target)
         os.close(source)
-    # These objects have written nothing yet.
+    # These objects have written nothing yet, so nothing is written to the descriptors that they had before.
     for stream in cast(list[TextIOWrapper], [sys.stdout, sys.stderr]):
         stream.reconfigure(line_buffering=stream.isatty())
 

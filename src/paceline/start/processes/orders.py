@@ -3,7 +3,8 @@
 The launcher starts a program (see `boot`) with a socket as its standard input, and sends *orders* over that socket.
 An order consists of descriptors only: the standard streams of the new process, and two files without a name, which
 contain the `ProcessOrder` and the payload. So an order may have any size, and is written once, however slowly it is
-read. Each order also contains a socket on which its process is reported; see `report_start` and `report_end`.
+read. Each order also contains a socket on which the start and the end of the process are reported; see `report_start`
+and `report_end`.
 """
 
 from __future__ import annotations
@@ -199,7 +200,7 @@ def _take_apart(names: list[str]) -> None:
     """Remove modules, as the interpreter does at its end: first those that nothing refers to, then the others."""
     modules = []
     for name in names:
-        with contextlib.suppress(TypeError):  # any object can be a module, also one without weak references
+        with contextlib.suppress(TypeError):  # any object can be a module, even one without weak references
             modules.append(weakref.ref(sys.modules.pop(name)))
     gc.collect()
     for reference in reversed(modules):

@@ -128,8 +128,8 @@ def end_with_parent(parent: int) -> None:
 def importing() -> Iterator[None]:
     """Import modules without the garbage collector, which costs 15 % of the time and frees nothing.
 
-    Later collections skip all objects that exist afterwards. Otherwise, they would write to each of these objects, and
-    so copy the memory that a process shares with its children.
+    Later collections skip all objects that exist at the end of this context. Otherwise, the collections would write to
+    each of these objects, and so copy the memory that a process shares with its children.
     """
     gc.disable()
     try:
@@ -230,7 +230,7 @@ class Companion:
             self._process.stdin.write(data)
 
     def end(self, over: Callable[[], bool], told: bytes = b"") -> bool:
-        """Close its standard input, and wait until the program has ended. Return True if it has ended by itself.
+        """Close the program's standard input, and wait until it has ended. Return True if it has ended by itself.
 
         Args:
             over: called repeatedly. Once it returns True, the signal `number` is sent to the program.

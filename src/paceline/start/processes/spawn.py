@@ -134,7 +134,10 @@ class Child:
         return self._server.id if self._forked is None else self._forked.id
 
     def await_start(self) -> None:
-        """Wait until the process has its descriptors, so that the caller may close them, or until it cannot start."""
+        """Wait until the process has its descriptors or has failed to start.
+
+        After that, the caller may close the descriptors.
+        """
         if self._server is None:
             return
         _, _, order, descriptors = self._asked
@@ -191,7 +194,7 @@ class Child:
             elif self._popen is not None:
                 os.kill(self._popen.pid, number)
             elif self._server is not None:
-                # A process that has not started gets a signal only if the whole run must end.
+                # A process that has not started gets a signal only if the whole run must end. So the server is killed.
                 self._server.kill()
 
     def _execute(self) -> None:
