@@ -530,10 +530,11 @@ class TrainerJob:
         if state.global_step < args.eval_delay * worker_count():
             return 0
         # Another worker may make the last step of an epoch, so each worker regards the end of its pass as the end of
-        # the epoch.
-        ended = state.global_step >= state.max_steps and (self._whole or args.max_steps > 0)
-        rest = state.global_step % state.eval_steps > 0
-        return int(state.global_step // state.eval_steps + (ended and rest and self._evaluates_at_end))
+        # the epoch. The last step of a worker may be later than `max_steps`, because others have begun steps meanwhile.
+        step = min(state.global_step, state.max_steps)
+        ended = step == state.max_steps and (self._whole or args.max_steps > 0)
+        rest = step % state.eval_steps > 0
+        return int(step // state.eval_steps + (ended and rest and self._evaluates_at_end))
 
     def set_flow(self, state: Any, control: Any) -> None:
         """Decide what the trainer does after a step. `global_step` may have skipped a multiple of `save_steps`."""
