@@ -315,7 +315,7 @@ time of 99 epochs under BSP. The server limits ASP, so the ratio of these epochs
 
 
 def _epochs(figure: AccuracyFigure, elastic: str, update_share: float) -> dict[str, float]:
-    """Return how many epochs equal machines complete in the time of one epoch under BSP, without transfers.
+    """Return the epochs of each model in the time of one epoch under BSP, if machines are equal and transfers take 0 s.
 
     Args:
         figure: the figure.

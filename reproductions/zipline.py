@@ -30,7 +30,7 @@ from .papers import ELASTIC_BSP, Quote
 from .verdicts import Measured
 
 PAPER = "ElasticBSP and ZipLine (2021)"
-SEED = 0  # of the input that is drawn in the figures; the tables show the distribution over `SEEDS` inputs
+SEED = 0  # of the input that the figures show; the tables show the distribution over `SEEDS` inputs
 SEEDS = {10: 400, 1000: 40}  # number of workers -> number of inputs
 
 
@@ -80,7 +80,7 @@ def place(paper: Quote, values: Sequence[float]) -> str:
 
 
 def _over_inputs(title: str, rows: Mapping[str, tuple[Quote | None, str, Sequence[float]]]) -> Table:
-    """Return a table: label -> the paper's value, our value for the drawn input, our values for all inputs."""
+    """Return a table: label -> the paper's value, our value for the plotted input, our values for all inputs."""
     cells: dict[str, list[tuple[Quote | None, str]]] = {
         label: [
             (None, drawn),
@@ -89,7 +89,9 @@ def _over_inputs(title: str, rows: Mapping[str, tuple[Quote | None, str, Sequenc
         ]
         for label, (paper, drawn, values) in rows.items()
     }
-    return beside(title, cells, ["drawn\ninput", "median\n(5 to 95 %)", "the paper's value\nis ... of ours"])
+    return beside(
+        title, cells, ["plotted\ninput", "median\n(5 to 95 %)", "the paper's value\nis ... of ours"]
+    )
 
 
 def figure_4(options: Options, tell: TellShare) -> Made:

@@ -108,7 +108,7 @@ class Resumable(OptionalValues):
         ]
 
     def _split(self, ctx: Any, args: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-        """Return the options and arguments by their names, and the arguments before any script.
+        """Return the values of the options and arguments by their names, and the words before the script, if any.
 
         Wrong options are no error here: the command itself refuses them later.
         """

@@ -590,8 +590,7 @@ def _tell_how_to_join(address: str, job: Job, announce_to: int | None, *, is_new
         write_secret(job.token, file)
     most = f", and at most {job.workers}" if job.workers > job.least else ""
     brought = f", and {counted(job.remote_servers, 'server')}" if job.remote_servers else ""
-    # If the run listens on all addresses, the name of this machine stands for an address that other machines
-    # can reach.
+    # If the run listens on all addresses, the command has the name of this machine in place of an address.
     place = seen_from(address, f"tls:{socket.gethostname()}:0").removeprefix("tls:")
     least = counted(job.least, "worker")
     print_sentence(plain_console(stderr=True), f"waiting for {least}{most}{brought}; on each machine, run:")

@@ -207,7 +207,7 @@ class Auto:
     def is_next(self, loader: str, epoch: int, counts: Mapping[str, PositionCounts]) -> bool:
         """Handle a worker that begins an epoch of a loader.
 
-        Return True if no worker has begun this epoch before, and the script has used most samples from this loader.
+        Return True if no worker has begun this epoch before, and no other loader has supplied more samples.
 
         Args:
             loader: name of the loader.

@@ -686,7 +686,10 @@ class Values:
         return [worker for worker, latest in self._latest.items() if latest.is_known]
 
     def _compare(self, worker: int, y: float) -> float:
-        """Return the logarithm of 1 / (2 sqrt(p)) of a value; 0 if fewer than half of the other workers are known."""
+        """Return log(1 / (2 sqrt(p))), or 0 if fewer than half of the other workers are known.
+
+        Here, p is the largest p-value of `y` with respect to any other known worker.
+        """
         smallest, known, others = MOST, 0, 0
         for other, latest in self._latest.items():
             if other == worker:

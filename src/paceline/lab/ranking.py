@@ -43,8 +43,8 @@ EVERY_MODEL = (
 """The models that are compared by default, with the parameters from their papers."""
 
 
-# Invented data, with which balanced batches are simulated in a ranking without data. No simulation uses
-# up these epochs.
+# Invented data, with which balanced batches are simulated if the user has given no data for the ranking. No simulation
+# uses up these epochs.
 NOTIONAL_BATCH = 64
 NOTIONAL_ROUNDS = 100
 NOTIONAL_EPOCHS = 10**9

@@ -684,7 +684,7 @@ class FractionalSteps:
 
     def __init__(self, family: Family) -> None:
         self._family = family
-        # (place, key) -> the fraction of a step that an integer counter does not contain yet
+        # (place, key) of an integer counter -> the fraction of a step that has been made, but is not counted yet
         self._ahead: dict[tuple[int, str], float] = {}
         self._copies: dict[tuple[int, str], torch.Tensor] = {}
         self._means: dict[torch.Tensor, torch.Tensor] = {}  # parameter -> running mean of its gradient

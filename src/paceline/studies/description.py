@@ -442,7 +442,7 @@ def _digest(cluster: Cluster) -> str:
 
 
 def _own_object(value: object) -> object:
-    """Return the parts of an object that draws times: the text of its module, and its attributes.
+    """Return what identifies an object of the user that generates random times: its class's digest, and its attributes.
 
     The `repr` of the object would contain its address in memory, which differs between processes.
     """

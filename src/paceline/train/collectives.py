@@ -357,7 +357,8 @@ def _place_for_all(session: Session, path: str | os.PathLike[str], *, writes: bo
     Args:
         session: the session of this worker.
         path: the path that the script gives.
-        writes: True if this worker is to write the file. The folder of the file must then exist.
+        writes: True if this worker is to write the file. In this case, the path in the first main worker's directory is
+            returned only if the folder of the file exists.
     """
     own, core = os.path.abspath(path), session.core
     there = core.started.directory if core.started is not None else None

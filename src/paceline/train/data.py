@@ -808,7 +808,7 @@ class SourcePart:
         except Exception as error:
             raise UsageError(
                 f"the {type(source.stateful).__name__} that was given to distribute() does not accept the state that "
-                f"it had at the checkpoint: {' '.join(str(error).split())} Resume the run with the same script."
+                f"it had at the checkpoint ({' '.join(str(error).split())}). Resume the run with the same script."
             ) from error
         self._orders[epoch].go_on(content)
 

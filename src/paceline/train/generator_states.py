@@ -10,8 +10,8 @@ NumPy draws normal deviates in pairs and stores the second deviate of a pair out
 Therefore a change goes undetected if a script calls `set_state` with a state that differs from the saved state only in
 the stored deviate.
 
-Each accelerator has a default generator of its own, which is included once the process has used the accelerator. The
-states of these generators are in the memory of the host, so saving them does not wait for a device.
+Each accelerator has a default generator of its own, whose state is saved and restored, too, once the process has used
+the accelerator. These states are in the memory of the host, so saving them does not wait for a device.
 """
 
 from __future__ import annotations

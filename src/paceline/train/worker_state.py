@@ -11,10 +11,9 @@ waits gives its state while it waits. The state of a script that evaluates is co
 At all other times, no state is copied.
 
 A resumed script runs from its first line and so creates the same objects. The states of these objects are replaced when
-the script has reached the place of the saved state: when the script asks for its next batch in the same epoch of the
-same loader, after the loader has drawn the seed of its processes. Changes that the script has made to these objects
-before this moment are overwritten. Buffers are replaced when training begins, which happens later: in the first forward
-pass.
+the script first asks for a batch of the loader and of the epoch in which the state was saved. At this moment, the
+loader has drawn the seed of its processes. Changes that the script has made to these objects earlier are overwritten.
+Buffers are replaced when training begins, which happens later: in the first forward pass.
 
 Tracked objects are the same in all workers and may be large. So only the state of the main worker contains them.
 """
@@ -411,7 +410,7 @@ class Tracked:
                 why = " ".join(str(error).split())
                 raise UsageError(
                     f"{reason}, and the object that its script tracks as {name!r} does not accept the state that the "
-                    f"job has kept: {why} {remedy}, with the same arguments."
+                    f"job has kept ({why}). {remedy}, with the same arguments."
                 ) from error
 
 

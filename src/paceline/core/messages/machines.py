@@ -189,7 +189,8 @@ class Heartbeat(Message):
     Attributes:
         sent_ticks: time on the machine's clock at which the message was sent.
         states: the states of the processes that the agent has started.
-        clock: the latest estimate of the offset between the two clocks; None if there is none yet.
+        clock: the latest estimate of the offset between the clocks of the machine and of the coordinator; None if there
+            is none yet.
     """
 
     sent_ticks: ClockTicks
