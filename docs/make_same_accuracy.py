@@ -218,7 +218,7 @@ def texts() -> dict[Path, str]:
         lines += [*textwrap.wrap(paragraph, 118), ""]
     lines += [
         *textwrap.wrap(
-            "The following commands repeat the table and write these pages. If the first command is stopped and "
+            "The following commands repeat the table and write its pages. If the first command is stopped and "
             "started again, it continues where it was stopped:",
             118,
         ),

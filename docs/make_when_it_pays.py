@@ -85,7 +85,7 @@ after Holm's correction for all {count:,} comparisons.
 given number of gradients, with a learning rate that decays linearly to 0. The results also contain the times to 0.3
 and 0.03.
 
-The following commands repeat the study, in about {minutes} minutes on one core, and write these pages:
+The following commands repeat the study, which takes about {minutes} minutes on one core, and write its pages:
 
     python -m reproductions evidence --results DIR/evidence-quadratics.jsonl
     python docs/make_when_it_pays.py

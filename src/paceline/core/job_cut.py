@@ -67,8 +67,8 @@ class LoaderCut(msgspec.Struct, frozen=True, kw_only=True):
             a count.
         total: number of positions, over all epochs that have begun, without the rests of `epochs`.
         left: number of these positions that no worker will use, because a script has ended the epoch.
-        used: number of these positions that are part of the weights.
-        torn: number of these positions that are part of the weights of some shards only.
+        used: number of these positions whose gradients are in the weights of all shards.
+        torn: number of these positions whose gradients are in the weights of some shards only.
         left_out: number of these positions that were left out.
         moved: number of positions that were handed out in a later epoch than their own.
         times: the times of the workers, if the batches are balanced.

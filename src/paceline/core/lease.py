@@ -324,7 +324,7 @@ class Drawn:
         self.count = 0
         self.pushed: Pushed = Pushed(0, 0)
         self._undecided: list[DrawnBatch] = []
-        # Batches that were decided since the last push.
+        # Batches for which it was decided since the last push whether the gradient uses them.
         self._used: list[DrawnBatch] = []
         self._skipped: list[DrawnBatch] = []
 

@@ -21,7 +21,7 @@ from ..sync.ticks import TICKS_PER_S
 from .messages import AllCommitted, PacesObserved, PullAllowed
 from .requests import Entry, EntryRecorder, Request, Send, worker_peer
 
-REPORTED_CYCLES = 6  # mean number of cycles of each worker in a report
+REPORTED_CYCLES = 6  # a report is made after this many cycles of each worker, on average
 
 
 @stateful(fixed="_recorder _ticks_per_s")

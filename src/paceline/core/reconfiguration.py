@@ -717,9 +717,9 @@ class StateCollection:
         states = tuple(
             (worker, label) for worker in sorted(self.labels) if (label := self._label_of(worker)) is not None
         )
-        # The workers reach an epoch at different times. All of them go on where the first worker was, because this
-        # worker also has the objects that the scripts track. Workers that were elsewhere get the schedule of the first
-        # worker (see `train.worker_state`).
+        # The workers reach an epoch at different times. All of them go on where the worker with the lowest index was,
+        # because the states of tracked objects are also taken from this worker. Workers that were elsewhere get its
+        # schedule (see `train.worker_state`).
         loop = self._given[states[0][0]][states[0][1]] if states else self._loop
         return CompleteCut(self.number, states, loop)
 

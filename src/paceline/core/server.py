@@ -137,7 +137,7 @@ class Server:
         self._fenced: set[int] = set()
         # worker -> its incarnation; 0 for workers that are not in this mapping
         self._incarnations: dict[int, int] = {}
-        # the cut that is to be made, until this server has noticed all departures before the cut
+        # the cut that this server makes as soon as it has noticed all departures before the cut
         self._cut: CutProposed | CutAgreed | None = None
 
     @property

@@ -766,9 +766,9 @@ class ShardSync:
     # -- one event ----------------------------------------------------------------------------------------
 
     def _require_boundary(self, push: PushReceived, change: Change) -> None:
-        ended = f"worker {push.worker} ended the model for change {change.number}"
+        ended = f"worker {push.worker} made its last push before change {change.number} of the model"
         if push.worker not in change.members:
-            raise InvalidEventError(f"{ended}, whose members are {change.members}")
+            raise InvalidEventError(f"{ended}, but the members of this change are {change.members}")
         if self._change is not None and change.number < self._change.number:
             raise InvalidEventError(f"{ended} during change {self._change.number}")
 

@@ -52,7 +52,7 @@ PROCESS_BYTES = 200 * 1024 * 1024
 """Estimated memory of a process that has imported torch and Paceline.
 
 Measured: the launcher has 160 MiB of private memory, and the fork server has 100 MiB that it shares with its children
-(torch 2.13 on the CPU); the rest is shared libraries.
+(torch 2.13 on the CPU). The rest of the 200 MiB is for shared libraries.
 """
 
 FORKED_BYTES = 50 * 1024 * 1024

@@ -223,7 +223,7 @@ class Cluster:
             if math.isfinite(bps) and not (size_bytes or self.size_bytes):
                 raise ConfigurationError(
                     "a bandwidth has no effect on this cluster, because the size of its parameters is unknown. Also "
-                    "give size_bytes; a run records this size if it is made with this version of Paceline."
+                    "give size_bytes. (Runs record this size since version 0.2 of Paceline.)"
                 )
             links = {worker: structs.replace(link, bandwidth_bps=None) for worker, link in links.items()}
             said.append(f"{bps / 1e9:g} Gbit/s" if math.isfinite(bps) else "unlimited bandwidth")

@@ -248,7 +248,7 @@ class RayHost:
         return self._reports.get()
 
     def signal(self, number: int) -> None:
-        """Send a signal to the program, which already has an order. If the program has ended, nothing happens."""
+        """Send a signal to the program, if it has not ended. It must have received its order before."""
         self._send(str(number).encode())
 
     def files(self) -> list[tuple[str, int]]:

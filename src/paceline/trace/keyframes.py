@@ -186,7 +186,7 @@ class _Reader:
             object.__setattr__(thing, name, self.value(plain, getattr(thing, name, None)))
 
     def value(self, plain: Any, present: object = None) -> Any:
-        """Return the value that a plain value describes. If `present` is an object of the same class, fill it."""
+        """Return the value that a plain value describes. If `present` is an object of its class, set its attributes."""
         if not isinstance(plain, list):
             return plain
         tag, *rest = plain

@@ -389,7 +389,7 @@ def read_run_file(run_dir: Path) -> RunFile | None:
     """Return the content of `run.json`; None if there is no such file, as in simulations and runs of older versions.
 
     Raises:
-        msgspec.DecodeError: the file has another content.
+        msgspec.DecodeError: this is not the content of a `run.json`.
         OSError: the file cannot be read.
     """
     try:
@@ -403,7 +403,7 @@ def parse_run_file(data: bytes) -> RunFile:
     """Return the content of `run.json`, given its bytes.
 
     Raises:
-        msgspec.DecodeError: the file has another content.
+        msgspec.DecodeError: this is not the content of a `run.json`.
     """
     file = msgspec.json.decode(data, type=RunFile)
     return file if is_signed(msgspec.json.decode(data)) else msgspec.structs.replace(file, signature="")

@@ -264,7 +264,7 @@ class Gradients:
         gradient = parameter.grad
         if gradient is None or gradient.requires_grad:  # a gradient with a graph is copied at the step
             return
-        # Early copies of a gradient that was dropped must be made again from here on.
+        # The script has dropped the gradients that it had accumulated, so their early copies are outdated.
         if gradient is not self._lent[index] and id(parameter) in self._since_push:
             self._drop()
         self.adopt(index)

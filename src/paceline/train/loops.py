@@ -96,7 +96,8 @@ class Position:
         drawn_in_pass: number of batches that the script of this worker has drawn in the current pass.
         epoch: the epoch whose batches the job is handing out, as far as the drawn batches show.
         joint_batches: number of joint batches of this epoch that the job has begun, as far as the drawn batches show.
-        end: the position up to which the job has begun this epoch, as far as the drawn batches show.
+        end: the position after the last joint batch of this epoch that the job has begun, as far as the drawn batches
+            show.
         skipped: number of joint batches at the beginning of the first pass that the script has skipped.
         passes: for each pass over the loader that has begun, the number of its epoch. A worker that has joined late
             does not count the passes that it has missed, so its first pass has the same number as in other workers.
