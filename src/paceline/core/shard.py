@@ -766,7 +766,7 @@ class ShardSync:
     # -- one event ----------------------------------------------------------------------------------------
 
     def _require_boundary(self, push: PushReceived, change: Change) -> None:
-        ended = f"worker {push.worker} made its last push before change {change.number} of the model"
+        ended = f"worker {push.worker} made its last push before the model's change {change.number}"
         if push.worker not in change.members:
             raise InvalidEventError(f"{ended}, but the members of this change are {change.members}")
         if self._change is not None and change.number < self._change.number:
