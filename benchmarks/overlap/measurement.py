@@ -174,7 +174,8 @@ def measure(
 ) -> list[Figures[Any]]:
     """Measure the time saved on slow links by overlap synchronization and by slices of equal size (FluentPS paper).
 
-    Runs 4 workers and 4 servers, each in its own network namespace.
+    Runs 4 workers and 4 servers, each in its own network namespace. With --mxnet, the benchmark runs 8 workers and 8
+    servers, and takes about 15 minutes.
 
     Requires root privileges and the commands ip and tc.
     """
