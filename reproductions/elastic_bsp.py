@@ -201,11 +201,11 @@ def runs_of(figure: AccuracyFigure, options: Options) -> list[TrainingRun]:
     on_digits = options.data is None
     batch = BATCH if on_digits else figure.batch
     epochs = figure.stand_in_epochs if on_digits else int(figure.quoted("epochs"))
-    iterations = learned.train_size // WORKERS // batch * epochs
-    schemes = figure.schemes
-    if options.quick:
-        iterations = QUICK
-        schemes = {label: schemes[label] for label in (*OTHERS, f"ElasticBSP({figure.lookaheads[0]})")}
+    iterations = QUICK if options.quick else learned.train_size // WORKERS // batch * epochs
+    first = f"ElasticBSP({figure.lookaheads[0]})"
+    compared = ("BSP", first)  # the numbers of the paper, which --again compares, are of these models
+    labels = (*OTHERS, first) if options.quick else compared if options.again else tuple(figure.schemes)
+    schemes = {label: figure.schemes[label] for label in labels}
     common = TrainingRun(
         cluster=machines,
         target=TARGET,
