@@ -226,7 +226,7 @@ RUN_OPTIONS = {
     "--slowdown": "Factors >= 1",
     "--jitter": "uniform random factor",
     "--dashboard": "Serve the report of the run as a live page",
-    "--tensorboard": "Write TensorBoard files with the metrics",
+    "--tensorboard": "Write TensorBoard files with the speed, the staleness, the waiting",
     "--metrics-port": "Serve the state of the run as OpenMetrics",
     "--dry-run": "show what would be started",
 }
