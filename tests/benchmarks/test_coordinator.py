@@ -10,6 +10,7 @@ from tests.support.marks import thorough
 ROW = CoordinatorRow("asp", True, 1000, 125, 990.0, 1100.0, 0.11, 0.9, 0.0003, 0.005, 0)
 
 
+@pytest.mark.thorough
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("sync", "secure"),

@@ -149,6 +149,7 @@ def test_a_process_that_fails_ends_all_with_its_traceback() -> None:
     assert multiprocessing.active_children() == []
 
 
+@pytest.mark.thorough
 @pytest.mark.processes
 def test_ctrl_c_ends_every_process_and_says_so() -> None:
     arguments = ["-m", "benchmarks", "transport", "--systems", "floor", "--rounds", "50"]

@@ -50,6 +50,7 @@ def test_something_is_learned_at_each_place(place: str) -> None:
     assert all(value > 70 for value in values)
 
 
+@pytest.mark.thorough
 def test_each_codec_rounds_in_its_own_way_and_only_a_little() -> None:
     run = MLP._replace(problem="text-gpt")
     exact, *rounded = [qualities(run._replace(codec=codec)) for codec in ("float32", *wire.ALL)]

@@ -223,6 +223,7 @@ NORMALIZING: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimize
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("pushes", [4, 16])
 @pytest.mark.parametrize("name", NORMALIZING)
 def test_the_noise_of_pushes_does_not_shorten_normalized_updates(name: str, pushes: int) -> None:
@@ -249,6 +250,7 @@ def test_the_noise_of_pushes_does_not_shorten_normalized_updates(name: str, push
     assert travel(1 / pushes, Family()) < 0.9 * expected
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("decay", [0.0, 0.3])
 def test_the_decay_of_a_schedule_free_optimizer_is_no_part_of_the_squared_gradient(decay: float) -> None:
     """Small pushes with a constant gradient reach the squares, the weights and z of whole steps."""

@@ -60,6 +60,7 @@ def ended_run(run_dir: Path, sync: str) -> Iterator[CoordinatorHost]:
         coordinator.stop()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sync", ["asp", "elastic-bsp:lookahead=5"])
 def test_the_memory_for_the_summary_does_not_grow_with_the_run(sync: str, tmp_path: Path) -> None:
     peaks = []

@@ -43,6 +43,7 @@ def test_two_nodes_train_what_one_process_trains(mark: str) -> None:
     assert not list(Path("runs").rglob("secret*"))
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("cluster")
 def test_a_heterogeneous_job_trains_what_one_process_trains(mark: str) -> None:
     job = Batch("slurm-heterogeneous.sbatch", "24", options=("--nodelist=n2", ":", "--nodelist=n1"))
@@ -52,6 +53,7 @@ def test_a_heterogeneous_job_trains_what_one_process_trains(mark: str) -> None:
     assert_trained_as_alone(f"runs/slurm-{job.id}", 24)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("cluster")
 def test_the_others_continue_without_a_task_that_is_killed(mark: str) -> None:
     job = Batch("slurm.sbatch", "400", "0.01", options=("--ntasks-per-node=1",))
@@ -63,6 +65,7 @@ def test_the_others_continue_without_a_task_that_is_killed(mark: str) -> None:
     assert "worker 0 was started as rank 0" in job.output
 
 
+@pytest.mark.thorough
 def test_workers_leave_when_slurm_warns_and_a_requeued_job_is_another_run(
     cluster: Cluster, mark: str
 ) -> None:
@@ -83,6 +86,7 @@ def test_workers_leave_when_slurm_warns_and_a_requeued_job_is_another_run(
     assert (second["left"], second["lost_workers"]) == ([], [])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("file", ["slurm.sbatch", *chaos("slurm-heterogeneous.sbatch")])
 def test_a_job_that_is_cancelled_leaves_no_secret(file: str, cluster: Cluster, mark: str) -> None:
     options = {

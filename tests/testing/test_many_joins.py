@@ -20,6 +20,7 @@ SLOTS = 50
 JOINS = 1000
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sync", ["bsp", "asp", "elastic-bsp:lookahead=5", *thorough("ssp:staleness=2")])
 def test_a_thousand_joins_and_losses(sync: str) -> None:
     """The workers only join and are lost. The first one initializes the weights, so it stays."""

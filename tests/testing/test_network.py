@@ -214,6 +214,7 @@ MISTAKES: dict[Callable[[pytest.MonkeyPatch], None], str] = {
 """Mistake -> the script with which it is found."""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
 def test_a_mistake_is_found(
     mistake: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch

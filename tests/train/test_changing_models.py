@@ -167,6 +167,7 @@ def random_job(draw: random.Random) -> Job:
     return job
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("first", [*range(3), *thorough(*range(3, 103))])
 def test_random_jobs_with_changes_and_calls_come_to_their_end(first: int) -> None:
     """Nobody waits for ever, whoever else does what. A joint batch uses every item once in each epoch."""

@@ -505,6 +505,7 @@ Not those that only save copies.
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "mutation", MUTATIONS, ids=lambda each: f"{each.owner.__name__}.{each.method}: {each.right}"
 )
