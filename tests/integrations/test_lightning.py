@@ -499,6 +499,28 @@ def test_the_others_go_on_when_a_worker_is_killed_in_mid_epoch(
     assert samples["left"] == 0, samples
 
 
+def test_the_last_worker_uses_more_than_an_epoch_after_the_other_was_killed(
+    mark: str, tmp_path: Path
+) -> None:
+    """In the epoch after the loss, its share is the whole epoch and what the other worker has not used."""
+    require("lightning")
+    program = script(size=96, epochs=5, callbacks=ALL_CALLBACKS)
+    dies = """
+class Dies(lightning.Callback):
+    def on_train_batch_start(self, trainer, module, batch, index):
+        if paceline.worker_index() == 1 and trainer.current_epoch == 1 and index == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+callbacks.append(Dies())
+options = """
+    program = f"import os\nimport signal\n{program.replace('options = ', dies, 1)}"
+    run(tmp_path, program, workers=2)
+    assert summary(tmp_path)["lost_workers"] == [1]
+    assert sorted(validated(tmp_path, 0)) == [0, 1, 2, 3, 4]
+    samples = summary(tmp_path)["ledger"]["samples"]
+    assert (samples["used"] + samples["torn"], samples["left"]) == (5 * 96, 0)
+
+
 @pytest.mark.parametrize("sync", ["asp", "bsp"])
 def test_a_worker_that_joins_late_goes_on_with_the_epoch_and_the_callbacks_of_the_job(
     sync: str, mark: str, tmp_path: Path

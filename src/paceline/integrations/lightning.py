@@ -453,6 +453,9 @@ class TrainingData:
         self.loader = loader
         self._strategy = strategy
         self._pass: Iterator[Any] = iter(())
+        # Number of batches of this worker in this pass, if it is known. Before the first pass, the `Trainer` takes it as
+        # the limit of all passes.
+        self._share = sys.maxsize
         self.length = self.share = None
         with suppress(TypeError):  # an iterable dataset has no length
             self.length = loader.whole_length
@@ -461,7 +464,7 @@ class TrainingData:
     def __len__(self) -> int:
         if self.length is None:
             raise TypeError("the training data has no length")
-        return self.length
+        return max(self.length, self._share)
 
     @property
     def expected(self) -> float:
@@ -474,8 +477,14 @@ class TrainingData:
         return min(self.share, limit) if isinstance(limit, int) else max(int(self.share * limit), 1)
 
     def __iter__(self) -> Iterator[Any]:
-        self._pass = self._batches()
-        return self._pass
+        self._pass, self._share = self._batches(), 0
+        if self._strategy.fit is None:
+            return self._pass
+        # The `Trainer` asks for no more batches than the length, which it reads after this call. A share may be larger
+        # than an epoch, because it may have batches of an earlier epoch that a lost worker has not used.
+        first = list(itertools.islice(self._pass, 1))
+        self._share = len(first) + (self.loader.left or 0)
+        return itertools.chain(first, self._pass)
 
     def _batches(self) -> Iterator[Any]:
         fit = self._strategy.fit
