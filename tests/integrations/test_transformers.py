@@ -527,6 +527,88 @@ trainer.train()
     assert (tmp_path / "run" / "trained" / "model.safetensors").exists()
 
 
+def test_checkpoints_go_on_at_once_when_the_main_worker_is_lost_in_the_only_epoch(
+    mark: str, tmp_path: Path
+) -> None:
+    dies = """
+import os
+import signal
+
+import paceline
+from transformers import TrainerCallback
+
+class Dies(TrainerCallback):
+    def on_step_end(self, args, state, control, **options):
+        if paceline.worker_index() == 0 and state.epoch > 0.3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+trainer.add_callback(Dies())
+trainer.train()
+"""
+    script = example(
+        "trainer",
+        num_train_epochs="1",
+        eval_strategy='"steps",\n    eval_steps=4',
+        save_strategy='"steps",\n    save_steps=4',
+        save_total_limit="None",
+    )
+    run(tmp_path, script.replace("trainer.train()\n", dies), workers=3)
+    assert summary(tmp_path)["lost_workers"] == [0]
+    steps = sorted(int(each.name.partition("-")[2]) for each in (tmp_path / "checkpoints").iterdir())
+    assert steps[:5] == [12, 24, 36, 48, 60]
+    assert len(steps) <= 7  # the batches that the lost worker has not used come after the epoch's 66 steps
+    logged = newest_state(tmp_path)["log_history"]
+    assert [each["step"] for each in logged if "eval_loss" in each][:5] == steps[:5]
+
+
+def test_a_run_is_resumed_with_fewer_workers_whose_batches_are_larger(mark: str, tmp_path: Path) -> None:
+    """The rate, and the next evaluation, follow the progress of the job."""
+    script = resumable(eval_strategy='"steps",\n    eval_steps=13', learning_rate="0.001")
+    run_of_two = script.replace("trainer.train()\n", COUNTED, 1)
+    options = ("--workers", "2", "--servers", "1", "--sync", "asp", "--joint-batch", "--run-dir", "run")
+    command = ("-m", "paceline", "run", *options, "--checkpoint-every", "0.3", "--pace", ".05,.05")
+    process = start(tmp_path, run_of_two, *command, ATTEMPT="1")
+    steps = tmp_path / "steps-1.txt"
+    await_that(
+        lambda: (
+            steps.exists() and any(float(line.split()[0]) > 0.6 for line in steps.read_text().splitlines())
+        ),
+        "more than half of the first epoch is done",
+    )
+    newest = numbers_in(of_the_run(tmp_path / "run" / "checkpoints"))[-1]
+    await_checkpoint(tmp_path, newest + 1)
+    live.kill_all(mark)
+    output(process)
+    process = start(
+        tmp_path,
+        run_of_two,
+        "-m",
+        "paceline",
+        "run",
+        "--resume",
+        "run",
+        "--trust",
+        "--workers",
+        "1",
+        "--pace",
+        ".05",
+        ATTEMPT="2",
+    )
+    printed = output(process)
+    assert process.returncode == 0, printed
+    epochs = [float(line.split()[0]) for line in (tmp_path / "steps-2.txt").read_text().splitlines()]
+    rates = [
+        float(line.split()[-1])
+        for line in (tmp_path / "run" / "worker-0.log").read_text().splitlines()
+        if line.startswith("rate ")
+    ]
+    assert rates[0] == pytest.approx(0.001 * (1 - epochs[0] / 2), abs=0.00005)
+    assert rates == sorted(rates, reverse=True)
+    assert rates[-1] == 0.0
+    evaluated = [each["epoch"] for each in newest_state(tmp_path)["log_history"] if "eval_loss" in each]
+    assert len(evaluated) == pytest.approx(2 * 64 // 13, abs=1)
+
+
 JOINED = """
 import os
 import time

@@ -453,8 +453,8 @@ class TrainingData:
         self.loader = loader
         self._strategy = strategy
         self._pass: Iterator[Any] = iter(())
-        # Number of batches of this worker in this pass, if it is known. Before the first pass, the `Trainer` takes it as
-        # the limit of all passes.
+        # Number of batches of this worker in this pass, if it is known. Before the first pass, this number is the limit
+        # of all passes for the `Trainer`.
         self._share = sys.maxsize
         self.length = self.share = None
         with suppress(TypeError):  # an iterable dataset has no length

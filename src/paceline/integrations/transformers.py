@@ -41,7 +41,7 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ..errors import ConfigurationError, UsageError
-from ..train.collectives import barrier, is_main, reduce
+from ..train.collectives import barrier, is_main, reduce, update_main
 from ..train.data import DistributedLoader, distribute_at
 from ..train.epochs import Epochs, epochs
 from ..train.generator_states import GeneratorStates, generators_lock, loader_seed
@@ -305,6 +305,7 @@ class TrainerJob:
         self._skips = False  # True if the first pass leaves out the batches that preceded the checkpoint
         self._begin_at = 0  # number of batches that the first pass leaves out
         self._evaluations = 0  # number of evaluations that `eval_steps` has caused
+        self._changed = False  # True if the restored numbers of steps count batches of another size
         self._evaluates_at_end = _evaluates_at_end(trainer.args)
         self._before = 0  # `global_step` before the current step
         self.loads_best = False
@@ -364,6 +365,8 @@ class TrainerJob:
         self._passes_by = self._reached != epoch
         while self._reached == epoch:
             for batch in self.loader.loader:
+                if self._changed:  # with the first batch, the states are restored
+                    self._go_on_in_schedule()
                 self._drew = True
                 yield batch
             if epoch + 1 < self.epochs:
@@ -376,7 +379,7 @@ class TrainerJob:
         session, loader = self.session, self.loader.loader
         number = self._trainings
         scheduler = self.trainer.lr_scheduler
-        track(**{f"trainer_{number}": _TrainerStates(self.trainer), f"scheduler_{number}": scheduler})
+        track(**{f"trainer_{number}": _TrainerStates(self), f"scheduler_{number}": scheduler})
         self._first = epoch
         if epoch and not session.resumed and not came_late(session):
             loader.set_epoch(epoch)
@@ -469,13 +472,33 @@ class TrainerJob:
             return
         path = self._checkpoint / STATE
         state = json.loads(path.read_text())
-        there = state["global_step"] / state["epoch"] if state["epoch"] else self.steps_per_epoch
+        state["global_step"] = self._step_here(state["global_step"], state["epoch"])
+        path.unlink()  # a link to the file of the checkpoint
+        path.write_text(json.dumps(state))
+
+    def _step_here(self, step: int, epoch: float) -> int:
+        """Return the number of steps of this run's batches that correspond to a step of another run's batches."""
+        there = step / epoch if epoch else self.steps_per_epoch
         # With another number of workers, an epoch may have up to one joint batch more, although all batches have the
         # same size.
-        if abs(there - self.steps_per_epoch) > max(worker_count(), 0.1 * there):
-            state["global_step"] = int(state["epoch"] * self.steps_per_epoch + 1e-6)
-            path.unlink()  # a link to the file of the checkpoint
-            path.write_text(json.dumps(state))
+        is_same = abs(there - self.steps_per_epoch) <= max(worker_count(), 0.1 * there)
+        return step if is_same else int(epoch * self.steps_per_epoch + 1e-6)
+
+    def go_on(self) -> None:
+        """Go on from the state of the trainer that was restored, in a resumed run or in a worker that joins late."""
+        state = self.trainer.state
+        step = self._step_here(state.global_step, state.epoch or 0.0)
+        self._changed = step != state.global_step
+        state.global_step = self._before = step
+        self._evaluations = self._due(state)
+
+    def _go_on_in_schedule(self) -> None:
+        """Let a restored schedule go on at the progress of the job, if the earlier run had batches of another size."""
+        scheduler, self._changed = self.trainer.lr_scheduler, False
+        # The state of any other scheduler contains the length of the earlier run's schedule.
+        if isinstance(scheduler, JobScheduler) and scheduler.kind == "LambdaLR":
+            self._translate_schedule(self.trainer.state)
+            scheduler.place = scheduler.last_epoch, scheduler.place[1]
 
     def _translate_schedule(self, state: Any) -> None:
         """Let the schedule begin where the trainer goes on, if another number of workers wrote the checkpoint.
@@ -541,15 +564,16 @@ class TrainerJob:
         args, before, now = self.trainer.args, self._before, state.global_step
         self.set_main(state)
         state.epoch = min(now / self.steps_per_epoch, self._epoch + 1.0)
+        if args.max_steps <= 0 and now >= state.max_steps and not self._whole:
+            # The pass ends by itself, when nothing is left of the epoch. The trainer saves when it stops.
+            control.should_training_stop = False
+            control.should_save &= args.save_strategy != "steps"
         for kind, strategy in (("log", args.logging_strategy), ("save", args.save_strategy)):
             every = state.logging_steps if kind == "log" else state.save_steps
             if strategy == "steps" and every > 0 and now // every > before // every:
                 setattr(control, f"should_{kind}", True)
         if args.eval_strategy == "steps":
             control.should_evaluate = self._due(state) > self._evaluations
-        if args.max_steps <= 0 and now >= state.max_steps and not self._whole:
-            # The pass ends by itself, when nothing is left of the epoch.
-            control.should_training_stop = False
 
     def end_epoch(self, state: Any, control: Any) -> None:
         """Decide what the trainer does after an epoch."""
@@ -587,7 +611,8 @@ class TrainerJob:
         trainer.state.global_step += 1
 
     def set_main(self, state: Any) -> None:
-        """Let the callbacks know whether this worker is the main worker now."""
+        """Let `is_main` and the callbacks know which worker is the main worker now."""
+        update_main(self.session)
         main = is_main()
         if main and not state.is_world_process_zero:
             for callback in self.trainer.callback_handler.callbacks:
@@ -677,8 +702,9 @@ def _load(model: Any, path: str) -> None:
 class _TrainerStates:
     """The state of a trainer that belongs to the job: its `TrainerState`, and the states of its callbacks."""
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+    def __init__(self, job: TrainerJob) -> None:
+        self._job = job
+        self._trainer = job.trainer
 
     def state_dict(self) -> dict[str, str]:
         trainer = self._trainer
@@ -693,6 +719,7 @@ class _TrainerStates:
         for callback, known in zip(self._callbacks(), held["callbacks"], strict=False):
             for name, value in known["attributes"].items():
                 setattr(callback, name, value)
+        self._job.go_on()
 
     def _callbacks(self) -> list[Any]:
         return [
