@@ -204,7 +204,7 @@ def test_the_output_and_the_checkpoints_of_a_run_go_on_without_worker_0(sync: st
     assert "worker 1 says that training has ended" in ended.stdout
     assert "worker 2" not in ended.stdout
     messages = " ".join(ended.stderr.split())
-    assert "worker 1 is the main worker from the next epoch on" in messages
+    assert "worker 1 is the main worker now" in messages
     assert "because worker 0 was lost" in messages
     assert torch.load("checkpoint.pt")["epoch"] == 7
     summary = json.loads(Path("run", "summary.json").read_text())
@@ -239,4 +239,6 @@ def test_a_worker_0_that_returns_prints_and_overwrites_nothing(sync: str, mark: 
     assert json.loads(watched.stdout)["main_worker"] == 1, watched.stderr
     assert "worker 1 is the main worker" in shown.stdout
     assert summary["main_worker"] == 1
-    assert "worker 1 is the main worker from the next epoch on" in " ".join(served.messages.split())
+    assert "worker 1 is the main worker now; paceline.is_main() says so from the next epoch on" in " ".join(
+        served.messages.split()
+    )

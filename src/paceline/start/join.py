@@ -686,7 +686,8 @@ class Agent:
                             self._channels.show(f"worker {worker}")
                             print_sentence(
                                 self._console,
-                                f"worker {worker} is the main worker from the next epoch on (see paceline.is_main)",
+                                f"worker {worker} is the main worker now; paceline.is_main() says so from the next "
+                                "epoch on",
                             )
                     case RunEnded(failure, saved):
                         self._failure, self._saved = failure, saved

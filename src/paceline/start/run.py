@@ -566,7 +566,9 @@ class LiveRun:
         fates = {each.worker: each.fate for each in report.departed}
         gone = GONE.get(fates.get(before, ""))
         why = f", because worker {before} {gone}" if gone else ""
-        self._say(f"worker {now} is the main worker from the next epoch on (see paceline.is_main){why}")
+        self._say(
+            f"worker {now} is the main worker now{why}; paceline.is_main() says so from the next epoch on"
+        )
 
     def _suspend(self) -> None:
         """Stop all processes of the run and this process, until this process is continued."""

@@ -782,7 +782,11 @@ def how_to_distribute(frame: FrameType | None) -> str:
 
 
 def watch_steps() -> None:
-    """Warn at the first step of an optimizer if training has not begun, because then no optimizer is distributed."""
+    """Notice the first step of an optimizer if training has not begun, because then no optimizer is distributed.
+
+    If a framework makes this step, nothing is distributed, so `UsageError` is raised. A script may train something else
+    in each worker before, so its own step causes only a warning.
+    """
     global _steps_watch
     _steps_watch = register_optimizer_step_post_hook(_look_at_step)
 
@@ -801,12 +805,17 @@ def _look_at_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     if session is None:
         return
     unwatch_steps()
-    if training_of(session) is None and session.worker == 0:
-        log.warning(
-            "The %s optimizer is not distributed, so every worker trains its own weights. %s",
-            type(optimizer).__name__,
-            how_to_distribute(sys._getframe()),
-        )
+    if training_of(session) is not None:
+        return
+    remedy = how_to_distribute(sys._getframe())
+    text = (
+        f"The {type(optimizer).__name__} optimizer is not distributed, so every worker trains its own weights. "
+        f"{remedy}"
+    )
+    if remedy != REMEDIES[""]:
+        raise UsageError(text)
+    if session.worker == 0:
+        log.warning("%s", text)
 
 
 def _restart(gradients: Gradients, weights: Weights, metrics: MetricLog) -> None:
