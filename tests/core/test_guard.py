@@ -290,6 +290,29 @@ def test_a_worker_that_joins_with_the_index_of_one_that_was_taken_out_begins_ane
     assert [verdict.takes_out for verdict in run.verdicts] == [None, 1, None, 1]
 
 
+@pytest.mark.parametrize("before", [1, NAMED_NAN, MOST_NAN, 3 * MOST_NAN])
+def test_a_worker_that_sent_nan_before_the_others_joined_is_taken_out(before: int) -> None:
+    run = Run("off", workers=1, skips_nan=True)
+    for _ in range(before):
+        run.push(0, nan(0))
+    run.present = [0, 1]
+    for _ in range(MOST_NAN):
+        run.push(1, CALM)
+        run.push(0, nan(0))
+    assert [verdict.takes_out for verdict in run.verdicts if "in a row" in verdict.words] == [None, 0]
+
+
+def test_a_nan_of_another_worker_at_the_last_moment_saves_nobody() -> None:
+    run = Run("off", workers=2, skips_nan=True)
+    for turn in range(2 * MOST_NAN):
+        run.push(1, nan(0) if turn == MOST_NAN - 1 else CALM)
+        run.push(0, nan(0))
+        if run.verdicts and run.verdicts[-1].takes_out is not None:
+            break
+    assert turn == MOST_NAN
+    assert run.verdicts[-1].takes_out == 0
+
+
 # -- what it does ----------------------------------------------------------------------------------------------
 
 

@@ -224,14 +224,18 @@ class Guard:
             words = f"The gradient of {seen.parameter!r} contains NaN or inf at worker {worker} ({where})."
             return [GuardVerdict(f"{words} {advice}", stops=True)] if self.mode == "stop" else []
         streaks = [self._nan.get((other, seen.set_index), 0) for other in present]
-        if all(streak >= SURE_NAN for streak in streaks):
+        streak = self._nan[key]
+        if all(streaks):
+            # This push says nothing about this worker alone, so it does not count in a longer row.
+            self._nan[key] = max(streak - 1, min(streak, SURE_NAN))
+            if any(each < SURE_NAN for each in streaks):
+                return []
             words = (
                 "The gradients of all workers contain NaN or inf, for example that of "
                 f"{seen.parameter!r} ({where})."
             )
             return self._certain("gradients", words, f"Nothing is learned any more. {advice}")
-        streak = self._nan[key]
-        if streak not in (NAMED_NAN, MOST_NAN) or all(streaks):
+        if streak not in (NAMED_NAN, MOST_NAN):
             return []
         words = (
             f"Worker {worker} has sent NaN or inf {streak} times in a row, the last time in the gradient of "
