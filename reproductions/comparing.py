@@ -189,7 +189,8 @@ class Comparison(msgspec.Struct, frozen=True):
     def _draw_rates(self, axes: Axes) -> None:
         """Draw the median time over the learning rate, with the quartiles. Rates that miss the target are left out."""
         drawn = []
-        axes.set_xscale("log")
+        rates = sorted({rate for found in self.by_rate.values() for rate in found})
+        axes.set(xscale="log", xlim=(rates[0] / 1.2, rates[-1] * 1.2))
         for number, (label, found) in enumerate(self.by_rate.items()):
             quartiles = {
                 rate: _quartiles([o.reached_s for o in outcomes]) for rate, outcomes in found.items()
@@ -204,7 +205,6 @@ class Comparison(msgspec.Struct, frozen=True):
                 list(shown), low, [min(each, worst) for each in high], color=colour, alpha=0.15, linewidth=0
             )
         axes.axvline(self.rate, color="black", linewidth=0.8, linestyle=":")
-        rates = sorted({rate for found in self.by_rate.values() for rate in found})
         axes.set_xticks(rates, [f"{rate:g}" for rate in rates], fontsize=8)
         axes.set_xticks([], minor=True)
         axes.set(xlabel="learning rate", ylabel="virtual seconds to the target", ylim=(0, None))
