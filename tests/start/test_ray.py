@@ -482,7 +482,7 @@ def disturb():
     drain = ["--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=soon", "--deadline-remaining-seconds=600"]
     ray_command = [str(Path(sys.executable).with_name("ray")), "drain-node", f"--address={cluster.address}"]
     subprocess.run([*ray_command, f"--node-id={node.node_id}", *drain], check=True)
-    await_that(lambda: any("which serves the run" in line for line in said), "the driver has noticed")
+    await_that(lambda: any("that serves the run" in line for line in said), "the driver has noticed")
     raylet = node.all_processes["raylet"][0].process
     raylet.kill()
     raylet.wait()
