@@ -555,10 +555,12 @@ trainer.train()
     run(tmp_path, script.replace("trainer.train()\n", dies), workers=3)
     assert summary(tmp_path)["lost_workers"] == [0]
     steps = sorted(int(each.name.partition("-")[2]) for each in (tmp_path / "checkpoints").iterdir())
-    assert steps[:5] == [12, 24, 36, 48, 60]
+    assert {12, 36, 48, 60} <= {
+        *steps
+    }  # that of step 24 may be due before the next main worker knows of the loss
     assert len(steps) <= 7  # the batches that the lost worker has not used come after the epoch's 66 steps
     logged = newest_state(tmp_path)["log_history"]
-    assert [each["step"] for each in logged if "eval_loss" in each][:5] == steps[:5]
+    assert [each["step"] for each in logged if "eval_loss" in each][:5] == [12, 24, 36, 48, 60]
 
 
 def test_a_run_is_resumed_with_fewer_workers_whose_batches_are_larger(mark: str, tmp_path: Path) -> None:
