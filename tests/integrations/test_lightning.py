@@ -380,6 +380,7 @@ REFUSED = {
     "asp limit_train_batches=3": "counts the batches of one worker",
     "asp devices=2": "was used with 2 devices, expected 1",
     "bsp devices=2": "was used with 2 devices, expected 1",
+    "bsp reload_dataloaders_every_n_epochs=1": "the job divides the epochs of one loader",
 }
 
 

@@ -520,6 +520,11 @@ class _Fit:
                 'strategy="paceline" was used with several training loaders, expected one. Combine the datasets, for '
                 "example with torch.utils.data.StackDataset or ConcatDataset, and give one loader to the Trainer."
             )
+        if self.trainer.reload_dataloaders_every_n_epochs:
+            raise ConfigurationError(
+                "Trainer(reload_dataloaders_every_n_epochs=...) makes new training loaders, but the job divides the "
+                "epochs of one loader. Leave this argument out, and let the dataset change what it returns."
+            )
         self.data = data
         self._session = session
         self._strategy = strategy
