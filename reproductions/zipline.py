@@ -89,9 +89,7 @@ def _over_inputs(title: str, rows: Mapping[str, tuple[Quote | None, str, Sequenc
         ]
         for label, (paper, drawn, values) in rows.items()
     }
-    return beside(
-        title, cells, ["plotted\ninput", "median\n(5 to 95 %)", "the paper's value\nis ... of ours"]
-    )
+    return beside(title, cells, ["drawn\ninput", "median\n(5 to 95 %)", "the paper's value\nis ... of ours"])
 
 
 def figure_4(options: Options, tell: TellShare) -> Made:
