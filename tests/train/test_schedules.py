@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 from paceline.sim import Cluster, Presence, simulate
+from paceline.train.worker_state import set_state, state_of
 from tests.support.marks import thorough
 
 if TYPE_CHECKING:
@@ -76,11 +77,13 @@ class Script:
         state: the state of the optimizer and of the scheduler after the last epoch.
     """
 
-    def __init__(self, make: Make, *, state: Any = None, load: str = "after", skip: int = 0) -> None:
+    def __init__(
+        self, make: Make, *, state: Any = None, load: str = "after", skip: int = 0, batch: int = 4
+    ) -> None:
         model = nn.Linear(1, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         scheduler = make(optimizer)
-        batches = DataLoader(TensorDataset(torch.ones(4 * BATCHES, 1)), batch_size=4)
+        batches = DataLoader(TensorDataset(torch.ones(4 * BATCHES, 1)), batch_size=batch)
         if state is not None and load == "before":
             optimizer.load_state_dict(state[0])
             scheduler.load_state_dict(state[1])
@@ -206,6 +209,48 @@ def test_under_a_dynamic_split_the_resumed_schedule_ends_where_the_uninterrupted
     for script in simulated(rest, UNEQUAL, "asp").values():
         assert set(script.rates) <= set(plain[3 * BATCHES :])
         assert script.rates[0] == plain[3 * BATCHES]
+
+
+def linear_by_lambda(batches: int) -> Make:
+    return lambda optimizer: LambdaLR(optimizer, lambda step: 1.0 - step / (EPOCHS * batches))
+
+
+def cosine_of(batches: int) -> Make:
+    return lambda optimizer: CosineAnnealingLR(optimizer, T_max=EPOCHS * batches)
+
+
+@pytest.mark.parametrize("make_of", [linear_by_lambda, cosine_of])
+@pytest.mark.parametrize("sync", ["bsp", "asp"])
+@pytest.mark.parametrize("batch", [2, 8])
+def test_a_schedule_goes_on_at_the_same_part_of_training_if_the_batches_have_another_size(
+    make_of: Callable[[int], Make], sync: str, batch: int
+) -> None:
+    there, here = BATCHES * 4 // batch, BATCHES
+
+    def first() -> dict[str, object]:
+        script = Script(make_of(there), batch=batch)
+        script.train(range(3))
+        return state_of(script.scheduler)
+
+    def rest() -> tuple[Script, dict[str, object]]:
+        script = Script(make_of(here), skip=3)
+        set_state(script.scheduler, copy.deepcopy(begun))
+        script.train(range(EPOCHS - 3))
+        return script, state_of(script.scheduler)
+
+    states: dict[int, dict[str, object]] = {}
+    simulate(EQUAL, sync, train_fn=lambda: states.update({paceline.worker_index(): first()}))
+    begun = states[0]
+    ends: dict[int, tuple[Script, dict[str, object]]] = {}
+    simulate(UNEQUAL, sync, train_fn=lambda: ends.update({paceline.worker_index(): rest()}))
+    script, end = ends[0]
+    whole = plainly(make_of(here))
+    assert script.rates[0] == pytest.approx(whole[3 * here])
+    assert script.rates == sorted(script.rates, reverse=True)
+    for rate in script.rates:
+        assert min(abs(rate - each) for each in whole[3 * here :]) < 0.02
+    assert script.scheduler.get_last_lr() == pytest.approx([0.0], abs=1e-9)
+    assert end["place"][2] == (here if make_of is linear_by_lambda else there)  # type: ignore[index]
 
 
 @pytest.mark.parametrize("make", [one_cycle, cosine, chained, warm_up_and_cosine])

@@ -305,7 +305,6 @@ class TrainerJob:
         self._skips = False  # True if the first pass leaves out the batches that preceded the checkpoint
         self._begin_at = 0  # number of batches that the first pass leaves out
         self._evaluations = 0  # number of evaluations that `eval_steps` has caused
-        self._changed = False  # True if the restored numbers of steps count batches of another size
         self._evaluates_at_end = _evaluates_at_end(trainer.args)
         self._before = 0  # `global_step` before the current step
         self.loads_best = False
@@ -365,8 +364,6 @@ class TrainerJob:
         self._passes_by = self._reached != epoch
         while self._reached == epoch:
             for batch in self.loader.loader:
-                if self._changed:  # with the first batch, the states are restored
-                    self._go_on_in_schedule()
                 self._drew = True
                 yield batch
             if epoch + 1 < self.epochs:
@@ -487,18 +484,8 @@ class TrainerJob:
     def go_on(self) -> None:
         """Go on from the state of the trainer that was restored, in a resumed run or in a worker that joins late."""
         state = self.trainer.state
-        step = self._step_here(state.global_step, state.epoch or 0.0)
-        self._changed = step != state.global_step
-        state.global_step = self._before = step
+        state.global_step = self._before = self._step_here(state.global_step, state.epoch or 0.0)
         self._evaluations = self._due(state)
-
-    def _go_on_in_schedule(self) -> None:
-        """Let a restored schedule go on at the progress of the job, if the earlier run had batches of another size."""
-        scheduler, self._changed = self.trainer.lr_scheduler, False
-        # The state of any other scheduler contains the length of the earlier run's schedule.
-        if isinstance(scheduler, JobScheduler) and scheduler.kind == "LambdaLR":
-            self._translate_schedule(self.trainer.state)
-            scheduler.place = scheduler.last_epoch, scheduler.place[1]
 
     def _translate_schedule(self, state: Any) -> None:
         """Let the schedule begin where the trainer goes on, if another number of workers wrote the checkpoint.

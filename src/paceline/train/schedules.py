@@ -63,13 +63,14 @@ class ScheduledData:
 
     Attributes:
         position: how far the script has progressed through the data.
+        length: number of batches in an epoch.
         first: number of the epoch in which the schedule begins; None before this epoch.
     """
 
     def __init__(self, position: Position, length: int, joint: int) -> None:
         self.position = position
+        self.length = length
         self.first: int | None = None
-        self._length = length
         self._joint = joint
         # the progress when the schedule began: passes, batches of the epoch, and batches that were drawn
         self._passes, self._begun, self._drawn = len(position.passes), 0, position.drawn
@@ -81,15 +82,15 @@ class ScheduledData:
         position = self.position
         if self.first is None:
             self.first = position.passes[self._passes]
-        skipped = min(position.skipped * self._joint, self._length)
-        job = (position.epoch - self.first) * self._length + self._batches - self._begun - skipped
+        skipped = min(position.skipped * self._joint, self.length)
+        job = (position.epoch - self.first) * self.length + self._batches - self._begun - skipped
         own = position.drawn - self._drawn
         return Reached(max(job, 0), own) if own else None
 
     @property
     def _batches(self) -> int:
         """Number of batches of the current epoch that the job has begun."""
-        return min(self.position.joint_batches * self._joint, self._length)
+        return min(self.position.joint_batches * self._joint, self.length)
 
 
 class ScheduledLoop(NamedTuple):
@@ -105,6 +106,20 @@ class ScheduledLoop(NamedTuple):
         by_samples = limits.samples < math.inf and limits.updates == math.inf
         job, own = (done.samples, done.own_samples) if by_samples else (done.updates, done.steps)
         return Reached(job, own) if own else None
+
+
+class Place(NamedTuple):
+    """The place of a schedule that follows the job. A worker that goes on from a state of the scheduler begins here.
+
+    Attributes:
+        steps: number of steps that the schedule has made since the measuring began.
+        first: number of the epoch of the data in which the schedule begins; None before this epoch.
+        length: number of batches in an epoch for which the schedule is written; None if there is no data.
+    """
+
+    steps: int
+    first: int | None = None
+    length: int | None = None
 
 
 class JobScheduler:
@@ -146,6 +161,7 @@ class JobScheduler:
         self._measured: ScheduledData | ScheduledLoop | None = None
         self._calls = 0
         self._steps = 0
+        self._length = data.length if data is not None else None
         optimizer.register_step_post_hook(self._count)
         if data is not None:
             data.position.follow(self._catch_up)
@@ -183,33 +199,40 @@ class JobScheduler:
         """
         if not isinstance(self._scheduler, LambdaLR):
             raise ConfigurationError(
-                f"the checkpoint was written by another number of workers, so its {self.kind} has another number of "
-                "steps. Use the number of workers with which the checkpoint was written, or a LambdaLR."
+                f"the checkpoint was written by another number of workers, so its {type(self._scheduler).__name__} has "
+                "another number of steps. Use the number of workers with which the checkpoint was written, or a "
+                "LambdaLR."
             )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a call with the number of the step is deprecated
             self._scheduler.step(step)
 
     @property
-    def kind(self) -> str:
-        """Name of the class of the wrapped scheduler."""
-        return type(self._scheduler).__name__
+    def place(self) -> Place:
+        """The place in the data or the loop that is measured now.
 
-    @property
-    def place(self) -> tuple[int, int | None]:
-        """The number of steps for the data or the loop that is measured now, and the first epoch of the data.
-
-        A worker that joins late sets both after it has loaded the state of the wrapped scheduler.
+        A worker that joins late or is resumed sets the place after it has loaded the state of the wrapped scheduler. If
+        an epoch had another number of batches in the earlier run, a `LambdaLR` goes on at the same part of the epoch.
+        The state that any other scheduler has loaded contains the length of the earlier run's schedule, so such a
+        scheduler makes as many steps in an epoch as in the earlier run.
         """
         measured = self._measure()
         steps = self._steps if self._measured in (None, measured) else 0
-        return steps, self._data.first if self._data is not None else None
+        return Place(steps, self._data.first if self._data is not None else None, self._length)
 
     @place.setter
-    def place(self, place: tuple[int, int | None]) -> None:
-        self._steps, first = place
-        if self._data is not None:
-            self._data.first = first
+    def place(self, place: Place) -> None:
+        self._steps, first, there = place
+        if self._data is None:
+            return
+        self._data.first = first
+        if there is None or there == self._data.length or self._measure() is not self._data:
+            return
+        if isinstance(self._scheduler, LambdaLR):
+            self._steps = place.steps * self._data.length // there
+            self.begin_at(self._scheduler.last_epoch + self._steps - place.steps)
+        else:
+            self._length = there
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "_scheduler":  # while a copy of this object is made
@@ -228,7 +251,10 @@ class JobScheduler:
 
     def _advance(self, reached: Reached) -> None:
         """Step the wrapped scheduler until it has reached the progress of the job."""
-        before, self._steps = self._steps, max(self._steps, self._calls * reached.job // reached.own)
+        steps, units = self._calls * reached.job, reached.own
+        if self._measured is self._data is not None and self._length is not None:
+            steps, units = steps * self._length, units * self._data.length
+        before, self._steps = self._steps, max(self._steps, steps // units)
         for _ in range(self._steps - before):
             if _has_ended(self._scheduler):
                 return
