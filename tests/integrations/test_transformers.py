@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -214,13 +215,25 @@ def test_numbers_of_steps_count_joint_batches_under_every_model(mark: str, tmp_p
         eval_strategy='"steps"',
         save_strategy='"steps"',
     )
+    script = script.replace("trainer.train()", "metrics = trainer.train().metrics")
+    script += (
+        'print("counted", round(metrics["train_samples_per_second"] * metrics["train_runtime"] / 8) * 8)\n'
+    )
     # Under asp, each worker ends at another step, because others have begun steps meanwhile.
-    for sync, workers in (("bsp", 2), ("asp", 4)):
-        run(tmp_path / sync, script, "--sync", sync, workers=workers)
-        assert used(tmp_path / sync) == pytest.approx(40 * 8 * workers, abs=8 * workers)
-        history = read_metrics(tmp_path / sync / "run")
+    for name, sync, workers, options in (
+        ("bsp", "bsp", 2, ()),
+        ("asp", "asp", 4, ()),
+        ("joint", "bsp", 2, ("--joint-batch",)),
+    ):
+        folder = tmp_path / name
+        run(folder, script, "--sync", sync, *options, workers=workers)
+        samples = 40 * 8 * (1 if options else workers)
+        assert used(folder) == pytest.approx(samples, abs=8 * workers)
+        [counted] = re.findall(r"counted (\d+)", (folder / "run" / "worker-0.log").read_text())
+        assert int(counted) == pytest.approx(samples, rel=0.1)
+        history = read_metrics(folder / "run")
         assert sum(point.count for point in history["eval_loss"].points) == 4
-        folders = sorted(each.name for each in (tmp_path / sync / "checkpoints").iterdir())
+        folders = sorted(each.name for each in (folder / "checkpoints").iterdir())
         assert len(folders) == 2
 
 

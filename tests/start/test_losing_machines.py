@@ -216,7 +216,7 @@ def test_a_worker_that_was_stopped_joins_again(mark: str) -> None:
     lost = {"worker": 1, "incarnation": 0, "fate": "lost", "cause": cause, "returned": True}
     assert summary["departures"] == [lost]
     assert f"worker 1 was lost: {cause}. " in served.messages
-    assert "It joined again later." in served.messages
+    assert "worker 1 has joined again" in served.messages
     assert_nothing_late_was_applied(1)
 
 

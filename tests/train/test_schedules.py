@@ -215,11 +215,11 @@ def linear_by_lambda(batches: int) -> Make:
     return lambda optimizer: LambdaLR(optimizer, lambda step: 1.0 - step / (EPOCHS * batches))
 
 
-def cosine_of(batches: int) -> Make:
+def cosine_over(batches: int) -> Make:
     return lambda optimizer: CosineAnnealingLR(optimizer, T_max=EPOCHS * batches)
 
 
-@pytest.mark.parametrize("make_of", [linear_by_lambda, cosine_of])
+@pytest.mark.parametrize("make_of", [linear_by_lambda, cosine_over])
 @pytest.mark.parametrize("sync", ["bsp", "asp"])
 @pytest.mark.parametrize("batch", [2, 8])
 def test_a_schedule_goes_on_at_the_same_part_of_training_if_the_batches_have_another_size(

@@ -691,27 +691,24 @@ class _TrainerStates:
 
     def __init__(self, job: TrainerJob) -> None:
         self._job = job
-        self._trainer = job.trainer
 
     def state_dict(self) -> dict[str, str]:
-        trainer = self._trainer
-        kept = {name: value for name, value in asdict(trainer.state).items() if name in KEPT}
+        kept = {name: value for name, value in asdict(self._job.trainer.state).items() if name in KEPT}
         callbacks = [each.state() for each in self._callbacks()]
         return {"trainer": json.dumps({"state": kept, "callbacks": callbacks})}
 
     def load_state_dict(self, state: dict[str, str]) -> None:
         held = json.loads(state["trainer"])
         for name, value in held["state"].items():
-            setattr(self._trainer.state, name, value)
+            setattr(self._job.trainer.state, name, value)
         for callback, known in zip(self._callbacks(), held["callbacks"], strict=False):
             for name, value in known["attributes"].items():
                 setattr(callback, name, value)
         self._job.go_on()
 
     def _callbacks(self) -> list[Any]:
-        return [
-            each for each in self._trainer.callback_handler.callbacks if isinstance(each, ExportableState)
-        ]
+        callbacks = self._job.trainer.callback_handler.callbacks
+        return [each for each in callbacks if isinstance(each, ExportableState)]
 
 
 class JobCallback(transformers.TrainerCallback):
@@ -798,6 +795,9 @@ class JobTrainer:
             args.max_steps *= worker_count()
         values = super().set_initial_training_values(args, dataloader, *arguments)  # type: ignore[misc]
         self.job.epochs, self.job.steps_per_epoch = values[:2]
+        if args.max_steps > 0 and self.job.loader is not None and self.job.loader.loader.divides:
+            # The trainer has counted a joint batch of samples in each step, but a step uses the batch of one worker.
+            values = *values[:3], values[3] // worker_count(), *values[4:]
         self.job.translate_steps()
         return values
 

@@ -548,6 +548,12 @@ class LiveRun:
                 ):  # if the share of the steps is smaller, nothing is said
                     cost = step_cost_of(self._job, report)
                     yield "steps", "" if cost is None else cost.sentence()
+        for each in report.departed:
+            key = each.fate, each.worker, each.incarnation
+            if each.fate == "lost" and each.explained and report.live:
+                yield key, f"worker {each.worker} was lost: {each.cause}. The other workers go on without it."
+            if key in self._told and each.returned:
+                yield ("returned", *key), f"worker {each.worker} has joined again"
         yield "hindrance", report.hindrance
         yield from enumerate(map(str, report.choices))
         saved = checkpoints.saved
@@ -763,11 +769,11 @@ class LiveRun:
             raise self._failed(RunFailedError("the run", fault))
         assert self._weights is not None
         assert self._weights_path is not None
+        self._tell()
         for each in coordinator.report.departed:
-            if each.fate == "lost":
-                again = " It joined again later." if each.returned else ""
+            if each.fate == "lost" and ("lost", each.worker, each.incarnation) not in self._told:
                 self._say(
-                    f"worker {each.worker} was lost: {each.cause}. The other workers continued without it.{again}"
+                    f"worker {each.worker} was lost: {each.cause}. The other workers continued without it."
                 )
         summary = self._summary("finished")
         for fault in summary["faults"]:

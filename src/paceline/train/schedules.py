@@ -199,13 +199,17 @@ class JobScheduler:
         """
         if not isinstance(self._scheduler, LambdaLR):
             raise ConfigurationError(
-                f"the checkpoint was written by another number of workers, so its {type(self._scheduler).__name__} has "
-                "another number of steps. Use the number of workers with which the checkpoint was written, or a "
-                "LambdaLR."
+                f"the checkpoint was written by another number of workers, so its {self.kind} has another number of "
+                "steps. Use the number of workers with which the checkpoint was written, or a LambdaLR."
             )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a call with the number of the step is deprecated
             self._scheduler.step(step)
+
+    @property
+    def kind(self) -> str:
+        """Name of the class of the wrapped scheduler."""
+        return type(self._scheduler).__name__
 
     @property
     def place(self) -> Place:
