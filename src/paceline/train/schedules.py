@@ -225,16 +225,17 @@ class JobScheduler:
         return Place(steps, self._data.first if self._data is not None else None, self._length)
 
     @place.setter
-    def place(self, place: Place) -> None:
-        self._steps, first, there = place
+    def place(self, place: Sequence[Any]) -> None:
+        steps, first, there = Place(*place)
+        self._steps = steps
         if self._data is None:
             return
         self._data.first = first
         if there is None or there == self._data.length or self._measure() is not self._data:
             return
         if isinstance(self._scheduler, LambdaLR):
-            self._steps = place.steps * self._data.length // there
-            self.begin_at(self._scheduler.last_epoch + self._steps - place.steps)
+            self._steps = steps * self._data.length // there
+            self.begin_at(self._scheduler.last_epoch + self._steps - steps)
         else:
             self._length = there
 

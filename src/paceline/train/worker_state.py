@@ -35,7 +35,7 @@ from ..shard.vectors import decode_states, encode_states
 from .generator_states import GeneratorStates, generators_lock
 from .gradients import scales_of
 from .loops import active_loop
-from .schedules import JobScheduler, Place, prepared_schedulers
+from .schedules import JobScheduler, prepared_schedulers
 from .session import BatchSite, OfSession, Session, Stateful, resumption_of, untrained
 from .sources import streams_of
 from .training import training_of
@@ -444,7 +444,7 @@ def set_state(thing: Any, state: Mapping[str, Any]) -> None:
     """Restore the state of an object from a result of `state_of`."""
     thing.load_state_dict(state["state"])
     if isinstance(thing, JobScheduler):
-        thing.place = Place(*state["place"])
+        thing.place = state["place"]
     if isinstance(thing, SCHEDULERS):
         groups, expected = len(thing.optimizer.param_groups), len(state["groups"])
         if groups != expected:
