@@ -56,25 +56,32 @@ METHOD = (
     "the target loss. The worker on the first machine saves the common weights, on which all workers of the system "
     f"agree, at most every {work.SNAPSHOT_S:g} s. Another process evaluates them at the lowest priority, so the cost "
     "is the same for all systems: the time to save 0.5 MB. Methods with local steps are evaluated after each "
-    f"synchronization. A run ends after {LIMIT_S:g} s.",
+    "synchronization. There are two exceptions: under hivemind with local updates, the peers never have the same "
+    "weights, so those of the first peer are evaluated after each of its steps; under Paceline asp, the weights are "
+    f"those that the first worker has received last. A run ends after {LIMIT_S:g} s.",
     f"*Rates.* Each system makes a run with each of the learning rates {', '.join(f'{lr:g}' for lr in RATES)} "
-    f"under the first condition, and keeps the best one. The results are medians over {len(SEEDS)} other seeds.",
+    "under the first condition, and keeps the best one. DDP with shares by hand has the rate of DDP. The results are "
+    f"medians over {len(SEEDS)} other seeds.",
     "*Settings.* The settings are those that the documentation of each system recommends, if they fit a run of "
     "about 100 steps: see the heads of the files in `benchmarks/peers`. H is the number of local steps: 8 for "
-    "Accelerate as in its guide, 4 after 10 steps of warm-up for PostLocalSGD as in PyTorch's examples, and 8 "
-    "instead of 100 for torchft. On slow links, systems send fewer bytes if they can: Paceline uses `--wire int8` "
-    "and a server on each machine, as its guide says; DDP uses float16, and hivemind 8 bits. PostLocalSGD, "
-    "Accelerate and torchft have no such option on CPUs.",
-    "*MB sent* is the amount that the interfaces of all three machines have sent until the loss was reached. "
-    "*Samples lost* are samples that a worker has received or computed, but that are not in the common weights. "
-    "Samples that were under way at the end do not count.",
+    "Accelerate as in its guide, 4 for PostLocalSGD as in PyTorch's examples, after 10 steps of warm-up instead of "
+    "100, and 8 instead of 100 for torchft. hivemind averages local weights after 8 joint batches. It searches at most "
+    "0.5 s for a group before each average, while a joint batch takes 0.14 s. On slow links, systems send fewer bytes "
+    "if they can: Paceline uses `--wire int4` and a server on each machine, as its guide says; DDP uses float16, and "
+    "hivemind 8 bits. PostLocalSGD, Accelerate and torchft have no such option on CPUs.",
+    "*MB sent* is the amount that the interfaces of all three machines have sent until the loss was reached (in the "
+    "whole run, if it was not reached). *Samples lost* are samples whose gradient a worker has computed, but which has "
+    "no part in the common weights. Paceline hands out the samples of a lost worker again, so only the computation is "
+    "lost there. Samples that were under way at the end do not count.",
 )
 LIMITS = (
     "There are no results for GPUs, NCCL, or more than three workers.",
     "There are no results for large models: the sleep stands for their computation, but their gradients are larger, "
     "too.",
-    "No communication overlaps with a computation: each step first sleeps and then exchanges gradients. DDP and "
-    "Paceline send parts of a gradient while a real model still computes the others.",
+    "Gradients are not exchanged during a computation: each step first sleeps. DDP and Paceline send parts of a "
+    "gradient while a real model still computes the others. Only hivemind (averages of weights, search for groups) and "
+    "torchft DDP (quorum) do a part of their work during the sleep.",
+    "DDP could send fewer bytes with PowerSGD, which was not measured.",
     "There are no results for the final quality of a model, which matters most if steps are local or gradients are "
     "stale.",
     "The results say little about hivemind and DiLoCo as they are meant to be used: with joint batches of thousands "

@@ -4,7 +4,7 @@ PyTorch's methods are DDP, DDP with shares of the joint batch that are set by ha
 mean of the workers' gradients. So if the shares of the joint batch are unequal, each worker multiplies its loss by its
 share and by the number of workers. On slow links, DDP sends float16 (`fp16_compress_hook`).
 
-PostLocalSGD has the settings of PyTorch's examples: a period of 4, and 10 steps of warm-up. The subgroups of
+PostLocalSGD has the period of PyTorch's examples, 4, and 10 steps of warm-up instead of 100. The subgroups of
 PostLocalSGD have one worker each, because each machine has only one worker. So no gradients are exchanged after the
 warm-up. Accelerate synchronizes every 8 steps, as in its guide.
 """

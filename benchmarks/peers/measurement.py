@@ -365,9 +365,10 @@ def _followed(run: _Run, limits: Limits) -> Outcome:
             break
         time.sleep(LOOK_S)
     ledger = run.end()
-    lost = sum(ledger.get(kind, 0) for kind in ("dropped", "torn", "returned"))
-    if not run.of_paceline:
-        lost = sum(work.lost_samples(run.events(index)) for index in range(len(run.on)))
+    # a worker of Paceline does not record that its push was dropped
+    lost = ledger.get("dropped", 0) + sum(
+        work.lost_samples(run.events(index)) for index in range(len(run.on))
+    )
     return Outcome(
         *run.case,
         time_s=None if reached_s is None else round(reached_s - begun_s, 3),

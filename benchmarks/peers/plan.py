@@ -94,7 +94,7 @@ class System(NamedTuple):
     without: Mapping[str, str] = {}
     rate_of: str = ""
     options: tuple[str, ...] = ()
-    slow_link_options: tuple[str, ...] = ("--wire", "int8", "--servers", "3", "--remote-servers", "2")
+    slow_link_options: tuple[str, ...] = ("--wire", "int4", "--servers", "3", "--remote-servers", "2")
 
 
 ENDS = {"killed": "cannot: all workers end"}
@@ -103,7 +103,7 @@ SYSTEMS = {
     "ddp-by-hand": System("DDP, shares by hand", "collectives", False, {"equal": "as DDP", **ENDS}, "ddp"),
     "post-local-sgd": System("PostLocalSGD, H 4", "collectives", False, ENDS),
     "accelerate-local-sgd": System("Accelerate LocalSGD, H 8", "collectives", False, ENDS),
-    "torchft-ddp": System("torchft DDP", "with_torchft", False),
+    "torchft-ddp": System("torchft DDP", "with_torchft"),
     "torchft-local-sgd": System("torchft LocalSGD, H 8", "with_torchft"),
     "torchft-diloco": System("torchft DiLoCo, H 8", "with_torchft"),
     "hivemind": System("hivemind, gradients", "with_hivemind"),
@@ -298,6 +298,7 @@ def _row(name: str, condition: str, own: Sequence[Outcome], otherwise: str) -> R
     reached = [time_s for time_s in times_s if time_s < math.inf]
     middle_s = median(times_s)
     failures = [each.failure for each in own if each.failure]
+    ended = [each for each in own if not each.failure]
     remark = "" if middle_s < math.inf else f"failed: {failures[0]}" if failures else f"not in {LIMIT_S:g} s"
     backs = [each.returned_s for each in own if each.returned_s is not None]
     return Row(
@@ -308,8 +309,8 @@ def _row(name: str, condition: str, own: Sequence[Outcome], otherwise: str) -> R
         time_s=None if remark else middle_s,
         low_s=min(reached, default=None),
         high_s=max(reached, default=None),
-        sent_mb=median(each.sent_mb for each in own),
-        lost_samples=median(each.lost_samples for each in own),
+        sent_mb=median(each.sent_mb for each in ended) if ended else None,
+        lost_samples=median(each.lost_samples for each in ended) if ended else None,
         returned_s=median(backs) if backs else None,
         remark=remark,
     )

@@ -2,10 +2,12 @@
 
 Peers find each other in a distributed hash table, which they enter through the peer on machine 0. The guide recommends
 3 to 15 s of matchmaking and joint batches of thousands of samples. Here, the joint batch is that of the other systems:
-42 samples, which take a fraction of a second. So the times are as short as possible: 0.5 s of matchmaking, and 0.05 to
-0.1 s between two checks of the other peers' progress. Gradients are accumulated in batches of 7 samples, so a fast peer
-contributes more batches. With local updates, weights are averaged after every 8 joint batches. On slow links, numbers
-are sent in 8 bits, or in 16 bits for small tensors, as in the ALBERT example.
+42 samples, which take a fraction of a second. So the times are short: a peer searches at most 0.5 s for a group (with
+1 or 2 s, runs were slower), and averages as soon as all three peers are in the group. A peer looks at the other peers'
+progress after 0.05 s or more. Requests to other peers may take 0.3 s, because hivemind may be deadlocked if they may
+take longer than the search. Gradients are accumulated in batches of 7 samples, so a fast peer contributes more batches.
+With local updates, weights are averaged after every 8 joint batches. On slow links, numbers are sent in 8 bits, or in
+16 bits for small tensors, as in the ALBERT example.
 
 If a late peer loads the state of another peer, the samples of the late peer since the last average are given up.
 """
@@ -13,18 +15,21 @@ If a late peer loads the state of another peer, the samples of the late peer sin
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
-from .work import JOINT_BATCH, Task, Text, Worker, loss_of, new_model, new_optimizer
+from .work import JOINT_BATCH, WORKERS, Task, Text, Worker, loss_of, new_model, new_optimizer
 
 PART = 7  # samples of a gradient
 LOCAL_BATCHES = 8  # joint batches between two averages of local weights
+GROUP = {"target_group_size": WORKERS, "request_timeout": 0.3}
 SMALL = 2**12  # tensors with fewer elements are sent in 16 bits
 
 
 def main() -> None:
     """Train until the launcher ends the run."""
     import hivemind
+    from hivemind.optim.grad_averager import GradientAverager
 
     task = Task.given()
     worker = Worker(task)
@@ -40,6 +45,9 @@ def main() -> None:
         use_local_updates=local,
         matchmaking_time=0.5,
         averaging_timeout=10.0,
+        next_chunk_timeout=10.0,
+        averager_opts=GROUP,
+        grad_averager_factory=None if local else partial(GradientAverager, **GROUP),
         tracker_opts={"min_refresh_period": 0.05, "default_refresh_period": 0.1},
         **(compression() if task.slow_link else {}),
     )

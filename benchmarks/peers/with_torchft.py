@@ -1,7 +1,9 @@
 """torchft: DDP, LocalSGD and DiLoCo. Each machine is a replica group with one process, and a store of its own.
 
-The settings are those of torchft's examples, apart from H, the number of local steps between two synchronizations:
-H is 8 instead of 100, because a run has about 100 steps. DiLoCo's outer optimizer is SGD with the rate 0.7 and
+The settings are those of torchft's examples, with these exceptions, because a run has only about 100 steps: H, the
+number of local steps between two synchronizations, is 8 instead of 100; the lighthouse waits 2 s for missing groups
+instead of 10 s, and looks every 50 ms instead of 100 ms. All groups begin with the same weights, so `init_sync` is
+False. A quorum needs two groups. DiLoCo's outer optimizer is SGD with the rate 0.7 and
 Nesterov's momentum 0.9. torchft has no compression for CPUs.
 
 A step counts as kept if torchft has committed it. If a step is not committed, DDP and DiLoCo give up the samples since

@@ -5,13 +5,15 @@ environment variable `PEERS_TASK` contains the `Task` of a worker as JSON. `PEER
 machine.
 
 *Pace.* A step sleeps for a time in proportion to its number of samples, and then computes. The sleep stands for the
-computation of a large model; the real computation is short compared with it. No system can hide its traffic behind the
-sleep.
+computation of a large model; the real computation is short compared with it. No system can hide the exchange of its
+gradients behind the sleep.
 
 *What a worker records.* All workers append events to a file of their machine. The worker on machine 0 also saves the
 weights that its system has agreed on, at most every `SNAPSHOT_S`. *Agreed* weights are those that the workers share, in
-contrast to weights after local steps of one worker. The launcher evaluates the saved weights while the workers go on,
-so no system spends time on evaluation.
+contrast to weights after local steps of one worker. Under hivemind with local updates, the peers never have the same
+weights, so the weights after each step of the peer on machine 0 are saved. Under Paceline asp, the weights are those
+that the worker on machine 0 has received last. The launcher evaluates the saved weights while the workers go on, so no
+system spends time on evaluation.
 
 *Samples lost.* A worker records the number of samples of each step. A worker also records when all its samples so far
 have had a part in the weights that the system has agreed on (`kept`), and when the system has given up the samples
