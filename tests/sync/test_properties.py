@@ -158,7 +158,7 @@ def applied_on_arrival(events: Events) -> list[ApplyPush | ApplyMean]:
 
 def applied_and_divided(events: Events) -> list[ApplyPush | ApplyMean]:
     """FluentPS, Algorithm 1, line 15."""
-    n = len(told(events)[0])
+    n = max(len(moment.workers) for moment in moments(events))
     return [ApplyPush(update.worker, update.iteration, 1 / n) for update in applied_on_arrival(events)]  # type: ignore[union-attr]
 
 

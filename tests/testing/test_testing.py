@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import pytest
 
+from paceline.core.shard import ShardSync
 from paceline.sync import (
     ASP,
     BSP,
@@ -27,6 +28,7 @@ from paceline.sync.actions import (
     DropPush,
     HoldPush,
     RestartWorker,
+    SetTimer,
 )
 from paceline.sync.events import (
     AnyEvent,
@@ -36,7 +38,7 @@ from paceline.sync.events import (
     WorkerFinished,
     WorkerLost,
 )
-from paceline.testing import Oracle, check, play
+from paceline.testing import CheckedShard, Oracle, check, play
 from paceline.testing.admission import more_ahead_than
 from paceline.testing.promises import Events
 from tests.support.marks import thorough
@@ -89,6 +91,16 @@ class AveragesInOrderOfArrival(HoldsForever):
 class AnswersTwice(Careless):
     def pulled(self, pull: PullRequested) -> list[AnyAction]:
         return super().pulled(pull) * 2
+
+
+class AppliesStalePushesTwice(Careless):
+    def pushed(self, push: PushReceived) -> list[AnyAction]:
+        return super().pushed(push) * (2 if push.staleness else 1)
+
+
+class SetsATimerForTheNextPush(Careless):
+    def pushed(self, push: PushReceived) -> list[AnyAction]:
+        return [*super().pushed(push), SetTimer(push.worker, push.iteration + 1, push.now_ticks)]
 
 
 class CountsItsChecks(Careless):
@@ -202,6 +214,8 @@ def model_of(machine: type[ShardMachine], coordinator: type[JobMachine] | None =
         (HoldsForever, r"all workers have left, but the pushes \{.*\} have not been applied"),
         (AveragesInOrderOfArrival, r"not in worker order"),
         (AnswersTwice, r"AnswerPull.*answers a pull that was not requested"),
+        (AppliesStalePushesTwice, r"staleness=[1-9].* caused 2 actions that apply, hold or drop a push"),
+        (SetsATimerForTheNextPush, r"but no live worker \d has pushed iteration \d"),
         (CountsItsChecks, r"PullRepeated.* has changed the state machine"),
         (SharesItsList, r"machines share nothing\nevents at one state machine have changed another"),
         (WaitsForTheLost, r"all workers wait after Worker(Lost|Finished)"),
@@ -218,6 +232,24 @@ def test_a_machine_that_keeps_the_promises_passes() -> None:
     result = check(model_of(Careless))
     assert result.sync == "careless"
     assert result.states > 1000
+
+
+@pytest.mark.parametrize(
+    ("sync", "numbers"),
+    [(ASP(), [(None, None)] * 3), (ASP(push_scale="n/tau"), [(0, 2), (1, 2), (1, 2)])],
+    ids=["asp", "n/tau"],
+)
+def test_a_push_has_the_numbers_that_the_model_needs(
+    sync: SyncModel, numbers: list[tuple[int | None, int | None]]
+) -> None:
+    checked = CheckedShard(ShardSync(sync))
+    for _ in range(2):
+        checked.tell(checked.legal.join())
+    for worker in (0, 1, 0):
+        checked.tell(checked.legal.push(worker))
+        checked.tell(checked.legal.pull(worker))
+    pushes = [event for event in checked.events if isinstance(event, PushReceived)]
+    assert [(push.staleness, push.at_once) for push in pushes] == numbers
 
 
 @pytest.mark.usefixtures("registered")

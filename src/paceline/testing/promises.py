@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from itertools import product
 from typing import Literal, NamedTuple, assert_never
 
+import msgspec
+
 from ..core.job_sync import JobSync
 from ..core.shard import ShardSync
 from ..errors import ConfigurationError, InvalidEventError
@@ -399,14 +401,21 @@ class CheckedShard:
         self.held: set[tuple[int, int]] = set()
         self.faults: list[ReportFault] = []
         self._oracle = oracle
+        self._pulled: dict[int, int] = {}  # worker -> number of updates in the worker's weights
+        self._at_once = 0  # the largest number of workers that have been present at the same time
 
     def tell(self, event: AnyEvent) -> list[AnyAction]:
         """Pass a legal event to the state machine, check the promises, and return the actions."""
         before = snapshot(self.machine) if isinstance(event, PullRepeated) else None
+        if isinstance(event, PushReceived):
+            event = self._with_numbers(event)
         self.events.append(event)
         actions = self.machine.handle(event)
         self.machine.validate()
         self.legal.advance(event)
+        if isinstance(event, WorkerJoined | PullRepeated):
+            self._pulled[event.worker] = len(self.updates)
+            self._at_once = max(self._at_once, len(self.legal.phase))
         if isinstance(event, PullRepeated):
             assert actions == [AnswerPull(event.worker, event.iteration - 1)], (
                 f"{event} caused {actions}, expected exactly one answer to the repeated pull"
@@ -456,6 +465,18 @@ class CheckedShard:
         )
         assert snapshot(self.machine) == before, f"{event} was refused, but has changed the state machine"
 
+    def _with_numbers(self, push: PushReceived) -> PushReceived:
+        """Return a push with the numbers that a `Shard` adds if the model needs them.
+
+        A machine without a host does not know what its model needs, so its pushes have all numbers.
+        """
+        staleness: int | None = len(self.updates) - self._pulled.get(push.worker, 0)
+        at_once: int | None = self._at_once
+        if isinstance(self.machine, ShardSync):
+            staleness = staleness if self.machine.needs_staleness else None
+            at_once = at_once if self.machine.sync.needs_at_once else None
+        return msgspec.structs.replace(push, staleness=staleness, at_once=at_once)
+
     def _carry_out(self, event: AnyEvent, action: AnyAction) -> None:
         match action:
             case ApplyPush(worker, iteration) | DropPush(worker, iteration) | HoldPush(worker, iteration):
@@ -491,14 +512,12 @@ class CheckedShard:
                         f"{action} was returned before the worker's push was applied"
                     )
                 self.legal.phase[worker] = "computing"
+                self._pulled[worker] = len(self.updates)
                 if v_train is not None:
                     self.legal.progress[worker] = v_train
             case SetTimer(worker, iteration, due_ticks):
-                assert self.legal.phase.get(worker) == "waiting", (
-                    f"{action} was returned, but worker {worker} does not wait"
-                )
-                assert iteration == self.legal.label[worker] - 1, (
-                    f"{action} names the wrong iteration, expected {self.legal.label[worker] - 1}"
+                assert iteration < self.legal.label.get(worker, 0), (
+                    f"{action} was returned, but no live worker {worker} has pushed iteration {iteration}"
                 )
                 assert due_ticks >= event.now_ticks, (
                     f"{action} is due before the event that caused it, {event}"
