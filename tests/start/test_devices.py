@@ -592,7 +592,7 @@ def test_a_dry_run_and_the_settings_name_the_devices() -> None:
 )
 def test_advice_follows_an_error_about_memory(error: Exception) -> None:
     advised = (
-        "it failed. Reduce the batch size, or balance the batches (--batch balanced) and limit those of this"
+        "it failed. Reduce the batch size. If only balanced batches are too large, limit their size in all"
     )
     assert with_advice("it failed.", [ValueError("it failed."), error]).startswith(advised)
     for other in (RuntimeError("the socket is closed"), ValueError("out of memory")):
@@ -616,7 +616,7 @@ def test_a_run_that_fails_because_of_a_devices_memory_says_what_to_do(mark: str,
     (tmp_path / "train.py").write_text("import torch\nraise torch.OutOfMemoryError('CUDA out of memory')\n")
     ended = run_program("-m", "paceline", "run", "--workers", "1", "--run-dir", "run", "train.py")
     assert ended.returncode == 1
-    assert "CUDA out of memory. Reduce the batch size, or balance the batches" in " ".join(
+    assert "CUDA out of memory. Reduce the batch size. If only balanced batches" in " ".join(
         ended.stderr.split()
     )
 

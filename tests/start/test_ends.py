@@ -414,6 +414,10 @@ def act(worker, iteration):
 
     assert ended.returncode == 1
     assert "error: server 0 failed: it was terminated by signal SIGKILL: it had sent nothing" in ended.stderr
+    note = (
+        "the run could not go on by itself, because it had not written a checkpoint yet (--checkpoint-every)"
+    )
+    assert note in " ".join(ended.stderr.split())
     assert weights() == NAMES
 
 

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from msgspec import structs
 
+from paceline.checkpoints.reading import NewestCheckpoint
 from paceline.core.coordinator import Coordinator
 from paceline.core.job_cut import JobCut
 from paceline.core.layout import Layout, ModelSpec, OptimizerSpec, Parameter
 from paceline.core.requests import Fail
 from paceline.errors import RunFailedError
 from paceline.run.agents import MachinesLeft
+from paceline.run.job import ResumedFrom
 from paceline.run.job_options import make_job
+from paceline.run.resuming import resumed_with
 from paceline.start import run as vacancies
 from paceline.start.local import HostMachine, ProcessPlacement
-from paceline.start.run import ShortageWatch, is_loss, on_machines
+from paceline.start.run import RestartPolicy, ShortageWatch, is_loss, on_machines
 from paceline.sync.schedule import read_schedule
 
 JOB = make_job(workers=4, servers=4, remote_servers=2, joined=True, dry_run=True)
@@ -48,6 +52,22 @@ def test_a_server_that_fails_with_an_exception_of_its_own_is_no_loss() -> None:
     assert is_loss(RunFailedError("server 1", "it was terminated by signal SIGKILL"))
     assert not is_loss(RunFailedError("server 1", "ValueError", "Traceback ..."))
     assert not is_loss(RunFailedError("worker 1", "it was terminated by signal SIGKILL"))
+
+
+def newest(number: int) -> NewestCheckpoint:
+    checkpoint: Any = SimpleNamespace(path=Path(f"/checkpoints/{number:06d}"))
+    return NewestCheckpoint(checkpoint, ())
+
+
+@pytest.mark.parametrize("begun", [None, resumed_with(newest(1))])
+def test_a_run_goes_on_three_times_from_the_same_checkpoint(begun: ResumedFrom | None) -> None:
+    job, policy = structs.replace(JOB, resumed=begun), RestartPolicy()
+    for number in (1, 2):
+        for _ in range(3):
+            resumed = policy.resumed(job, newest(number))
+            assert resumed is not None
+            job = policy.next(job, resumed)
+        assert policy.resumed(job, newest(number)) is None
 
 
 def test_further_servers_are_on_the_machine_of_the_first() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -9,7 +10,8 @@ from pathlib import Path
 import pytest
 
 import paceline
-from paceline.start.processes.program import execute, main_of
+from paceline.run.job_options import make_job
+from paceline.start.processes.program import environment, execute, main_of
 from paceline.wire.secure import VARIABLE
 
 SOURCE = Path(paceline.__file__).parent
@@ -40,6 +42,14 @@ def test_a_program_gets_neither_the_secret_nor_modules_of_the_working_directory(
 def test_the_main_function_of_a_module_gets_the_arguments_that_follow(tmp_path: Path) -> None:
     """Wherever the package lies: Python itself is told nothing of it."""
     words = [*main_of("paceline.cli"), "--version"]
-    environment = {"PYTHONPATH": ""}
-    with execute(words, environment=environment, stdout=subprocess.PIPE, cwd=tmp_path) as started:
+    with execute(words, environment={"PYTHONPATH": ""}, stdout=subprocess.PIPE, cwd=tmp_path) as started:
         assert started.communicate()[0].decode() == f"paceline {paceline.__version__}\n"
+
+
+def test_a_run_counts_the_cores_that_it_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler may allow only a few of the machine's cores."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2, 3, 4, 5}, raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert make_job(workers=2, dry_run=True).servers == 4
+    assert environment(2)["OMP_NUM_THREADS"] == "3"

@@ -11,7 +11,7 @@ import pytest
 from tests.support.live import await_that, mark, processes, run_program
 from tests.support.marks import chaos
 from tests.support.scheduled import SCRIPT, assert_trained_as_alone, program, summary
-from tests.support.slurm import MISSING, PROGRAMS, Batch, Cluster, call, cluster
+from tests.support.slurm import EXAMPLES, MISSING, PROGRAMS, Batch, Cluster, call, cluster
 
 __all__ = ["cluster", "mark"]
 
@@ -40,7 +40,7 @@ def test_two_nodes_train_what_one_process_trains(mark: str) -> None:
     assert job.await_end() == "COMPLETED", job.output
     assert all(f"worker {rank} was started as rank {rank}" in job.output for rank in range(2)), job.output
     assert_trained_as_alone(f"runs/slurm-{job.id}-0", 24)
-    assert not list(Path("runs").rglob("secret*"))
+    assert not list(Path("runs").rglob("*secret*"))
 
 
 @pytest.mark.thorough
@@ -76,14 +76,40 @@ def test_workers_leave_when_slurm_warns_and_a_requeued_job_is_another_run(
     first = summary(f"runs/slurm-{job.id}-0")
 
     assert (sorted(first["left"]), first["lost_workers"]) == ([0, 1], []), job.output
-    await_that(lambda: not list(cluster.folder.glob("spool-*/job*")), "Slurm has cleaned up the first run")
-    await_that(lambda: job.state == "PENDING", "the job waits to begin again", every_s=0.2)
-    # Otherwise, it begins after two minutes; a node refuses it in the second in which it has ended there.
-    call("scontrol", "update", f"JobId={job.id}", "StartTime=now+3seconds")
+    hasten(job, cluster)
     await_that(lambda: Path(f"runs/slurm-{job.id}-1").exists(), "the job has begun again")
     assert job.await_end() == "COMPLETED", job.output
     second = summary(f"runs/slurm-{job.id}-1")
     assert (second["left"], second["lost_workers"]) == ([], [])
+
+
+@pytest.mark.thorough
+def test_a_requeued_job_resumes_its_run_if_all_attempts_have_one_run_directory(
+    cluster: Cluster, mark: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_OPTIONS", f"{os.environ['PACELINE_OPTIONS']} --checkpoint-every 1")
+    text = (EXAMPLES / "slurm.sbatch").read_text()
+    assert "-${SLURM_RESTART_COUNT:-0}\n" in text
+    Path("resuming.sbatch").write_text(text.replace("-${SLURM_RESTART_COUNT:-0}\n", "\n"))
+    file = str(Path("resuming.sbatch").absolute())
+    job = Batch(file, "2000", "0.01", options=("--ntasks-per-node=1",))
+    run = Path(f"runs/slurm-{job.id}")
+    await_that(lambda: list(run.rglob("manifest.json")), "the first attempt has written a checkpoint")
+    call("scancel", "--signal=TERM", job.id)
+    hasten(job, cluster)
+    await_that(lambda: (run / "before").exists(), "the job goes on")
+
+    assert job.await_end() == "COMPLETED", job.output
+    assert summary(str(run))["left"] == []
+    assert not list(Path("runs").rglob("*secret*"))
+
+
+def hasten(job: Batch, cluster: Cluster) -> None:
+    """Wait until a job has been put back into the queue, and let it begin soon."""
+    await_that(lambda: job.state == "PENDING", "the job waits to begin again", every_s=0.2)
+    await_that(lambda: not list(cluster.folder.glob("spool-*/job*")), "Slurm has cleaned up the first run")
+    # Otherwise, it begins after two minutes; a node refuses it in the second in which it has ended there.
+    call("scontrol", "update", f"JobId={job.id}", "StartTime=now+3seconds")
 
 
 @pytest.mark.thorough
@@ -95,11 +121,11 @@ def test_a_job_that_is_cancelled_leaves_no_secret(file: str, cluster: Cluster, m
     }
     job = Batch(file, "4000", "0.01", options=options[file])
     await_that(lambda: list(Path("runs").rglob("trace-shard-0.jsonl")), "training has begun")
-    assert list(Path("runs").rglob("secret*"))
+    assert list(Path("runs").rglob("*secret*"))
     call("scancel", job.id)
 
     assert job.await_end() == "CANCELLED", job.output
-    await_that(lambda: not list(Path("runs").rglob("secret*")), "the secret is removed")
+    await_that(lambda: not list(Path("runs").rglob("*secret*")), "the secret is removed")
     await_that(lambda: not list(cluster.folder.glob("spool-*/job*")), "Slurm has cleaned up")
 
 

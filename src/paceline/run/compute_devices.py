@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import msgspec
 
 
@@ -53,3 +55,11 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
 
 
 CPU = Device(kind="cpu")
+
+
+def usable_cores() -> int:
+    """Return the number of cores that the processes of this machine may use. A scheduler may allow only a few."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except (AttributeError, OSError):  # not on Linux
+        return os.cpu_count() or 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import secrets
 import time
 import traceback
@@ -22,7 +21,7 @@ from ..shard.optimizer_sources import OptimizerSources
 from ..sync.plugins import load_models, modules_of
 from ..sync.schedule import read_schedule
 from ..wire.transports import TCP, TRANSPORTS, Transport, best_transport
-from .compute_devices import Device
+from .compute_devices import Device, usable_cores
 from .footprint import (
     available_bytes,
     descriptor_limit,
@@ -101,7 +100,7 @@ def make_job(
         )
     if servers is None:
         # One server for each core that the workers leave free, but at least one.
-        servers = max(1, (os.cpu_count() or 1) - workers)
+        servers = max(1, usable_cores() - workers)
     remote_servers = whole(least=0)("remote_servers", remote_servers)
     if remote_servers >= servers:
         raise ConfigurationError(

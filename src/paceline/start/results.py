@@ -38,7 +38,7 @@ from ..errors import ConfigurationError, PacelineError
 from ..files import Unfinished, write_json
 from ..look.causes import evidence_of, sentences_of
 from ..look.step_cost import StepCost
-from ..run.compute_devices import CPU
+from ..run.compute_devices import CPU, usable_cores
 from ..run.coordinator import CoordinatorHost, Departed, StateReport
 from ..run.job import CHECKPOINTS, Job
 from ..run.readers import Reader
@@ -413,14 +413,6 @@ def server_device_line(job: Job, model: ModelSpec | None) -> str:
         return ""
     names = " and ".join(each.name for each in model.optimizers)
     return f"{option} has no effect, because {names} needs no whole tensors: the servers make its steps on the CPU."
-
-
-def usable_cores() -> int:
-    """Return the number of cores that the processes of this machine may use. A scheduler may allow only a few."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except (AttributeError, OSError):  # not on Linux
-        return os.cpu_count() or 0
 
 
 def write_summary(summary: dict[str, Any], run_dir: Path) -> str:

@@ -947,7 +947,7 @@ class RestartPolicy:
     """Decides whether a run goes on by itself."""
 
     def __init__(self) -> None:
-        self._in_vain = 0
+        self._times = 0  # how often the run has gone on from the checkpoint with which it has begun
 
     def resumed(self, job: Job, newest: NewestCheckpoint) -> ResumedFrom | None:
         """Return the checkpoint with which a run would go on after it has lost a server; None if the run would end.
@@ -959,12 +959,12 @@ class RestartPolicy:
             newest: the newest whole checkpoint of the run.
         """
         resumed = resumed_with(newest)
-        in_vain = self._in_vain >= MOST_IN_VAIN and _is_again(job, resumed)
+        in_vain = self._times >= MOST_IN_VAIN and _is_again(job, resumed)
         return None if job.on_server_loss != "resume" or in_vain else resumed
 
     def next(self, job: Job, resumed: ResumedFrom) -> Job:
         """Return the configuration with which a run goes on."""
-        self._in_vain = self._in_vain + 1 if _is_again(job, resumed) else 0
+        self._times = self._times + 1 if _is_again(job, resumed) else 1
         return replace(job, resumed=resumed, epoch_ns=time.monotonic_ns(), mark=secrets.token_hex(8))
 
 

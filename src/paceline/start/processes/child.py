@@ -35,8 +35,8 @@ from .orders import Descriptors, ProcessOrder
 from .program import EXIT_INTERRUPTED, EXIT_PEER_LOST, log_to_stderr, open_file
 
 MEMORY_ADVICE = (
-    "Reduce the batch size, or balance the batches (--batch balanced) and limit those of this worker with "
-    "distribute(max_batch=...)."
+    "Reduce the batch size. If only balanced batches are too large, limit their size in all workers with "
+    "distribute(loader, max_batch=...)."
 )
 
 VERSION_ADVICE = "Install a version that has this name, or change the script."

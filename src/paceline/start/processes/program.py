@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ...run.compute_devices import usable_cores
 from ...wire.secure import without_secret
 
 BOOT = str(Path(__file__).with_name("boot.py"))
@@ -101,7 +102,7 @@ def environment(processes: int) -> dict[str, str]:
     Args:
         processes: number of servers and workers, which share the cores of this machine.
     """
-    threads = max(1, (os.cpu_count() or 1) // processes)
+    threads = max(1, usable_cores() // processes)
     return {
         # If the user has set one of these two variables, the user's value is used.
         "OMP_NUM_THREADS": str(threads),
