@@ -94,7 +94,7 @@ $(PORTING_OLD)/.ready: pyproject.toml constraints.txt
 		'lightning<2.6' 'pytorch-lightning<2.6' 'transformers<4.58' 'trl<0.26' 'accelerate<1.9' 'peft<0.18'
 	@touch $@
 
-porting: $(PORTING)/.ready $(PORTING_OLD)/.ready  ## create .venv-porting and .venv-porting-old with Hugging Face and Lightning, of today and of a year ago, and run the scripts in docs/how-to/port-a-script.md and docs/frameworks (15 minutes after the installation)
+porting: $(PORTING)/.ready $(PORTING_OLD)/.ready  ## create .venv-porting and .venv-porting-old with Hugging Face and Lightning, of today and of a year ago, and run the scripts in docs/start, docs/how-to and examples/frameworks (15 minutes after the installation)
 	OMP_NUM_THREADS=1 $(PORTING)/bin/python -m pytest -p no:cacheprovider -m 'not chaos' tests/train/test_porting.py tests/start/test_first_run.py tests/integrations
 	OMP_NUM_THREADS=1 $(PORTING_OLD)/bin/python -m pytest -p no:cacheprovider -m 'not chaos' tests/integrations
 

@@ -158,7 +158,8 @@ def text() -> str:
         "",
     ]
     lines += ["## Limits of these results", "", *bullets(LIMITS), ""]
-    lines += ["## Results", "", *(line for table in result_tables(results) for line in markdown(table))]
+    tables = (line for table in result_tables(results) for line in markdown(table))
+    lines += ["## Results", "", *(f"#{line}" if line.startswith("#") else line for line in tables)]
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -34,10 +34,10 @@ PACKAGES = {"torch": "torch.optim", "schedulefree": "schedulefree", "pytorch-opt
 KINDS = ("element by element", "tensor by tensor", "refused")
 
 INTRODUCTION = """\
-Can the servers run your optimizer? Before training begins, a worker [tests](../index.md) the class: on slices of small
-parameters, then on whole tensors. The tables show the kind that the test has found for each class of some packages.
-Each class was built with its defaults for a small model: a convolution, a linear layer and their biases, or only
-matrices if the class accepts nothing else.
+Can the servers run your optimizer? Before training begins, a worker [tests](../how-to/optimizers.md#the-optimizer) the
+class: on slices of small parameters, then on whole tensors. The tables show the kind that the test has found for each
+class of some packages. Each class was built with its defaults for a small model: a convolution, a linear layer and
+their biases, or only matrices if the class accepts nothing else.
 
 - *Element by element*: the servers hold slices of equal size.
 - *Tensor by tensor*: each tensor is whole at one server.

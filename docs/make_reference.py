@@ -12,7 +12,7 @@ import inspect
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import typer
 
 from paceline.cli import app
+from paceline.settings.checks import RUN, SCHEDULED, SERVE
 from paceline.settings.table import SETTINGS
 
 FOLDER = Path(__file__).parent / "reference"
@@ -29,6 +30,9 @@ PACKAGE = Path(__file__).parents[1] / "src" / "paceline"
 
 OFFLINE = ("simulate", "advise", "study", "replay", "sync")
 """The commands that start no live run. They have a page of their own."""
+
+WITH_SETTINGS = {"run": RUN, "serve": SERVE, "join --slurm": SCHEDULED}
+"""Each command that takes settings -> its name in the table of settings."""
 
 SIMULATING = """\
 # Command line: simulate and compare
@@ -42,8 +46,9 @@ COMMANDS = """\
 
 Each command has a help text: `paceline run --help`. An option that begins with two hyphens may be written
 `--option VALUE` or `--option=VALUE`. Options of Paceline go before the name of the script; everything after this name
-is passed to the script. The [exit codes](exit-codes.md) say how a command has ended. `paceline --version` prints the
-version. [Simulate and compare](command-line-simulate.md) has the commands that start no run.
+is passed to the script. In `paceline join`, options go before the address. The [exit codes](exit-codes.md) say how a
+command has ended. `paceline --version` prints the version. [Simulate and compare](command-line-simulate.md) has the
+commands that start no run.
 
 """
 
@@ -60,6 +65,21 @@ VARIABLES = {
     "PACELINE_LOG": "the level of the logs of servers and workers, such as `INFO`. Default: `WARNING`",
     "XDG_CONFIG_HOME": "the folder with `paceline/key`, which signs the runs that you start. Default: `~/.config`",
 }
+
+DETAILS = """\
+In Python, `help(paceline.prepare)` shows the arguments of `paceline.prepare`. The site (`make site`) shows the
+arguments of all names, below the tables.
+"""
+
+LIGHTNING = """\
+## `paceline.integrations.lightning`
+
+If a script imports this module, Lightning knows the strategy `"paceline"`: see
+[Use Lightning and Fabric](../how-to/lightning.md).
+"""
+
+EVERY_COMMAND = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+"""Each command of the command line, by its name."""
 
 
 class Group(NamedTuple):
@@ -155,30 +175,37 @@ def option(parameter: Any) -> str:
 
 def command_line(head: str, *, offline: bool) -> str:
     """Return a page of commands: those that start no live run, or the others."""
-    settings = {row.option for row in SETTINGS.values()}
     lines = [head.rstrip(), ""]
-    every = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    for name, command in ((name, command) for name, command in every.items() if (name in OFFLINE) == offline):
+    for name, command in EVERY_COMMAND.items():
+        if (name in OFFLINE) != offline:
+            continue
         lines += [f"## `paceline {name}`", "", *first_paragraphs(command.help), ""]
+        settings = {row.option for row in SETTINGS.values() if WITH_SETTINGS.get(name) in row.commands}
         own = [
             parameter
             for parameter in command.params
-            if not parameter.hidden
-            and "--help" not in parameter.opts
-            and (name not in ("run", "serve", "join --slurm") or not set(parameter.opts) & settings)
+            if not parameter.hidden and "--help" not in parameter.opts and not set(parameter.opts) & settings
         ]
-        rows = [[option(parameter), cell(getattr(parameter, "help", None) or "")] for parameter in own]
-        lines += table(["argument or option", "meaning"], rows)
-        if name in ("run", "serve", "join --slurm"):
+        lines += table(["argument or option", "meaning"], ([option(each), meaning(each)] for each in own))
+        if name in WITH_SETTINGS:
             lines += ["The other options are [settings](settings.md) of the run.", ""]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def meaning(parameter: Any) -> str:
+    """Return what an option or an argument means, with its default."""
+    text = cell(parameter.help or "")
+    default = parameter.default
+    if not parameter.show_default or default in (None, False, "", [], ()) or "Default: " in text:
+        return text
+    return f"{text} Default: {f'{default:g}' if isinstance(default, float) else default}."
 
 
 def first_paragraphs(text: str) -> list[str]:
     """Return the paragraphs of a help text, with its examples as code."""
     made = []
     for paragraph in text.split("\n\n"):
-        example = paragraph.startswith(("paceline ", "PACELINE_"))
+        example = paragraph.startswith(("paceline ", "PACELINE_", "srun "))
         plain = cell(paragraph).replace("\\|", "|")
         made += [f"    {paragraph}"] if example else textwrap.wrap(plain, 118, break_on_hyphens=False)
         made += [""]
@@ -194,7 +221,7 @@ def settings() -> str:
             [
                 f"{code(name)}, {code(row.option)}",
                 code(repr(row.default)),
-                cell(row.help) + only(row.commands),
+                cell(row.help) + only(row.option, row.commands),
             ]
             for name, row in SETTINGS.items()
             if row.panel == panel
@@ -210,11 +237,17 @@ def settings() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def only(commands: tuple[str, ...]) -> str:
-    """Return which commands have an option, unless all of them have it."""
-    if len(commands) == 3:
+def only(name: str, commands: tuple[str, ...]) -> str:
+    """Return which commands have the option of a setting, and which others have another option with the same name."""
+    if len(commands) == len(WITH_SETTINGS):
         return ""
-    return f" Only `{'` and `'.join(commands)}`."
+    others = [
+        command
+        for command, kind in WITH_SETTINGS.items()
+        if kind not in commands and any(name in each.opts for each in EVERY_COMMAND[command].params)
+    ]
+    also = f" See [Command line](command-line.md) for the same option of `{'` and `'.join(others)}`."
+    return f" Only `{'` and `'.join(commands)}`.{also * bool(others)}"
 
 
 def names_of(group: Group) -> list[str]:
@@ -259,9 +292,11 @@ def package_of(module: ModuleType) -> str:
     return module.__name__ if hasattr(module, "__path__") else module.__name__.rpartition(".")[0]
 
 
-def interface(title: str, groups: Iterable[Group]) -> str:
+def interface(title: str, groups: Sequence[Group]) -> str:
     """Return a page of public names."""
     lines = [f"# {title}", ""]
+    if not any("integrations" in group.module for group in groups):  # the site shows no details of these
+        lines += [*DETAILS.splitlines(), ""]
     for group in groups:
         lines += [f"## {group.heading}", ""]
         rows = ([code(f"{group.module}.{name}"), summary(group.module, name)] for name in names_of(group))
@@ -272,6 +307,7 @@ def interface(title: str, groups: Iterable[Group]) -> str:
 def texts() -> dict[Path, str]:
     """Return the pages."""
     made = {name: interface(title, groups) for name, (title, groups) in API.items()}
+    made["api-integrations.md"] += f"\n{LIGHTNING}"
     made["command-line.md"] = command_line(COMMANDS, offline=False)
     made["command-line-simulate.md"] = command_line(SIMULATING, offline=True)
     made["settings.md"] = settings()

@@ -60,8 +60,8 @@ A script can change the model with `paceline.set_sync("elastic-bsp")`. All shard
 each worker, the old model ends with the worker's next push, and the new model begins when all workers have sent this
 push. Pushes that were held back are averaged and applied at the boundary, so no push is lost, and all workers have
 the same c_p when the new model begins. Some models must run on all shards, because they plan for the whole job:
-`elastic-bsp` and `spec-sync`. `rennala` and `ringmaster` need a single shard (the default if there is one
-server), because a push could otherwise be applied at one shard and dropped at another.
+`elastic-bsp` and `spec-sync`. `rennala` and `ringmaster` need a single shard (`--servers 1`), because a push could
+otherwise be applied at one shard and dropped at another.
 
 `--sync auto` lets the run choose: it begins with `bsp` and balanced batches, and changes to another model at the
 beginning of an epoch if that saves at least 10 % of the time per epoch. See
@@ -188,11 +188,16 @@ def text_of(page: Page) -> str:
         lines += [wrapped(f"*{label}.* {page.parts[label]}"), ""]
     lines += [f"    --sync {page.notation}", ""]
     lines += [wrapped(f"- `{key}`: {what}", indent="  ") for key, what in page.parameters]
+    if any("c_p" in line or "V_train" in line for line in lines):
+        lines[4:4] = ["[The synchronization models](index.md) defines c_p, min c, progress and V_train.", ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
 LISTED = """\
 ## Pages
+
+You can also write [a model of your own](../how-to/own-model.md) as a class, or define it
+[by conditions](../how-to/conditions.md).
 
 """
 

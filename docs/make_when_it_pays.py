@@ -49,7 +49,6 @@ PICTURE = ROOT / "docs" / "pictures" / "when-it-pays.png"
 
 TIME, EQUAL_TIME, EQUAL_GRADIENTS = "time to 0.1", "loss at equal time", "loss at equal gradients"
 MEASURES = (TIME, EQUAL_TIME, EQUAL_GRADIENTS)
-SHOWN = ("0.1 each", "1 each", "10 each", "1 in all")
 NOISY, QUIET = ("0.1 each", "1 in all"), ("1 each", "10 each", "10 in all")
 
 METHOD = """\
@@ -162,9 +161,9 @@ REAL = (
     "These studies follow the protocol of [When it pays](when-it-pays.md#how-it-was-measured), with six contenders "
     f"that were chosen before any result was known. There are two clusters ({TWO[0]}; {TWO[1]}), and all batches of "
     "a problem have the same size. Settings are chosen by the time to the second target, with a constant learning "
-    "rate, and used for all measures. The tuning begins with 18 settings (9 for the language models), and the "
-    "evaluation uses 16 seeds (8 for the language models). The loss is measured on held-out data, and a target is a "
-    "share of the loss at the beginning. Holm's correction covers all comparisons of a problem."
+    "rate, and used for all measures. The tuning begins with 18 settings, and the evaluation uses 16 seeds. The loss "
+    "is measured on held-out data, and a target is a share of the loss at the beginning. Holm's correction covers all "
+    "comparisons of a problem."
 )
 
 
@@ -430,7 +429,7 @@ def texts() -> dict[Path, str]:
         "",
         "![Ratios of all contenders, for three sizes of the batches](../pictures/when-it-pays.png)",
         "",
-        *(line for batches in SHOWN for line in times(page, batches)),
+        *(line for batches in BATCHES for line in times(page, batches)),
     ]
     made = {TARGET: lines, TARGET_OF_LINKS: links, TARGET_OF_TIMES: all_times}
     if page.real:
@@ -444,7 +443,7 @@ def draw(page: Page) -> None:
 
     names = [contender for contender in CONTENDERS if contender != BASELINE]
     figure = new_figure(16.0, 6.4)
-    for axes, batches in zip(figure.subplots(1, 3, sharey=True), SHOWN, strict=False):
+    for axes, batches in zip(figure.subplots(1, 3, sharey=True), BATCHES, strict=False):
         grid = [[page.found[Key(place, c, batches, TIME)] for place in PLACES] for c in names]
         colors = [[_tint(comparison) for comparison in row] for row in grid]
         axes.imshow(colors, cmap="RdBu_r", vmin=-2, vmax=2, aspect="auto")

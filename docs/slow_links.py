@@ -51,8 +51,10 @@ def section() -> list[str]:
     ]
     text = (
         f"The table shows the time of a step under `bsp`, with {WORKERS} workers and a server, each on a machine of "
-        f"its own. A computation takes {COMPUTE_S:g} s, and the gradient is sent afterwards. The times are those of "
-        "`paceline.simulate` (`docs/slow_links.py`):",
+        f"its own. A computation takes {COMPUTE_S:g} s, and the gradient is sent afterwards. All gradients and weights "
+        "pass through the link of the server. In the examples above, codecs save less, because each machine has a "
+        "server, and gradients are sent during the backward pass. The times are those of `paceline.simulate` "
+        "(`docs/slow_links.py`):",
         "A simulation counts no time for encoding. In each step, encoding and decoding take about "
         f"{', and '.join(encoding)}, if each process has a core. So at 10 Gbit/s, encoding and decoding cost a part "
         "of the time that is saved. [Slow links](../how-to/slow-links.md) says which codec suits which optimizer.",

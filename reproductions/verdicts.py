@@ -101,13 +101,13 @@ class Verdict(NamedTuple):
 def verdict(quote: Quote, ours: Measured | None) -> Verdict:
     """Compare a measurement with the number that a paper prints.
 
-    - *agrees*: the interval holds the paper's number, as precisely as the paper prints it. With "up to", "over",
-      "above" and "at least", a larger number agrees, too; with "below" and "at most", a smaller number.
+    - *agrees*: the interval holds the paper's number, as precisely as the paper prints it. If the paper has an effect,
+      so has the whole interval. If it has none, the whole interval lies within the paper's precision. With "up to",
+      "over", "above" and "at least", a larger number agrees, too; with "below" and "at most", a smaller number.
     - *agrees in direction*: the whole interval shows an effect of the same sign, but of another size.
     - *contradicts*: the whole interval shows no effect, less than a tenth of the paper's effect, or an effect of the
       other sign. A number that is not an effect, such as a count, is contradicted by any other number.
-    - *cannot tell*: the interval includes both an effect and no effect, or the number depends on the paper's machines
-      and data, which are not used here. In the latter case, even the same number would be a coincidence.
+    - *cannot tell*: the interval includes both an effect and no effect, or the number depends on the paper's machines.
 
     Args:
         quote: the number of the paper.

@@ -65,6 +65,15 @@ def test_the_head_of_a_models_file_has_every_part(name: str) -> None:
     assert fields == set(re.findall(r"(\w+)=", page.notation)), "each parameter is explained"
 
 
+def test_no_two_models_have_the_same_title() -> None:
+    titles = [describe(name).title for name in MODELS if MODELS[name].__module__.startswith("paceline.")]
+    assert len({*titles}) == len(titles) > 10
+
+
+def test_a_switch_is_shown_as_users_write_it() -> None:
+    assert describe("ringmaster").notation == "ringmaster:threshold=...,stop=false"
+
+
 def test_the_guide_lists_all_extras_with_their_packages() -> None:
     page = (ROOT / "docs" / "start" / "installation.md").read_text()
     rows = dict(re.findall(r"^\| `(\w+)` \| (.+?) \|", page, re.MULTILINE))

@@ -122,8 +122,12 @@ def fault(command: str) -> str:
     arguments, rest = 0, words[1 + len(name.split()) :]
     while rest:
         word = rest.pop(0)
-        if word in ("|", ">", "&&", ";", "--") or arguments == SCRIPT_AFTER.get(name):
+        if word in ("|", ">", "&&", ";", "--"):
             break
+        if arguments == SCRIPT_AFTER.get(name):  # what follows is passed to the script
+            if word.startswith("-") and word != "-m" and word.partition("=")[0] in takes:
+                return f"{word} after the script of {name}"
+            continue
         if not re.match(r"-{1,2}[a-zA-Z]", word):
             arguments += 1
             continue
@@ -154,6 +158,8 @@ def test_no_command_of_a_page_is_stale(page: Path) -> None:
     [
         ("paceline run --workers 4 train.py --epochs 10", ""),
         ("paceline run --worker 4 train.py", "no option --worker of run"),
+        ("paceline check train.py --joint-batch", "--joint-batch after the script of check"),
+        ("paceline run --workers 4 -- train.py --workers 4", ""),
         ("paceline rum train.py", "no command rum"),
         ("paceline join --workers 4 10.0.0.1:29600 train.py --anything", ""),
         ("paceline simulate --sync=bsp --sweeps a", "no option --sweeps of simulate"),

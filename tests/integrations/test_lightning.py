@@ -378,6 +378,8 @@ def test_a_limit_of_the_batches_of_an_epoch_is_kept_in_each_of_them(
 REFUSED = {
     "asp val_check_interval=.5": "validates in the middle of an epoch",
     "asp limit_train_batches=3": "counts the batches of one worker",
+    "bsp --split=dynamic val_check_interval=.5": "such as bsp, without --split dynamic",
+    "bsp --split=dynamic limit_train_batches=3": "workers may use different numbers of batches",
     "asp devices=2": "was used with 2 devices, expected 1",
     "bsp devices=2": "was used with 2 devices, expected 1",
     "bsp reload_dataloaders_every_n_epochs=1": "the job divides the epochs of one loader",
@@ -389,8 +391,8 @@ def test_what_a_worker_cannot_do_by_itself_is_refused_in_a_sentence(
     given: str, mark: str, tmp_path: Path
 ) -> None:
     require("lightning")
-    sync, options = given.split()
-    said = fail(tmp_path, script(options=options), "--sync", sync)
+    sync, *split, options = given.split()
+    said = fail(tmp_path, script(options=options), "--sync", sync, *split)
     assert REFUSED[given] in said
 
 

@@ -148,6 +148,7 @@ def test_a_loss_that_compares_the_samples_of_a_batch_is_noted() -> None:
     assert (mistake.name, mistake.severity, mistake.line) == ("negatives of the worker's batch", "note", 12)
     assert "8 samples of a batch" in mistake.text
     assert "7 negatives" in mistake.text
+    assert "With --joint-batch, exempt this loader" in mistake.fix  # the 8 samples may be a part of a batch
 
 
 def test_labels_of_an_ordinary_classification_compare_no_samples() -> None:

@@ -8,8 +8,9 @@ what it reports, and what else it does:
     tell      it reports all problems
     stop      it reports all problems, and ends the run if training diverges; the host keeps the last good weights
 
-In every mode, if a worker pushes NaN ten times in a row, and the other workers do not, a warning names this worker, and
-the worker is taken out. A worker that is taken out because of NaN does not join again.
+In every mode, the guard watches the gradients with NaN that the run skips. If a worker pushes NaN ten times in a row,
+and the other workers do not, a warning names this worker, and the worker is taken out. A worker that is taken out
+because of NaN does not join again.
 
 With its push, a worker reports the loss, the norm of its gradient, which the check for NaN computes anyway, and the
 norm of its weights, estimated from 8192 elements (`Observation`). A live worker observes a push every 2 ms at most, and

@@ -821,8 +821,9 @@ class WireFormat(msgspec.Struct, frozen=True):
 #
 # The optimizer determines how much accuracy rounding costs. With SGD and AdamW, int4 cost no measurable accuracy, on
 # images and text. Muon makes all directions of a matrix's gradient equally large, even the directions in which the
-# gradient is smaller than the rounding error. With Muon, int4 gradients raised the loss by 1.1 %, and int4 weights did
-# not raise it. int8 cost no measurable accuracy with any of the three optimizers.
+# gradient is smaller than the rounding error. With Muon, int4 gradients raised the loss by 1.1 % in a first test, by
+# 0.1 % in the tests of docs/reference/codecs.md. The reason is not known, so int4 is recommended only for weights. int8
+# cost no measurable accuracy with any of the three optimizers.
 
 SIMILAR = {
     **dict.fromkeys(("SGD", "ASGD"), "SGD"),

@@ -656,15 +656,16 @@ class _Fit:
             return
         if trainer.val_check_interval != 1.0:
             raise ConfigurationError(
-                f"Trainer(val_check_interval={trainer.val_check_interval!r}) validates in the middle of an epoch. "
-                "Under this sync model, workers have then made different numbers of steps. Use val_check_interval=1.0 "
-                "and check_val_every_n_epoch, or a model that keeps workers in lockstep, such as bsp."
+                f"Trainer(val_check_interval={trainer.val_check_interval!r}) validates in the middle of an epoch, but "
+                "in this run, workers may make different numbers of steps. Use val_check_interval=1.0 and "
+                "check_val_every_n_epoch, or a model that keeps workers in lockstep, such as bsp, without --split "
+                "dynamic."
             )
         if not uses_all(trainer) and not trainer.fast_dev_run:
             raise ConfigurationError(
                 f"Trainer(limit_train_batches={trainer.limit_train_batches!r}) counts the batches of one worker, but "
-                "under this sync model a fast worker uses more batches than a slow one. Give the Trainer a loader over "
-                "a part of the data, such as torch.utils.data.Subset."
+                "in this run, workers may use different numbers of batches. Give the Trainer a loader over a part of "
+                "the data, such as torch.utils.data.Subset."
             )
 
     def _most_samples(self) -> float:

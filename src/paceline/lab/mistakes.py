@@ -116,9 +116,9 @@ CATALOG: dict[str, tuple[Severity, str, str]] = {
     "negatives of the worker's batch": (
         "note",
         "The loss compares the {samples} samples of a batch with one another. In a run, these are the samples of one "
-        "worker: each sample has {negatives} negatives, however many workers there are.",
-        "The batch size of the loader is the batch size of each worker. Choose it by the number of negatives that "
-        "the loss needs.",
+        "worker: each sample has {negatives} negatives.",
+        "Choose the batch size of the loader by the number of negatives that the loss needs. With --joint-batch, "
+        "exempt this loader: paceline.distribute(loader, joint_batch=False).",
     ),
     "warning": ("note", "{detail}", "Nothing, if this is intended."),
 }

@@ -35,7 +35,7 @@ class Page(msgspec.Struct, frozen=True):
         name: name of the model on the command line.
         defined: the class of the model, as "module.Class", if it is not a model of this package; else "".
         notation: the name and each parameter with its default, or with "..." if the default is missing, None or "".
-        title: the first paragraph of the docstring.
+        title: the first paragraph of the module's docstring, or of the class's if the module has several models.
         theory: the text between the title and the labeled paragraphs; "" if there is none.
         parts: mapping from the label of a paragraph to its text.
         parameters: a (name, description) pair for each parameter of the model.
@@ -62,11 +62,15 @@ def describe(name: str) -> Page:
     ours = model.__module__.startswith("paceline.")
     head = inspect.cleandoc(import_module(model.__module__).__doc__ or model.__doc__ or "")
     text, arrow, example = head.partition("\n>>> ")
-    found = re.split(rf"^({'|'.join(LABELS)}): ", text, flags=re.MULTILINE)
-    opening, labelled = found[0], found[1:]
+    opening, *labelled = re.split(rf"^({'|'.join(LABELS)}): ", text, flags=re.MULTILINE)
     title, _, theory = opening.strip().partition("\n\n")
+    if [other.__module__ for other in MODELS.values()].count(model.__module__) > 1:
+        title = inspect.cleandoc(model.__doc__ or title).partition("\n\n")[0]
     parts = {label: part.strip() for label, part in zip(labelled[::2], labelled[1::2], strict=True)}
-    fields = [(f.name, "" if f.required else f.default) for f in msgspec.structs.fields(model)]
+    fields = [
+        (f.name, "" if f.required else str(f.default).lower() if f.type is bool else f.default)
+        for f in msgspec.structs.fields(model)
+    ]
     shown = ",".join(f"{key}={'...' if default in ('', None) else default}" for key, default in fields)
     return Page(
         name=name,
@@ -95,8 +99,8 @@ class ModelsTable:
     def __init__(self, shown: Sequence[Page]) -> None:
         self._rows = [("model with defaults", "description", "bold")]
         for page in shown:
-            description = page.title.partition(": ")[2] or page.title
-            self._rows.append((_divided(page.notation), description, ""))
+            divided = page.notation.replace(",", ",\n  ")  # each parameter is on a line of its own
+            self._rows.append((divided, page.title.partition(": ")[2] or page.title, ""))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         left = max(len(line) for names, _, _ in self._rows for line in names.split("\n")) + GAP
@@ -110,11 +114,6 @@ class ModelsTable:
                 lines += [f"    {part}" for part in wrapped(description, options.max_width - 4)]
             for line in lines:
                 yield Text(line, style, no_wrap=True, overflow="ignore")
-
-
-def _divided(notation: str) -> str:
-    """Return the notation of a model with each parameter on a line of its own."""
-    return notation.replace(",", ",\n  ")
 
 
 def page_text(page: Page) -> Group:
@@ -144,8 +143,7 @@ def _parameters(model: type) -> tuple[tuple[str, str], ...]:
         text = inspect.cleandoc(kind.__dict__.get("__doc__") or "").partition("Attributes:\n")[2]
         for key, description in re.findall(r"^    (\w+): (.*(?:\n     .*)*)", text, flags=re.MULTILINE):
             found.setdefault(key, " ".join(description.split()))
-    names = [field.name for field in msgspec.structs.fields(model)]
-    return tuple((name, found[name]) for name in names if name in found)
+    return tuple((f.name, found[f.name]) for f in msgspec.structs.fields(model) if f.name in found)
 
 
 # -- The color, dashes and marker of each sync model, in all pictures that compare sync models ---------------

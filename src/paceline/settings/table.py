@@ -307,7 +307,8 @@ class Settings(TypedDict, total=False):
         Setting(
             default=0,
             doc='TCP port of the coordinator if the transport is "tcp" or the engine is "ray"; 0 for any free port.',
-            help="TCP port of the coordinator. 0 means any free port.",
+            help="TCP port of the coordinator. 0 means any free port. `paceline run` takes a port only with "
+            "--transport tcp.",
             commands=(RUN,),
             check=port,
             reported=False,

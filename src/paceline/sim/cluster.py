@@ -140,7 +140,7 @@ class Cluster:
 
     @classmethod
     def from_toml(cls, path: str | os.PathLike[str]) -> Cluster:
-        """Return the cluster that a TOML file describes. The format is described in `docs/how-to/simulate.md`.
+        """Return the cluster that a TOML file describes. See `docs/how-to/describe-a-cluster.md` for the format.
 
         Raises:
             ConfigurationError: the file cannot be read, or an entry is not valid; the message names the entry.

@@ -7,7 +7,8 @@ State: The pushes of the current round, and the pulls that wait for the end of t
 Guarantee: Every gradient is computed on the newest weights (staleness 0), so training is equivalent to training in
 one process on the joint batch. The run makes progress as long as every live worker pushes, finishes or is lost.
 Use: When workers are equally fast, and whenever the result must equal the result of a single process.
-Deviations: None. The mean of a round's gradients is applied as one optimizer step.
+Deviations: FluentPS applies the gradients of a round one by one. Here, their mean is applied as one optimizer step, so
+that momentum and Adam see one gradient per round.
 
 >>> from paceline.sync.events import PullRequested, PushReceived, WorkerJoined
 >>> shard = BSP().at_shard()

@@ -8,7 +8,7 @@ Guarantee: Each push is handled exactly once: it is applied on arrival, averaged
 dropped. Progress is not guaranteed: if the conditions never hold, all workers stall. The run detects and reports this.
 If a condition raises an exception or returns anything other than True or False, the run reports this failure, and the
 shard falls back to the last model that worked (BSP if there was none).
-Use: To try out your own synchronization rule.
+Use: To try out your own synchronization rule: docs/how-to/conditions.md shows examples.
 Deviations: With `push_scale="1/n"`, n is the largest number of workers that have been present at the same time (see
 `paceline.sync.conditions`). In the paper, N is a constant.
 

@@ -49,7 +49,8 @@ DRAWS = ("shared", "per-shard")
 
 
 class PSSP(ConditionModel):
-    """Constant PSSP.
+    """Constant PSSP (probabilistic staleness synchronous parallel): a worker that is too far ahead waits with a fixed
+    probability.
 
     Attributes:
         staleness: s, the bound on the gap, in iterations; an integer >= 0.

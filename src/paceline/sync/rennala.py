@@ -9,7 +9,7 @@ all workers start together and worker i needs tau_i seconds for each gradient, t
 at the smallest time t for which the sum of floor(t / tau_i) is at least B.
 Use: When gradients are noisy and the workers' speeds differ: a fast worker contributes several gradients to a mean, a
 slow worker contributes none, and the effective batch stays the same. Choose B as you would choose the number of workers
-under BSP.
+under BSP. The model needs a single shard: `--servers 1`.
 Deviations: When the weights change, the workers finish the gradients that they are computing. These gradients are
 dropped. When the last worker leaves, the gradients that remain are applied even if there are fewer than B.
 

@@ -15,7 +15,7 @@ seconds for each gradient, tau_1 <= tau_2 <= ..., then any R updates in a row ta
 sum_{i <= m} 1/tau_i)^-1 (1 + R/m) seconds. With R = 1, the model applies only gradients of staleness 0.
 Use: When some workers are so slow that their gradients harm the others' progress. The paper's theory recommends R =
 max(1, sigma^2 / epsilon), where sigma^2 is the variance of a gradient and epsilon the squared norm of the gradient at
-which training ends.
+which training ends. The model needs a single shard: `--servers 1`.
 Deviations: The coordinator learns of an update a moment after it was applied, and does not learn when a restarted
 worker pulls. So a computation may be stopped slightly late, or, after a restart, slightly before its delay reaches R.
 Only the shard, which knows the exact delay, decides which gradients are applied.
@@ -53,7 +53,7 @@ class Ringmaster(OneShardModel):
     Attributes:
         threshold: R, an integer >= 1. A push is applied if its staleness is below R.
         stop: true to abort and restart a computation as soon as its delay reaches R; false (the default) to finish
-            it, and drop the push.
+            it, and drop the push. Only a computation in a closure of `optimizer.step` can be aborted.
     """
 
     name = "ringmaster"

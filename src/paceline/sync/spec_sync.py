@@ -20,7 +20,9 @@ Admission: As in the base model, ASP or SSP. The shards are not involved in the 
 State: At the coordinator, each worker's current and last iteration, and the pushes that the next tuning may need.
 Guarantee: An iteration is restarted at most once, because a restarted iteration is no longer watched. Therefore every
 worker makes progress. Staleness is bounded if the base model bounds it.
-Use: When staleness slows down training more than repeating computations does, and pushes arrive in bursts.
+Use: When staleness slows down training more than repeating computations does, and pushes arrive in bursts. Only a
+computation in a closure of `optimizer.step` can be aborted (see docs/how-to/choose-a-model.md, Restarted computations).
+Without a closure, the model behaves as its base model.
 Deviations: An epoch ends when every live worker has pushed since the last tuning, or when the last worker that has not
 pushed leaves. D is at most T; if several delays are equally good, the shortest is chosen. There is no speculation
 before the first tuning, or while no D has a positive F, or with a single worker. An iteration uses the parameters that
@@ -70,7 +72,7 @@ class SpecSync(SyncModel):
     """Speculative synchronization.
 
     Attributes:
-        base: model that the shards run, ASP or SSP.
+        base: model that the shards run, ASP or SSP. Its parameters may follow: `spec-sync:base=ssp,staleness=4`.
         abort_time_s: ABORT_TIME in seconds, a number or a fraction > 0. None (the default) selects the adaptive
             variant.
         abort_rate: ABORT_RATE, a number or a fraction >= 0. An iteration is restarted if other workers push more
