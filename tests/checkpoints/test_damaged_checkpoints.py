@@ -199,6 +199,29 @@ def test_a_shard_that_is_not_written_completely_leaves_no_checkpoint(directory: 
         ShardWriter(draft.path, draft.token, made.slices[1], entries[1])
 
 
+def test_a_writer_that_cannot_open_all_files_closes_the_others(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = shards()
+    entries = [store.state_entries(store.optimizer_state()) for store in made.stores]
+    draft = Draft.begin(directory, 3, made.model, made.slices, entries)
+    (draft.path / "model.safetensors").unlink()
+    opened: list[int] = []
+    usual = os.open
+
+    def noted(*arguments: Any, **options: Any) -> int:
+        opened.append(usual(*arguments, **options))
+        return opened[-1]
+
+    monkeypatch.setattr(os, "open", noted)
+    with pytest.raises(CheckpointError, match="No such file"):
+        ShardWriter(draft.path, draft.token, made.slices[0], entries[0])
+    assert opened
+    for descriptor in opened:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(descriptor)
+
+
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     with small_disk(tmp_path / "disk", 32 * 2**20) as folder:
@@ -217,6 +240,15 @@ def test_a_disk_that_is_too_small_is_recognized_before_anything_is_written(disk:
     found = newest_whole(disk)
     assert found.checkpoint is not None
     assert found.faults == ()
+
+
+def test_the_draft_of_a_killed_writer_takes_no_space_from_the_next_checkpoint(disk: Path) -> None:
+    left = disk / "000007.partial"
+    left.mkdir(parents=True)
+    (left / DRAFT).write_bytes(msgspec.json.encode(DraftMark(LINEAGE, "killed")))
+    fill(left)
+    shards().write(disk, 8)
+    assert sorted(path.name for path in disk.iterdir()) == ["000008"]
 
 
 def test_a_disk_that_fills_up_while_a_checkpoint_is_written_leaves_the_earlier_one(disk: Path) -> None:

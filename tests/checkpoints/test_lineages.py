@@ -30,8 +30,8 @@ from paceline.checkpoints.writing import Draft, ShardWriter, shard_content
 from paceline.errors import CheckpointError, ConfigurationError
 from paceline.run.job import ResumedFrom
 from paceline.run.job_options import make_job
-from paceline.run.resuming import earlier_run, fetch_run, find_resumed, has_finished
-from paceline.trace.report import ReportedSetting, RunFile, read_run_file, write_run_file
+from paceline.run.resuming import earlier_run, fetch_run, find_resumed, has_finished, newest_of
+from paceline.trace.report import ReportedSetting, Resumption, RunFile, read_run_file, write_run_file
 from tests.support.sharded import LINEAGE, Net, Shards, model_of
 
 OTHER = "paceline-fedcba9876543210"
@@ -296,6 +296,30 @@ def test_a_copy_of_a_run_directory_goes_on_as_another_run_and_a_moved_one_as_the
     assert make_job(workers=1, resume=moved, dry_run=True).lineage == LINEAGE
 
 
+def test_a_run_with_a_new_place_for_its_checkpoints_goes_on_from_the_one_with_which_it_has_begun(
+    shards: Shards, tmp_path: Path, run_dir: Path
+) -> None:
+    begun = shards.write(tmp_path / "old", 3)
+    settings = (ReportedSetting("--checkpoint-dir", str(tmp_path / "new")),)
+    resumption = Resumption(begun_at="2026-01-02", checkpoint=str(begun), updates=1, samples=1, elapsed_s=1.0)
+    file = run_file(lineage=LINEAGE, settings=settings, resumptions=(resumption,))
+    write_run_file(file, run_dir)
+    job = make_job(workers=1, resume=run_dir, dry_run=True)
+    assert job.resumed is not None
+    assert (job.resumed.path, job.resumed.highest) == (str(begun), 3)
+    found = newest_of(job)  # it loses a server before it has written a checkpoint
+    assert found.checkpoint is not None
+    assert (found.checkpoint.path, found.highest) == (begun, 3)
+    later = shards.write(tmp_path / "new", 4)
+    found = newest_of(job)
+    assert found.checkpoint is not None
+    assert found.checkpoint.path == later
+    shutil.rmtree(tmp_path / "new")
+    write_run_file(file, run_dir, sign=False)  # what another user has written names no place
+    with pytest.raises(ConfigurationError, match="no whole checkpoint"):
+        make_job(workers=1, resume=run_dir, checkpoint_dir=tmp_path / "new", dry_run=True)
+
+
 def test_the_number_of_a_damaged_checkpoint_is_not_used_again(shards: Shards, run_dir: Path) -> None:
     for number in (1, 2):
         shards.write(run_dir / "checkpoints", number)
@@ -391,6 +415,20 @@ def test_only_its_own_copies_are_removed_from_a_bucket(shards: Shards, tmp_path:
             (bucket / LINEAGE / "000002" / MANIFEST).rename(bucket / LINEAGE / "000002" / "draft.json")
     assert everything_in(bucket) == before
     assert numbers_in(bucket / LINEAGE) == [1, 5, 6]
+
+
+def test_incomplete_copies_take_no_place_of_whole_ones_in_a_bucket(shards: Shards, tmp_path: Path) -> None:
+    bucket = tmp_path / "bucket"
+    url = f"file://{bucket}"
+    for number in (1, 2, 3):
+        upload(shards.write(tmp_path, number), url)
+    for number in (4, 5):
+        with pytest.raises(CheckpointError, match="the run has ended"):
+            upload(shards.write(tmp_path, number), url, pause=lambda took_s: True)
+    for number, whole in ((6, (2, 3, 6)), (7, (3, 6, 7)), (8, (6, 7, 8))):
+        upload(shards.write(tmp_path, number), url)
+        assert [each.numbers for each in lineages_at(url)] == [whole]
+    assert numbers_in(bucket / LINEAGE) == [6, 7, 8]
 
 
 def test_a_foreign_file_in_a_checkpoint_is_neither_used_nor_copied(shards: Shards, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from paceline.checkpoints.buckets import newest_from, upload
+from paceline.checkpoints.buckets import lineages_at, newest_from, require_bucket, upload
 from paceline.checkpoints.export import export_distributed
 from paceline.checkpoints.manifest import DRAFT
 from paceline.errors import CheckpointError, ConfigurationError
@@ -170,6 +170,31 @@ def test_a_bucket_that_cannot_be_used_is_refused_before_anything_starts(
         make_job(workers=1, checkpoint_dir=bucket, run_dir=tmp_path / "run")
     assert str(raised.value) == f"the checkpoint directory {why}"
     assert not (tmp_path / "run").exists()
+
+
+def test_a_bucket_that_is_unreachable_is_an_error_of_its_checkpoints(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Some file systems, such as sftp, connect as soon as they are created."""
+
+    def unreachable(url: str) -> Any:
+        raise OSError("no route to host")
+
+    path = trained()[2].write(tmp_path / "checkpoints")
+    url = "sftp://host/run"
+    monkeypatch.setattr("paceline.checkpoints.buckets.url_to_fs", unreachable)
+    uses: list[Callable[[], object]] = [
+        lambda: upload(path, url),
+        lambda: newest_from(url, tmp_path / "copy", LINEAGE),
+        lambda: lineages_at(url),
+    ]
+    for use in uses:
+        with pytest.raises(CheckpointError, match=r"sftp://host/run.*: OSError: no route to host"):
+            use()
+    with pytest.raises(
+        ConfigurationError, match=r"sftp://host/run cannot be read: OSError: no route to host\. Check"
+    ):
+        require_bucket(url)
 
 
 def test_a_copy_is_given_up_when_the_run_has_ended(url: str, tmp_path: Path) -> None:

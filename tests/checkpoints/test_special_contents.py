@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import schedulefree
 import torch
@@ -14,7 +15,8 @@ from torch import nn
 
 import paceline
 from paceline.checkpoints.reading import Checkpoint
-from paceline.core.layout import Layout, Parameter
+from paceline.checkpoints.writing import Draft, ShardWriter, shard_content
+from paceline.core.layout import Layout, Parameter, StateEntries
 from paceline.errors import CheckpointError
 from paceline.run.readers import evaluated_in
 from paceline.train.worker_state import hyper_parameters
@@ -81,6 +83,46 @@ def test_what_an_optimizer_counts_by_itself_goes_on(tmp_path: Path) -> None:
         step(net, optimizer, each, 3)
     for name, weights in again.named_weights().items():
         assert torch.equal(weights, shards.named_weights()[name])
+
+
+class Marking(Counting):
+    """An optimizer that keeps a truth value in its state, and a number of NumPy in its groups."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        super().step()
+        for group in self.param_groups:
+            group["k"] = np.float64(group["k"])
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.state[parameter]["started"] = True
+
+
+def test_truth_values_and_numbers_of_numpy_are_in_checkpoints(tmp_path: Path) -> None:
+    net = Net()
+    optimizer = Marking(net.parameters())
+    shards = Shards(model_of(net, [optimizer]), 2, net)
+    step(net, optimizer, shards, 0)
+    for store in shards.stores:
+        entries = store.state_entries(store.optimizer_state())
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(entries), type=StateEntries) == entries
+    saved = torch.load(shards.write(tmp_path) / "optimizer-0.pt")
+    assert saved["param_groups"][0]["k"] == 1.0
+    assert saved["state"][0] == {"steps": 1, "started": True}
+
+
+def test_an_empty_tensor_at_the_end_of_a_shards_state_lacks_nothing(tmp_path: Path) -> None:
+    net = nn.Linear(3, 2)
+    shards = Shards(model_of(net, [torch.optim.SGD(net.parameters(), lr=0.1)]), 1, net)
+    [store], [bounds] = shards.stores, shards.slices
+    name = f"{len(bounds.segments) - 1}/empty"
+    entries = msgspec.structs.replace(store.state_entries({}), vectors={name: "float32"}, shapes={name: (0,)})
+    draft = Draft.begin(tmp_path / LINEAGE, 1, shards.model, shards.slices, [entries])
+    with ShardWriter(draft.path, draft.token, bounds, entries) as writer:
+        for part in shard_content(bounds, store.weights, {}):
+            writer.write(part)
+    path = draft.finish(b"{}", {}, versions=[1])
+    assert torch.equal(Checkpoint(path).state_dict["weight"], net.weight)
 
 
 def test_a_model_that_was_extended_later_finds_its_parameters(tmp_path: Path) -> None:

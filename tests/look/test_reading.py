@@ -219,6 +219,18 @@ def test_a_run_directory_can_be_read_while_it_grows(run: Run, tmp_path: Path) ->
     assert report.causes == whole.causes
 
 
+def test_a_trace_without_a_header_is_noted_only_until_its_header_is_written(run: Run) -> None:
+    folder, _ = run
+    whole = read_report(folder)
+    trace = folder / "trace-shard-0.jsonl"
+    data = trace.read_bytes()
+    trace.write_bytes(b"")
+    reader = ReportReader(folder)
+    assert any("trace-shard-0.jsonl is not a Paceline trace" in note for note in reader.read().notes)
+    trace.write_bytes(data)
+    assert reader.read().notes == whole.notes
+
+
 def test_traces_that_begin_later_are_read_too(run: Run) -> None:
     folder, _ = run
     whole = read_report(folder)

@@ -16,12 +16,15 @@ from paceline.shard.foreign import build
 from paceline.shard.optimizer_sources import class_name
 from paceline.shard.optimizers import ELEMENTWISE, read_groups
 from paceline.shard.slice_optimizers import (
+    HOST,
     FractionalSteps,
     FusedOptimizer,
     TorchOptimizer,
     optimizer_of_slice,
 )
 from paceline.sync.translation import FAMILIES, NORMALIZED, WHOLE, Family, Fraction, Standing, translate
+from tests.support.store_training import SETTINGS as TENSORWISE
+from tests.support.store_training import StoreTraining, tensorwise_model
 
 SIZE = 24
 EVERYONE = b"\x01"
@@ -140,6 +143,40 @@ def test_both_implementations_take_the_same_fractions(name: str, settings: dict[
     # of the first gradient is not corrected.
     tolerance = 1e-12 if name == "SGD" and "dampening" not in settings else 0.1
     assert float((fused - torchs).abs().max()) <= tolerance
+
+
+@pytest.mark.parametrize(("name", "settings"), SETTINGS, ids=IDS)
+def test_an_optimizer_that_takes_the_place_of_another_continues_its_fractions(
+    name: str, settings: dict[str, Any]
+) -> None:
+    part = translate(Standing(share=1 / 4))
+    expected = take(optimizer_of_slice, name, settings, [(gradient, part) for gradient in gradients(6)])
+    optimizer, weights, groups = on_slice(optimizer_of_slice, name, settings)
+    for gradient in gradients(6):
+        before, earlier = optimizer, weights
+        optimizer, weights, _ = on_slice(optimizer_of_slice, name, settings)
+        weights.copy_(earlier)
+        optimizer.load_state(before.state())
+        optimizer.take_over(before)
+        vector = torch.zeros_like(weights)
+        vector[:SIZE] = gradient
+        optimizer.step([{"float64": vector}], [1.0], EVERYONE, groups, part)
+    torch.testing.assert_close(weights[:SIZE], expected)
+
+
+@pytest.mark.parametrize("name", TENSORWISE)
+def test_a_store_that_takes_the_place_of_another_continues_its_running_means(name: str) -> None:
+    alone, before, after = (StoreTraining(tensorwise_model(name), HOST) for _ in range(3))
+    for iteration in range(4):
+        alone.step(iteration)
+        before.step(iteration)
+    after.go_on(before)
+    for iteration in (4, 5):
+        alone.step(iteration)
+        after.step(iteration)
+    for name, weights in after.weights.items():
+        used = None if name == "float32" else 40  # AdamW's vector is followed by padding
+        torch.testing.assert_close(weights[:used], alone.weights[name][:used])
 
 
 def test_sgd_follows_the_equation() -> None:

@@ -6,6 +6,7 @@ import heapq
 from collections import Counter
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
 from paceline import simulate
@@ -96,6 +97,18 @@ def test_staleness_and_waiting_of_all_eras_are_those_of_the_run(seed: int) -> No
         if "until_s" not in end and not cluster.presence:
             assert waited_s == pytest.approx(sum(result.measures.waiting_s.values()))
         assert activity.progress[-1][2] == result.measures.updates
+
+
+def test_updates_before_a_resume_are_in_no_era() -> None:
+    result = simulate(Cluster(compute_s=[1.0, 1.0]), "bsp", iterations=10, record=True)
+    assert result.recording is not None
+    [trace] = [trace for trace in result.recording.trace if trace.header.host == "shard"]
+    activity = Activity(1, trace.header.sync, ticks_per_s=trace.header.ticks_per_s)
+    shard = activity.at_shard(0)
+    for entry in trace.entries:
+        shard.record(msgspec.structs.replace(entry, version=(entry.version or 0) + 100))
+    [era] = Activity.restored(activity.state()).eras
+    assert (era.from_updates, activity.updates) == (100, 100 + result.updates)
 
 
 def test_a_worker_is_awaited_whose_push_ends_the_waits() -> None:

@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 class Shard:
     """A trace in the making."""
 
-    def __init__(self, sync: SyncModel, index: int = 0) -> None:
+    def __init__(self, sync: SyncModel, index: int = 0, version: int = 0) -> None:
         self._header = Header(sync=str(sync), host="shard", index=index)
         self._entries: list[Entry] = []
-        self._version = 0
+        self._version = version
 
     def note(
         self,
@@ -78,9 +78,9 @@ class Shard:
         return Trace(self._header, self._entries)
 
 
-def bsp_with_two_workers() -> Shard:
+def bsp_with_two_workers(version: int = 0) -> Shard:
     """Worker 0 waits from 1 to 3 for worker 1, and from 4 to 5, when worker 1 finishes; it leaves at 6."""
-    shard = Shard(BSP())
+    shard = Shard(BSP(), version=version)
     shard.join(0.0, 0)
     shard.join(0.0, 1)
     shard.note(PushReceived(now_ticks=in_ticks(1.0), worker=0, iteration=0), HoldPush(0, 0))
@@ -136,6 +136,11 @@ def test_the_figures_of_two_workers_under_bsp() -> None:
     assert measures.delayed_pulls == 2
     assert measures.dropped_pushes == 0
     assert (measures.barriers, measures.sync_cost_s, measures.predicted_sync_cost_s) == (2, 2.0 + 1.0, None)
+
+
+def test_updates_before_a_resume_do_not_count() -> None:
+    resumed = measure([bsp_with_two_workers(version=100).trace()])
+    assert resumed == measure([bsp_with_two_workers().trace()])
 
 
 def test_the_figures_of_a_fast_and_a_slow_worker_under_asp() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,12 @@ def test_another_model_needs_the_beginning_of_the_traces(run: Path) -> None:
     path.write_text(json.dumps({**json.loads(header), "format": 5, "keyframe": kept}) + "\n" + entries)
     ended = RUNNER.invoke(app, ["replay", str(run), "--sync", "asp"])
     assert "the beginning of the traces was deleted" in str(ended.exception)
+
+
+def test_a_command_that_is_suggested_quotes_the_directory(run: Path, tmp_path: Path) -> None:
+    ended = RUNNER.invoke(app, ["replay", str(run.rename(tmp_path / "my run")), "--sync", "elastic-bsp"])
+    _, _, command = str(ended.exception).partition("with the recorded times instead: ")
+    assert shlex.split(command) == ["paceline", "simulate", f"{tmp_path}/my run", "--sync", "elastic-bsp"]
 
 
 def test_models_that_plan_and_folders_without_traces_are_refused(run: Path, tmp_path: Path) -> None:

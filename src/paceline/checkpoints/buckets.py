@@ -70,14 +70,12 @@ def require_bucket(url: str) -> None:
     Raises:
         ConfigurationError: there is no file system for this URL, or the bucket cannot be read.
     """
-    system, root = _open(url)
     try:
-        _names_at(system, root)
-    except Exception as error:  # each file system has its own exceptions
-        raise ConfigurationError(
-            f"the checkpoint directory {url} cannot be read: {first_line(error)}. Check the name and the "
-            "credentials, or give a path."
-        ) from error
+        with _explained(f"the checkpoint directory {url} cannot be read"):
+            system, root = _open(url)
+            _names_at(system, root)
+    except CheckpointError as error:
+        raise ConfigurationError(f"{error}. Check the name and the credentials, or give a path.") from error
 
 
 def upload(
@@ -96,13 +94,13 @@ def upload(
         ConfigurationError: there is no file system for this URL.
         CheckpointError: the checkpoint cannot be copied. Earlier copies are unchanged.
     """
-    system, root = _open(url)
     manifest = read_manifest(checkpoint)
     lineage = manifest.lineage
-    folder = PurePosixPath(root, lineage)
-    target = folder / checkpoint.name
-    mark = str(target / DRAFT)
-    try:
+    with _explained(f"{checkpoint} cannot be copied to {url}"):
+        system, root = _open(url)
+        folder = PurePosixPath(root, lineage)
+        target = folder / checkpoint.name
+        mark = str(target / DRAFT)
         system.makedirs(str(target), exist_ok=True)
         system.pipe_file(mark, msgspec.json.encode(DraftMark(lineage, secrets.token_hex(16))))
         for name in [*manifest.files, MANIFEST]:
@@ -113,10 +111,12 @@ def upload(
         own = [
             number for number in _numbers_at(system, str(folder)) if _carries(system, folder, number, lineage)
         ]
-        for number in own[: -max(keep, 1)]:
-            _remove(system, folder / name_of(number))
-    except Exception as error:  # each file system has its own exceptions
-        raise CheckpointError(f"{checkpoint} cannot be copied to {url}: {first_line(error)}") from error
+        complete = _complete_at(system, folder)
+        whole = [number for number in own if number in complete]
+        oldest = min(whole[-max(keep, 1) :], default=0)
+        for number in own:
+            if number < oldest:
+                _remove(system, folder / name_of(number))
 
 
 def _copy(file: Path, system: Any, place: str, pause: Callable[[float], bool]) -> None:
@@ -177,10 +177,10 @@ def newest_from(
         ConfigurationError: there is no file system for this URL.
         CheckpointError: the bucket cannot be read, or the files cannot be written on this machine.
     """
-    system, root = _open(url)
-    there, here = PurePosixPath(root, lineage), directory / lineage
     faults = []
-    try:
+    with _explained(f"checkpoints cannot be copied from {url}"):
+        system, root = _open(url)
+        there, here = PurePosixPath(root, lineage), directory / lineage
         # In a bucket of an earlier version, folders that are not checkpoints may also have numbers as names, such as
         # folders of Slurm jobs.
         numbers = _numbers_at(system, str(there)) if lineage else _complete_at(system, there)
@@ -195,8 +195,6 @@ def newest_from(
                 faults.append(f"Checkpoint {number} in {url} is not used: {error}.")
             else:
                 return NewestCheckpoint(found, tuple(faults), numbers[-1])
-    except Exception as error:  # each file system has its own exceptions
-        raise CheckpointError(f"checkpoints cannot be copied from {url}: {first_line(error)}") from error
     return NewestCheckpoint(None, tuple(faults), numbers[-1] if numbers else 0)
 
 
@@ -251,11 +249,10 @@ def lineages_at(place: str) -> Sequence[LineageThere]:
         ConfigurationError: there is no file system for this URL.
         CheckpointError: the bucket cannot be read.
     """
-    system, root = _open(place if "://" in place else f"file://{Path(place).absolute()}")
-    try:
-        return list(_lineages(system, root))
-    except Exception as error:  # each file system has its own exceptions
-        raise CheckpointError(f"{place} cannot be read: {first_line(error)}") from error
+    with _explained(f"{place} cannot be read"):
+        system, root = _open(place if "://" in place else f"file://{Path(place).absolute()}")
+        found = list(_lineages(system, root))
+    return found
 
 
 def _lineages(system: Any, root: str) -> Iterator[LineageThere]:
@@ -269,6 +266,20 @@ def _lineages(system: Any, root: str) -> Iterator[LineageThere]:
             run = newest / "run.json"
             described = system.cat_file(str(run)) if system.exists(str(run)) else b""
             yield LineageThere(name, tuple(numbers), str(said.get("origin") or ""), described)
+
+
+@contextlib.contextmanager
+def _explained(words: str) -> Iterator[None]:
+    """Raise `CheckpointError`, which begins with these words, for an exception of a file system.
+
+    A `ConfigurationError` is not changed.
+    """
+    try:
+        yield
+    except ConfigurationError:
+        raise
+    except Exception as error:  # each file system has its own exceptions
+        raise CheckpointError(f"{words}: {first_line(error)}") from error
 
 
 def _open(url: str) -> tuple[fsspec.AbstractFileSystem, str]:

@@ -242,7 +242,10 @@ So a checkpoint uses a slow link for at most a quarter of the time. The rest of 
 """
 
 NICENESS = 10
-"""The amount that is added to the niceness of a thread that writes a checkpoint. 19 is the lowest priority."""
+"""The amount that is added to the niceness of a thread that writes a checkpoint."""
+
+LOWEST_PRIORITY = 19
+"""The highest niceness that Linux has."""
 
 
 class Pace:
@@ -289,7 +292,9 @@ class Pace:
 def yield_to_training() -> None:
     """Lower the priority of the calling thread, so that training goes first. Only Linux has priorities of threads."""
     if sys.platform.startswith("linux"):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        thread = threading.get_native_id()
+        niceness = os.getpriority(os.PRIO_PROCESS, thread) + NICENESS
+        os.setpriority(os.PRIO_PROCESS, thread, min(niceness, LOWEST_PRIORITY))
 
 
 # -- The directories of checkpoints: their names, and the identity by which a run recognizes its own ---------

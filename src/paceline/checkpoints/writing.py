@@ -93,7 +93,6 @@ class Draft:
         *,
         tensors: Mapping[str, torch.Tensor] | None = None,
         settings: Sequence[Settings] = (),
-        further_bytes: int = 0,
         origin: str = "",
     ) -> Draft:
         """Remove the drafts of earlier attempts, create the directory of the draft, and lay out its files.
@@ -108,7 +107,6 @@ class Draft:
             tensors: values of the model's buffers, by name.
             settings: the hyper-parameters in the groups of each of the script's optimizers. They include settings that
                 servers do not know, such as `initial_lr`, and the settings of `paceline.LARS`.
-            further_bytes: size of the other files.
             origin: the checkpoint with which this lineage has begun, if that checkpoint is of another lineage; else "".
 
         Raises:
@@ -119,8 +117,8 @@ class Draft:
         draft.size_bytes = _size_bytes(model, slices, entries, tensors or {})
         with draft._or_discarded():
             directory.mkdir(parents=True, exist_ok=True)
-            draft._require_space(draft.size_bytes + further_bytes)
             remove_drafts(directory)
+            draft._require_space(draft.size_bytes)
             draft._require_free(draft.path)
             mark_new(directory, DraftMark(draft._lineage, draft.token), draft.path)
             places = lay_out(draft.path, model, slices, entries, tensors or {}, settings)
@@ -385,14 +383,15 @@ class ShardWriter:
         self._pace = pace or Pace()
         self._files: dict[str, int] = {}
         self._unsynced_bytes = 0
-        with self._explained():
-            places = msgspec.json.decode(read_regular(path / PLACES), type=Places)
-            self._left = list(reversed(list(_parts(places, bounds, entries))))
-            for _, targets in self._left:
-                for name, _ in targets:
-                    if name not in self._files:
-                        self._files[name] = os.open(path / name, os.O_WRONLY)
         try:
+            with self._explained():
+                places = msgspec.json.decode(read_regular(path / PLACES), type=Places)
+                parts = [part for part in _parts(places, bounds, entries) if part[0]]  # without empty parts
+                self._left = parts[::-1]
+                for _, targets in self._left:
+                    for name, _ in targets:
+                        if name not in self._files:
+                            self._files[name] = os.open(path / name, os.O_WRONLY)
             self._require_own()  # after all files have been opened
         except CheckpointError:
             self._close()

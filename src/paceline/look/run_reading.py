@@ -159,6 +159,7 @@ class ReportReader:
             if self._digest is None:
                 left = summary.get("left", ())
                 self._digest = Digest(self._run_dir, left=left, clocks=clocks)
+                self._damaged.pop("traces", None)  # a trace is empty until its header is written
         except (ConfigurationError, OSError) as error:
             if traces:
                 self._damaged["traces"] = _sentence(error)

@@ -26,6 +26,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import cloudpickle
+import numpy as np
 import torch
 
 from ..core.layout import HyperParameters
@@ -334,7 +335,9 @@ def changed_groups(
     changed: list[HyperParameters] = []
     for group, known, before in zip(optimizer.param_groups, settings, built, strict=True):
         numbers = {
-            key: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+            key: value.item()
+            if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+            else value
             for key, value in group.items()
         }
         changed.append(

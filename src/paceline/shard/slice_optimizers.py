@@ -93,6 +93,13 @@ class SliceOptimizer(Protocol):
             counters: the `counters()` of an optimizer whose groups are the first groups of this optimizer.
         """
 
+    def take_over(self, before: SliceOptimizer) -> None:
+        """Take over what is neither in the state nor in the counters of another optimizer.
+
+        Args:
+            before: the other optimizer, which is no longer used. Its segments are the first segments of this slice.
+        """
+
 
 def optimizer_of_slice(
     spec: OptimizerSpec, bounds: ShardSlice, weights: Vectors, device: torch.device = HOST
@@ -369,7 +376,8 @@ class FusedOptimizer:
                 steps[position] = float(value)
             else:
                 self._of_segment(key, position).copy_(value)
-                steps[position] = max(steps[position], 1.0)
+                if not self._update.counts_steps:
+                    steps[position] = 1.0
         self._runs = self._divide(steps)
 
     def evaluated(self) -> Vectors | None:
@@ -385,6 +393,9 @@ class FusedOptimizer:
         return tuple({} for _ in self._groups)  # steps are counted in the state
 
     def load_counters(self, counters: Sequence[HyperParameters]) -> None:
+        pass
+
+    def take_over(self, before: SliceOptimizer) -> None:
         pass
 
     def _step_run(
@@ -609,6 +620,11 @@ class TorchOptimizer:
         for group, counted in zip(self._optimizer.param_groups, counters, strict=False):
             group.update(counted)
 
+    def take_over(self, before: SliceOptimizer) -> None:
+        if isinstance(before, TorchOptimizer):  # a fused optimizer keeps nothing else
+            successors = dict(zip(before._parameters, self._parameters, strict=False))
+            self._fractions.take_over(before._fractions, successors)
+
 
 # -- Fractions of an optimizer's step: see `paceline.sync.translation` for the reasons, and for the terms
 #
@@ -741,6 +757,21 @@ class FractionalSteps:
             for key, value in earlier.items():
                 if group[key] != value:
                     group[key] = self._between(-1 - place, key, value, group[key], fraction.step)
+
+    def take_over(self, before: FractionalSteps, successors: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Take over the running means of another object.
+
+        Args:
+            before: the other object, which is no longer used.
+            successors: parameter of the other object -> the parameter that takes its place.
+        """
+        self._means = {
+            successors[parameter]: mean.to(successors[parameter].device, copy=True)
+            for parameter, mean in before._means.items()
+        }
+        self._mean_weights = {
+            successors[parameter]: weight for parameter, weight in before._mean_weights.items()
+        }
 
     def _average(self, place: int, parameter: torch.Tensor, part: float) -> None:
         """Replace the gradient by its running mean, which begins with the first gradient and then moves by `part`."""

@@ -115,6 +115,7 @@ class Store:
         self.load_optimizer_state(earlier_state | state)
         for part, earlier in kept:
             part.optimizer.load_counters(earlier.optimizer.counters())
+            part.optimizer.take_over(earlier.optimizer)
         self._edited = before._edited
         self._pushes = {key: self._extended(push, parameters) for key, push in before._pushes.items()}
 

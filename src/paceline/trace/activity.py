@@ -156,6 +156,7 @@ class _ShardState(msgspec.Struct):
 
     now_s: float = 0.0
     version: int = 0
+    begun: bool = True  # False before the first entry; states of earlier versions do not contain this value
     boundary: Boundary = msgspec.field(default_factory=Boundary)
     pulls: Pulls = msgspec.field(default_factory=Pulls)
     machine: int = 0  # the machine with the clock of the times in `pulls`
@@ -212,7 +213,9 @@ class Activity:
         ticks_per_s: int = TICKS_PER_S,
     ) -> None:
         eras = {0: Era(sync, 0.0, 0)}
-        state = _State([_ShardState() for _ in range(shards)], ticks_per_s, eras=eras, kinds=len(KINDS))
+        state = _State(
+            [_ShardState(begun=False) for _ in range(shards)], ticks_per_s, eras=eras, kinds=len(KINDS)
+        )
         self._begin(state, clocks)
 
     @classmethod
@@ -525,7 +528,9 @@ class _AtShard:
         kind = type(event)
         state.now_s = at_s = activity._at_s(state.machine, event.now_ticks)
         if entry.version is not None:
-            state.version = entry.version
+            if self._first and not state.begun:
+                activity._state.eras[0].from_updates = entry.version  # not 0 in a resumed run
+            state.begun, state.version = True, entry.version
         if isinstance(event, OfShard):
             if self._first and isinstance(event, RateTempered):
                 activity.happenings.append(Happening(at_s, "rate", text=f"{event.factor:g}"))

@@ -9,9 +9,8 @@ conversion, because they only subtract times of the same trace.
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 
@@ -19,11 +18,10 @@ import msgspec
 
 from ..core.liveness import OffsetBounds
 from ..core.messages import ClockOffset
-from ..core.requests import Entry
 from ..errors import ConfigurationError
 from ..files import read_regular
 from ..sync.ticks import TICKS_PER_S, in_ticks
-from .recording import Sink, Trace
+from .recording import Sink
 
 RECORD_INTERVAL_S = Fraction(3, 4)
 """Least time between two records of an offset. With two heartbeats per second, every other estimate is recorded."""
@@ -176,34 +174,3 @@ class Converter:
         moment = clock_of(machine, self.clocks).on_coordinator(at_ticks)
         self.bound_s = max(self.bound_s, moment.bound_ticks / self._ticks_per_s)
         return (moment.ticks - at_ticks) / self._ticks_per_s
-
-
-def timeline(
-    traces: Iterable[Trace], clocks: Mapping[int, MachineClock]
-) -> Iterator[tuple[Moment, Trace, Entry]]:
-    """Yield the entries of several traces in the order of their estimated times on the coordinator's clock.
-
-    The entries of one trace stay in their order. The order of two entries of different machines is certain only if
-    their times differ by more than the sum of their bounds.
-
-    Args:
-        traces: the traces.
-        clocks: machine -> its clock, as `read_clocks` returns it.
-
-    Raises:
-        ConfigurationError: the offset of the clock of a trace's machine is unknown.
-    """
-
-    def placed(index: int, trace: Trace) -> Iterator[tuple[int, int, int, Moment, Trace, Entry]]:
-        clock = clock_of(trace.machine, clocks)
-        latest: Moment | None = None
-        for number, entry in enumerate(trace.entries):
-            moment = clock.on_coordinator(entry.event.now_ticks)
-            latest = moment if latest is None else max(latest, moment)
-            yield latest.ticks, index, number, moment, trace, entry
-
-    merged = heapq.merge(
-        *(placed(index, trace) for index, trace in enumerate(traces)), key=lambda each: each[:3]
-    )
-    for _, _, _, moment, trace, entry in merged:
-        yield moment, trace, entry

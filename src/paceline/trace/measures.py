@@ -17,8 +17,9 @@
                 the waiting time that the paper's section 4.1 predicts for this barrier
     idle        time from when a worker finished until the last worker left, or until its index was used again
     absent      time of the run in which an index had no worker, except for idle time
-    updates     number of optimizer steps of a shard. An update contains one gradient under some sync models and one
-                gradient of each worker under others, so updates per second are not a measure of speed
+    updates     number of optimizer steps of a shard, without those before a resume. An update contains one gradient
+                under some sync models and one gradient of each worker under others, so updates per second are not a
+                measure of speed
     gradients   number of pushes that a shard applied or held
     samples     number of samples from which these gradients were computed
     restarts    number of computations that were aborted and restarted
@@ -572,6 +573,7 @@ class _ShardMeter(msgspec.Struct, dict=True):
     """Computes the statistics of one shard. It adds waiting times and staleness to those of the other shards."""
 
     now: int = 0  # time of the last entry in ticks
+    earlier_updates: int = 0  # updates that the shard had made before this run, which has been resumed
     updates: int = 0
     gradients: int = 0
     max_gap: int = 0
@@ -637,7 +639,9 @@ class _ShardMeter(msgspec.Struct, dict=True):
         if entry.gap > self.max_gap:
             self.max_gap = entry.gap
         if entry.version is not None:
-            self.updates = entry.version
+            if not self.ordered:  # nobody has joined yet
+                self.earlier_updates = entry.version
+            self.updates = entry.version - self.earlier_updates
         # longest waiting time of a worker that continues because of this event, if it is another worker's event
         longest = -1
         if type(event) is PushReceived:
