@@ -16,7 +16,7 @@ from paceline.core.auto import Auto, Prospect
 from paceline.core.lease import DataOrder
 from paceline.core.messages import Observation, PacesObserved
 from paceline.core.paces import REPORTED_CYCLES, PaceMeter
-from paceline.core.requests import Situation
+from paceline.core.requests import Entry, Situation
 from paceline.core.worker import Worker
 from paceline.errors import ConfigurationError
 from paceline.lab.ranking import rank
@@ -26,7 +26,7 @@ from paceline.sim.simulate import cluster_of, prospects
 from paceline.start.beside import Rehearsals
 from paceline.sync import parse
 from paceline.sync.actions import PublishChange
-from paceline.sync.events import SyncRequested
+from paceline.sync.events import PushReceived, SyncRequested
 from paceline.sync.schedule import read_schedule
 from paceline.trace import read_run, replay
 from paceline.train.session import set_sync
@@ -196,6 +196,15 @@ def test_a_cycle_is_the_time_without_waiting_and_without_what_is_outside_of_trai
             for worker, cycles in report.cycles:
                 found[worker] |= {round(seconds, 6) for _, seconds in cycles}
     assert found == {0: {1.0}, 1: {3.75}}
+
+
+def test_samples_are_remembered_for_the_last_pushes_only() -> None:
+    meter = PaceMeter(None)
+    for iteration in range(60):  # a script with three optimizers pushes three times for each batch
+        repeated = iteration % 3 > 0
+        push = PushReceived(now_ticks=0, worker=0, iteration=iteration, samples=8, repeated=repeated)
+        meter.record(Entry(push))
+    assert len(vars(meter)["_samples_of"]) <= 2
 
 
 def test_the_simulated_machines_have_the_observed_links() -> None:

@@ -7,16 +7,15 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.liveness import ClockEstimate, OffsetBounds
 from paceline.core.messages import ClockOffset
 from paceline.errors import ConfigurationError
-from paceline.sync.events import PullRequested
 from paceline.sync.ticks import TICKS_PER_S, in_ticks
-from paceline.trace import Entry, Header, Trace, read
-from paceline.trace.clocks import ClockRecorder, MachineClock, read_clocks, timeline
+from paceline.trace import Header, read
+from paceline.trace.clocks import ClockRecorder, MachineClock, clock_of, read_clocks
 
 PPB = 1_000_000_000
 IDLE_MS = 1.0  # largest permitted bound on an idle link
@@ -114,7 +113,7 @@ def test_timelines_agree_within_the_bound_and_1_ms_on_an_idle_link(
         assert moment.bound_ticks <= in_ticks(IDLE_MS / 1000)
 
 
-def test_two_machines_agree_on_the_order_of_events_beyond_their_bounds(tmp_path: Path) -> None:
+def test_two_machines_agree_on_the_order_of_events_beyond_their_bounds() -> None:
     """Events that alternate between three machines every 3 ms are shown in this order."""
     coordinator = Clock(0.0, 0)
     machines = {0: coordinator, 1: Clock(-30.0, 100), 2: Clock(30.0, -100)}
@@ -123,21 +122,12 @@ def test_two_machines_agree_on_the_order_of_events_beyond_their_bounds(tmp_path:
         for machine, clock in machines.items()
         if machine
     }
-    entries: dict[int, list[Entry]] = {machine: [] for machine in machines}
+    shown = []
     for number in range(3000):
         machine = number % 3
         at_ticks = TICKS_PER_S + number * 3 * TICKS_PER_S // 1000
-        event = PullRequested(now_ticks=machines[machine].at(at_ticks), worker=machine, iteration=number)
-        entries[machine].append(Entry(event, []))
-    traces = [
-        Trace(Header(sync="asp", host="shard", machine=machine), entries[machine]) for machine in machines
-    ]
-    shown = [
-        entry.event.iteration
-        for _, _, entry in timeline(traces, offsets)
-        if isinstance(entry.event, PullRequested)
-    ]
-    assert shown == list(range(3000))
+        shown.append(clock_of(machine, offsets).on_coordinator(machines[machine].at(at_ticks)))
+    assert shown == sorted(shown)
 
 
 def test_the_drift_is_estimated() -> None:
@@ -190,17 +180,6 @@ def test_between_two_records_with_a_jump_the_bound_covers_both() -> None:
     assert moment.ticks + moment.bound_ticks >= 500 + 10**9 + 10
 
 
-@settings(max_examples=50)
-@given(st.lists(st.integers(0, 100 * TICKS_PER_S), min_size=1), st.integers(0, 3))
-def test_the_entries_of_a_trace_stay_in_their_order(times: list[int], machine: int) -> None:
-    times.sort()
-    entries = [Entry(PullRequested(now_ticks=at, worker=0, iteration=n), []) for n, at in enumerate(times)]
-    trace = Trace(Header(sync="asp", host="shard", machine=machine), entries)
-    offsets = [ClockOffset(at * TICKS_PER_S, -at * 10**6, 10**6) for at in range(0, 100, 7)]
-    shown = [entry for _, _, entry in timeline([trace], {machine: MachineClock(offsets)})]
-    assert shown == entries
-
-
 def test_a_trace_of_one_machine_is_written_as_before_and_names_machine_0(tmp_path: Path) -> None:
     header = msgspec.json.encode(Header(sync="asp", host="shard"))
     assert b"machine" not in header
@@ -214,9 +193,8 @@ def test_a_trace_of_one_machine_is_written_as_before_and_names_machine_0(tmp_pat
 
 def test_a_run_on_one_machine_has_no_offsets_and_a_missing_file_is_named(tmp_path: Path) -> None:
     assert read_clocks(tmp_path).keys() == {0}
-    trace = Trace(Header(sync="asp", host="shard", machine=2), [])
     with pytest.raises(ConfigurationError, match=r"no file clock-2\.jsonl"):
-        list(timeline([trace], read_clocks(tmp_path)))
+        clock_of(2, read_clocks(tmp_path))
     (tmp_path / "clock-2.jsonl").write_bytes(b'{"at_ticks":1}\n')
     with pytest.raises(ConfigurationError, match="does not contain the offsets"):
         read_clocks(tmp_path)

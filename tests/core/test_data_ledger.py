@@ -15,7 +15,7 @@ from paceline.core import loader_ledger
 from paceline.core.coordinator import Coordinator
 from paceline.core.data_feed import DataFeed
 from paceline.core.data_ledger import DataLedger
-from paceline.core.job_cut import LoaderCut, WorkerTimes
+from paceline.core.job_cut import EpochCut, LoaderCut, WorkerTimes
 from paceline.core.lease import Batch, DataOrder, Lease, single, split_rest
 from paceline.core.messages import DataGranted, DataRequested, WorkerFinished
 from paceline.core.requests import Request, Send, server_peer, worker_peer
@@ -753,6 +753,24 @@ def test_a_resumed_job_begins_with_balanced_batches(lockstep: bool) -> None:
         ledger.begin(worker, 0, order, 0, {0, 1}, lockstep)
     granted = [ledger.grant(worker, 0, order, 0, 0.0, {0, 1}).leases[0].batch for worker in (0, 1)]
     assert granted == [12, 4]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_returned_batches_of_a_resumed_run_are_cut_to_a_new_maximum(workers: int) -> None:
+    before = DataOrder(400, 100, False, "auto", "", balanced=True)
+    cut = LoaderCut(
+        name="loader",
+        opened=1,
+        order=before,
+        epochs=(EpochCut(0, before, 150),),
+        returned=(single(0, 0, 150),),
+        total=150,
+    )
+    order = msgspec.structs.replace(before, most=64)
+    taken = batches_of_each(Job([1.0] * workers, lockstep=True, resumed=[cut]), 0, order, 400)
+    sizes = [size for each in taken.values() for _, _, size in each]
+    assert max(sizes) <= 64
+    assert sum(sizes) == 400
 
 
 def test_an_order_of_unknown_size_cannot_be_balanced() -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
-from paceline.core.job_cut import EpochCut, JobCut, LoaderCut, LoopCut
+from paceline.core.coordinator import Coordinator
+from paceline.core.job_cut import EpochCut, JobCut, LoaderCut, LoopCut, leader
 from paceline.core.layout import HyperParameters, Layout, ModelSpec, OptimizerSpec, Parameter
 from paceline.core.lease import DataOrder, Lease
-from paceline.core.messages import LoopLimits, LoopPosition, ShardState
+from paceline.core.messages import LoopLimits, LoopPosition, Ready, Register, ShardState
 from paceline.core.reconfiguration import StateCollection
+from paceline.core.requests import Fail, server_peer, worker_peer
+from paceline.sync.schedule import read_schedule
 
 LAYOUT = Layout.of([Parameter(("weight",), (4, 5), "float32"), Parameter(("bias", "b"), (5,), "float64")])
 MODEL = ModelSpec(
@@ -47,6 +51,19 @@ def test_a_cut_is_equal_after_it_was_written_as_json() -> None:
 def test_the_shards_of_a_run_with_another_number_of_shards_begin_with_the_progress_of_shard_0() -> None:
     assert CUT.states_of(2) == (ShardState(9, 36), ShardState(8, 32))
     assert CUT.states_of(3) == (ShardState(9, 36),) * 3
+
+
+@pytest.mark.parametrize(("resumed", "fails"), [(None, True), (CUT, False)], ids=["first run", "resumed run"])
+def test_a_run_needs_its_first_worker_only_for_initial_weights(resumed: JobCut | None, fails: bool) -> None:
+    core = Coordinator(read_schedule("ssp:staleness=2"), workers=2, servers=1, shards=1, resumed=resumed)
+    core.connected(server_peer(0), 0)
+    for worker in range(2):
+        core.connected(worker_peer(worker), 0)
+    for worker in range(2):
+        core.handle(worker_peer(worker), Register(MODEL), 0)
+    core.handle(server_peer(0), Ready(), 0)
+    requests = core.disconnected(worker_peer(0), 0)
+    assert any(isinstance(request, Fail) for request in requests) == fails
 
 
 def parameter(name: str, set_index: int = 0, part: int = 0) -> Parameter:
@@ -113,6 +130,24 @@ def test_a_cut_is_complete_with_the_earliest_state_of_each_worker_after_its_last
     assert completed is not None
     assert completed.states == ((0, 5), (1, 2))
     assert completed.loop == at_epoch(2)  # that of worker 0 when it gave this state
+
+
+def test_a_resumed_run_goes_on_where_the_main_worker_was() -> None:
+    giving = giving_of({0: 4, 1: 2}, main=1)
+    giving.give(0, 4, at_epoch(2))
+    giving.give(1, 2, at_epoch(1))
+    completed = giving.completed
+    assert completed is not None
+    assert completed.loop == at_epoch(1)
+
+
+@pytest.mark.parametrize(
+    ("main", "workers", "expected"), [(1, (0, 1), 1), (1, (0, 2), 0), (-1, (2, 1), 1), (0, (), None)], ids=str
+)
+def test_without_a_state_of_the_main_worker_the_lowest_index_counts(
+    main: int, workers: tuple[int, ...], expected: int | None
+) -> None:
+    assert leader(main, workers) == expected
 
 
 def test_a_worker_that_leaves_is_not_awaited_but_the_main_worker_is_needed() -> None:

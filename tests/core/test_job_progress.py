@@ -9,6 +9,8 @@ import pytest
 
 from paceline.core.coordinator import Coordinator
 from paceline.core.data_feed import DataFeed
+from paceline.core.data_ledger import LoopPositions
+from paceline.core.job_cut import LoopCut
 from paceline.core.lease import DataOrder, Lease
 from paceline.core.messages import (
     DataGranted,
@@ -158,6 +160,15 @@ def test_each_loop_begins_with_no_progress(core: Coordinator) -> None:
     begin(core, LoopLimits(epochs=2), loop=1, second=9.0)
     report(core, at(0, 0.5))
     assert (read(core, 9.0).progress, read(core, 9.0).epochs) == (0.25, 2)
+
+
+def test_other_limits_of_a_resumed_script_replace_the_earlier_ones_and_let_a_stopped_loop_go_on() -> None:
+    earlier, later = LoopLimits(updates=3), LoopLimits(updates=5)
+    loops = LoopPositions(LoopCut(begun=0, limits=earlier, stopped=(0,)))
+    loops.begun(0, 0, earlier)
+    assert loops.stopped == {0}
+    loops.begun(0, 0, later)
+    assert (loops.limits, loops.stopped) == (later, set())
 
 
 def test_the_speed_of_the_job_is_that_of_the_last_seconds(core: Coordinator) -> None:

@@ -24,7 +24,18 @@ from paceline.core.messages import (
     WorkerWelcomed,
 )
 from paceline.core.reconfiguration import Join
-from paceline.core.requests import COORDINATOR, Apply, Peer, Request, Send, server_peer, worker_peer
+from paceline.core.requests import (
+    COORDINATOR,
+    AbandonCut,
+    Apply,
+    CompleteCut,
+    EndWithout,
+    Peer,
+    Request,
+    Send,
+    server_peer,
+    worker_peer,
+)
 from paceline.core.server import Server
 from paceline.core.shard import ShardSync
 from paceline.errors import ConfigurationError, ProtocolError
@@ -162,15 +173,20 @@ def test_answers_about_an_earlier_incarnation_have_no_effect() -> None:
 class Run:
     """A coordinator whose run is in progress, with one server that answers when `serve` is called."""
 
-    def __init__(self, workers: int = 2, most: int = 4) -> None:
+    def __init__(self, workers: int = 2, most: int = 4, *, servers: int = 1, pause_below: int = 0) -> None:
         schedule = Schedule((ScheduleStep((parse("asp"),)),))
-        self.core = Coordinator(schedule, workers=most, servers=1, shards=1, late=range(workers, most))
-        self.core.connected(server_peer(0), 0)
+        late = range(workers, most)
+        self.core = Coordinator(
+            schedule, workers=most, servers=servers, shards=servers, late=late, pause_below=pause_below
+        )
+        for server in range(servers):
+            self.core.connected(server_peer(server), 0)
         for worker in range(workers):
             self.core.connected(worker_peer(worker), 0)
         for worker in range(workers):
             self.core.handle(worker_peer(worker), Register(MODEL), 0)
-        self.core.handle(server_peer(0), Ready(), 0)
+        for server in range(servers):
+            self.core.handle(server_peer(server), Ready(), 0)
 
     def come(self, model: ModelSpec = MODEL) -> tuple[int, list[Request]]:
         [(worker, incarnation)] = self.core.invite(1).items()
@@ -204,6 +220,17 @@ def test_a_worker_with_another_model_is_refused_and_the_run_goes_on() -> None:
     assert kinds(requests) == [Refused]
     assert worker not in run.core.members.live
     assert not run.core.members.lost
+
+
+def test_the_loss_of_a_server_settles_the_lost_workers_that_only_it_had_yet_to_report() -> None:
+    run = Run(servers=2)
+    run.core.disconnected(worker_peer(1), 0)
+    report = PushesReported(1, 0, (5,), (True,), ((),))
+    assert run.core.handle(server_peer(0), report, 0) == []
+    how = "its connection ended"
+    settled = Send(server_peer(0), messages.LossSettled(1, 0, 5))
+    assert run.core.server_lost(1, how) == [settled, EndWithout(1, how)]
+    assert not run.core.losses.open
 
 
 def test_workers_join_one_after_another() -> None:
@@ -260,6 +287,25 @@ def test_an_index_is_used_again_by_the_next_incarnation() -> None:
     assert kinds(run.serve(1)) == [Started]
 
 
+def test_a_cut_of_a_run_without_workers_waits_until_a_worker_has_joined() -> None:
+    run = Run(1, 2, pause_below=1)
+    run.core.disconnected(worker_peer(0), 0)
+    run.core.handle(server_peer(0), PushesReported(0, 0, (-1,), (False,), ((),)), 0)
+    assert run.core.cut() == []
+    worker, _ = run.come()
+    assert messages.CutAgreed in kinds(run.serve(worker))
+
+
+def test_a_cut_is_abandoned_if_the_last_worker_is_lost_before_it_has_given_its_state() -> None:
+    run = Run(1, 2, pause_below=1)
+    run.core.cut()
+    taken = messages.CutTaken(1, 0, messages.ShardState(), messages.PushCounts(), (messages.LastPush(0, -1),))
+    assert messages.StateWanted in kinds(run.core.handle(server_peer(0), taken, 0))
+    requests = run.core.disconnected(worker_peer(0), 0)
+    assert any(isinstance(request, AbandonCut) for request in requests)
+    assert not any(isinstance(request, CompleteCut) for request in requests)
+
+
 def test_the_first_epoch_is_split_when_enough_workers_have_joined() -> None:
     schedule = Schedule((ScheduleStep((parse("bsp"),)),))
     core = Coordinator(schedule, workers=3, servers=1, shards=1, late=range(3), least=2)
@@ -288,6 +334,17 @@ def test_a_worker_that_leaves_before_the_run_begins_receives_no_data() -> None:
     core.disconnected(worker_peer(0), 0)
     core.invite(2)
     assert core.connected(worker_peer(1), 0) == []
+
+
+def test_a_worker_that_was_asked_to_leave_before_the_run_begins_does_not_count() -> None:
+    schedule = Schedule((ScheduleStep((parse("bsp"),)),))
+    core = Coordinator(schedule, workers=3, servers=1, shards=1, late=range(3), least=2)
+    core.invite(2)
+    core.connected(worker_peer(0), 0)
+    core.ended(1, 0, asked=True)
+    assert core.shortage == "1 of at least 2 workers"
+    ask = messages.DataRequested(0, "loader", 0, DataOrder(24, 4, False, "auto", ""), 0, 0)
+    assert core.handle(worker_peer(0), ask, 0) == []
 
 
 @pytest.mark.parametrize("then", ["trains", "is lost", "is refused"])

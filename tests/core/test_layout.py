@@ -10,7 +10,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paceline.core.layout import ALIGNMENT_BYTES, ITEM_BYTES, Layout, Parameter, ShardSlice
+from paceline.core.layout import (
+    ALIGNMENT_BYTES,
+    ITEM_BYTES,
+    Layout,
+    ModelSpec,
+    OptimizerSpec,
+    Parameter,
+    ShardSlice,
+    first_difference,
+)
 from paceline.errors import ConfigurationError
 
 # A busy machine is no failure.
@@ -297,6 +306,24 @@ def test_one_shard_holds_everything_in_order() -> None:
 def test_a_parameter_is_described_by_its_first_name() -> None:
     assert str(Parameter(("conv.weight", "other"), (8, 3, 3), "float32")) == "conv.weight float32[8, 3, 3]"
     assert Parameter(("x",), (8, 3, 3), "float32").size == math.prod((8, 3, 3))
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (Parameter(("b",), (8,), "float32"), "b float32[8] instead of b float32[4]"),
+        (Parameter(("b", "c"), (4,), "float32"), "b float32[4] is named b and c instead of b"),
+        (Parameter(("b",), (4,), "float32", 1), "b float32[4] is trained by optimizer 1 instead of 0"),
+        (Parameter(("b",), (4,), "float32", 0, 1), "b float32[4] is in part 1 of the layout instead of 0"),
+    ],
+    ids=["shape", "names", "optimizer", "part"],
+)
+def test_the_first_difference_between_models_says_what_differs(other: Parameter, message: str) -> None:
+    one, another = (
+        ModelSpec(Layout.of([parameter]), OptimizerSpec("SGD", ({},), (0,)), ())
+        for parameter in (Parameter(("b",), (4,), "float32"), other)
+    )
+    assert first_difference(one, another) == message
 
 
 @pytest.mark.parametrize("dtype", ["int64", "complex64", "float8_e4m3fn", "bool"])

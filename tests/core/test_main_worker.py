@@ -15,7 +15,17 @@ import paceline
 from paceline.core.coordinator import Coordinator
 from paceline.core.layout import Layout, ModelSpec, OptimizerSpec
 from paceline.core.members import NOBODY
-from paceline.core.messages import MainChosen, MainRequested, Ready, Register, WorkerFinished
+from paceline.core.messages import (
+    ChangePublished,
+    IterationFinished,
+    IterationStarted,
+    MainChosen,
+    MainRequested,
+    Ready,
+    Register,
+    SyncRequested,
+    WorkerFinished,
+)
 from paceline.core.requests import Request, Send, server_peer, worker_peer
 from paceline.sim import Cluster, Presence, simulate
 from paceline.sync import parse
@@ -72,6 +82,44 @@ def test_nobody_takes_the_place_of_a_worker_whose_script_has_ended() -> None:
 def test_another_worker_takes_the_place_of_one_that_was_asked_to_leave() -> None:
     core = begun()
     assert told(core.handle(worker_peer(0), WorkerFinished(early=True), 0)) == {1: 1, 2: 1}
+
+
+@pytest.mark.parametrize(
+    ("goodbye", "is_new"),
+    [(None, True), (WorkerFinished(early=True), True), (WorkerFinished(), False)],
+    ids=["lost", "asked to leave", "finished"],
+)
+def test_the_first_requests_of_the_worker_that_takes_the_place_of_another_are_new(
+    goodbye: WorkerFinished | None, is_new: bool
+) -> None:
+    core = begun()
+    assert core.request_checkpoint(0, 1)
+    assert changed(core.handle(worker_peer(0), SyncRequested("script", 0, "bsp"), 0)) == {0, 1, 2}
+    for worker in range(3):
+        core.handle(worker_peer(worker), IterationFinished(iteration=0, change=1), 0)
+    core.handle(worker_peer(1), IterationStarted(1), 0)
+    if goodbye is None:
+        core.disconnected(worker_peer(0), 0)
+    else:
+        core.handle(worker_peer(0), goodbye, 0)
+    assert core.request_checkpoint(1, 1) == is_new
+    requests = core.handle(worker_peer(1), SyncRequested("script", 0, "asp"), 0)
+    assert changed(requests) == ({1, 2} if is_new else set())
+
+
+def changed(requests: list[Request]) -> set[int]:
+    """Return who has been told of a change of the sync model."""
+    return {
+        request.to.index
+        for request in requests
+        if isinstance(request, Send) and isinstance(request.message, ChangePublished)
+    }
+
+
+def test_the_nth_requests_of_all_workers_for_a_checkpoint_are_one() -> None:
+    core = begun()
+    made = [core.request_checkpoint(worker, number) for number in (1, 2) for worker in range(3)]
+    assert made == [True, False, False, True, False, False]
 
 
 def test_a_worker_that_returns_is_told_that_another_one_is_the_main_worker() -> None:

@@ -7,8 +7,11 @@ read the last messages of the workers that have left.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import time
 from itertools import permutations
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,14 +23,29 @@ from paceline import DistributedOptimizer
 from paceline.core import messages
 from paceline.core.coordinator import Coordinator
 from paceline.core.layout import Layout, ModelSpec, OptimizerSpec, Parameter
-from paceline.core.messages import Commit, CreateShards, FetchSnapshot, LossSettled, PushesReported, Snapshot
+from paceline.core.messages import (
+    Commit,
+    CreateShards,
+    FetchSnapshot,
+    Hello,
+    LossSettled,
+    Message,
+    PushesReported,
+    Snapshot,
+    first_phase,
+)
 from paceline.core.requests import COORDINATOR, Apply, Request, Send, server_peer, worker_peer
 from paceline.core.server import Server
+from paceline.run.coordinator import CoordinatorHost
 from paceline.run.hub import Caller, Hub
+from paceline.run.job_options import make_job
 from paceline.run.server import ServerHost
 from paceline.sync import BSP
 from paceline.sync.schedule import Schedule, ScheduleStep
+from paceline.wire.stream import Stream
+from paceline.wire.transports import connect
 from tests.conftest import RunOnThreads
+from tests.support.live import await_that
 
 MODEL = ModelSpec(
     Layout.of([Parameter(("a",), (40,), "float32")]), OptimizerSpec("SGD", ({"lr": 0.1},), (0,)), ()
@@ -143,3 +161,37 @@ def test_a_server_that_is_asked_for_the_final_weights_first_reads_the_goodbyes(
     assert asked == [{0, 1}]
     assert answered == [set()]
     assert run.state_dict["weight"].item() == 0.0
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_nobody_waits_for_the_weights_if_the_coordinator_fails(when: str, tmp_path: Path) -> None:
+    """The server is connected, but it never sends its weights."""
+    job = make_job(workers=1, servers=1, transport="unix", run_dir=tmp_path / "run")
+    coordinator = CoordinatorHost.listen(job)
+    coordinator.start()
+
+    def begin() -> None:
+        coordinator.over.set()  # the weights are collected at the end of a run
+        coordinator.core.model, coordinator.core.slices = MODEL, tuple(MODEL.layout.slice_evenly(1))
+        coordinator.core.addresses = ("unix:nowhere",)
+
+    def fail() -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    server: Stream[Message] = Stream(connect(coordinator.address), first_phase("coordinator", "server"))
+    with contextlib.closing(server):
+        server.send(Hello(job.token, "server", 0, address="unix:nowhere"))
+        await_that(lambda: coordinator._of_role("server"), "the server is connected")
+        coordinator.ask(begin)
+        if when == "before":
+            coordinator.call(fail)
+            await_that(lambda: not coordinator._thread.is_alive(), "the coordinator has failed")
+        collection = coordinator.collect()
+        if when == "meanwhile":
+            assert not collection.finished.is_set()
+            coordinator.call(fail)
+        assert collection.finished.wait(60.0)
+    coordinator.stop()
+    assert collection.missing == [0]
+    assert coordinator.failure is not None
+    assert "Input/output error" in coordinator.failure.reason

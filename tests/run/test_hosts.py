@@ -24,6 +24,7 @@ from paceline.core.layout import ITEM_BYTES, Layout, ModelSpec, OptimizerSpec, P
 from paceline.core.messages import (
     Commit,
     Content,
+    Failed,
     FetchFrozen,
     FetchOptimizerState,
     FetchSnapshot,
@@ -43,10 +44,13 @@ from paceline.core.messages import (
     WorkerFinished,
 )
 from paceline.errors import ConfigurationError, DeadlineError, PeerLostError
+from paceline.run import server as serving
+from paceline.run.hub import HostError
 from paceline.run.readers import Reader
 from paceline.run.server import READERS_PER_SHARD
 from paceline.run.worker import WorkerSession
 from paceline.shard.optimizers import read_groups
+from paceline.shard.store import Store
 from paceline.sync import ASP, BSP, ElasticBSP, SyncModel
 from paceline.sync.events import Change
 from paceline.trace.measures import measure
@@ -524,6 +528,34 @@ def test_hyper_parameters_that_the_optimizer_would_trip_over_cost_no_server_its_
     assert sorted(run.results) == [0, 2]
 
 
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (ConfigurationError("the device is too small"), "the device is too small"),
+        (RuntimeError("not this time"), "RuntimeError: not this time"),
+    ],
+    ids=["sentence for users", "other"],
+)
+def test_a_step_that_fails_on_a_server_ends_the_run_and_lets_no_worker_wait(
+    error: Exception, words: str, run_on_threads: RunOnThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report_of, told = serving._report_of, []
+
+    def fail(store: Store, *arguments: object) -> None:
+        raise error
+
+    def note(cause: BaseException) -> Failed:
+        told.append(report_of(cause))
+        return told[-1]
+
+    monkeypatch.setattr(Store, "apply", fail)
+    monkeypatch.setattr(serving, "_report_of", note)
+    with pytest.raises(HostError):
+        run_on_threads(training(), workers=2, servers=1, sync=BSP(), keep_errors=True)
+    assert {each.reason for each in told} == {words}
+    assert all(bool(each.traceback) == (words != str(error)) for each in told)
+
+
 def another_model() -> ModelSpec:
     layout = Layout.of([Parameter(("a",), (40,), "float64")])
     return ModelSpec(layout, OptimizerSpec("SGD", read_groups(sgd(Slope())), (0,)), ())
@@ -708,6 +740,18 @@ def test_readers_are_not_let_in_without_limit(run_on_threads: RunOnThreads) -> N
 
 
 # -- readers ----------------------------------------------------------------------------------------------
+
+
+def test_a_reader_that_does_not_reach_every_server_leaves_no_connection_open() -> None:
+    model = another_model()
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as gone:
+        addresses = [f"tcp:127.0.0.1:{each.getsockname()[1]}" for each in (server, gone)]
+        gone.close()
+        with pytest.raises(PeerLostError) as lost:
+            Reader.connect(model, list(zip(model.layout.slice_evenly(2), addresses, strict=True)), "token")
+        with server.accept()[0] as caller:
+            assert until_closed(caller)
+    assert addresses[1] in str(lost.value)
 
 
 @contextlib.contextmanager

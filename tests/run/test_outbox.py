@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from paceline.core.job_sync import LONGEST_PAUSE
 from paceline.core.layout import Layout, Parameter, WireFormat, ranges_of
 from paceline.core.messages import Message, Stage
 from paceline.run.server_memory import StreamedInbox
+from paceline.run.worker import WorkerSession
 from paceline.run.worker_links import Outbox
 from paceline.shard.codecs import Sender as Encoder
 from paceline.shard.vectors import bytes_of, sliced, tensors_over
@@ -143,6 +147,31 @@ def test_a_piece_leaves_as_soon_as_all_that_lies_in_it_is_there() -> None:
         left.append(sorted(sender.staged[before:]))
     # Pieces are numbered by dtype, so d's is first: d; a; a; b and c; c; the end of c.
     assert left == [[(0, 4), (0, 5)], [(0, 0)], [(0, 1), (0, 2)], [(0, 3)]]
+
+
+def test_while_another_thread_uses_the_connections_complete_pieces_wait() -> None:
+    sender, lock = Sender(LARGE), threading.RLock()
+    session: Any = SimpleNamespace(
+        memory=SimpleNamespace(outbox=sender.outbox), links=SimpleNamespace(lock=lock)
+    )
+    held, over = threading.Event(), threading.Event()
+
+    def load() -> None:
+        with lock:
+            held.set()
+            over.wait(60.0)
+
+    loader = threading.Thread(target=load)
+    loader.start()
+    assert held.wait(60.0)
+    for parameter in (3, 2, 1):
+        WorkerSession.gradient_ready(session, parameter)
+    before = list(sender.staged)
+    over.set()
+    loader.join()
+    WorkerSession.gradient_ready(session, 0)
+    staged, rest = sender.commit()
+    assert (before, sorted(staged), rest) == ([], sender.keys, [])
 
 
 def test_what_has_no_gradient_comes_with_the_commit() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -173,6 +174,19 @@ def test_a_holder_elsewhere_is_awaited_for_three_heartbeats_by_the_clock_of_the_
     os.utime(path, (time.time() - 4 * 3600,) * 2)
     assert not is_held(tmp_path)
     RunLock.take(tmp_path, tell=pytest.fail).release()
+
+
+def test_a_clock_of_the_file_server_that_was_set_back_makes_nobody_wait_longer(tmp_path: Path) -> None:
+    path = write(tmp_path, 1, heartbeat_s=0.2, **ELSEWHERE)
+    os.utime(path, (time.time() + 3600,) * 2)
+    words: list[str] = []
+    looks = itertools.count()
+
+    def look() -> None:
+        assert next(looks) < 100, "it is still awaited"
+
+    with RunLock.take(tmp_path, tell=words.append, look=look):
+        assert words[1].startswith("No sign of life of process")
 
 
 def test_a_heartbeat_from_elsewhere_is_a_refusal(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ EDITED: list[tuple[str, list[str], str, tuple[int, ...]]] = [
     ("asp", [], "3,2,1,0", (0,)),
     ("ssp", [], "2,2,3,0", (0, 2)),
     ("drop-stragglers", [], "2,2,2,0", (1,)),
-    ("elastic-bsp", [], "2,2,3,0", (1,)),
+    ("elastic-bsp", [], "2,2,3,0", (2,)),
     ("asp", ["bsp"], "2,2,2,0", (1,)),
 ]
 """A model, the changes that are asked for; workers, shards, iterations and losses; the iterations that are edits."""

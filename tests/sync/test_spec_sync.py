@@ -420,6 +420,20 @@ def test_an_abort_rate_that_is_never_exceeded_restarts_nobody() -> None:
     assert coordinator.handle(TimerFired(now_ticks=in_ticks(2.0), worker=0, iteration=1)) == []
 
 
+def test_a_warm_up_or_an_edit_is_no_last_iteration_and_ends_no_epoch() -> None:
+    coordinator = SpecSync().at_coordinator()
+    for worker in range(2):
+        coordinator.handle(WorkerJoined(now_ticks=0, worker=worker))
+    coordinator.handle(IterationFinished(now_ticks=110, worker=0, iteration=0))
+    coordinator.handle(IterationFinished(now_ticks=120, worker=1, iteration=0, warm_up=True))
+    assert coordinator._workers[1].last is None
+    assert coordinator._yet_to_push == {1}
+    coordinator.handle(IterationStarted(now_ticks=130, worker=1, iteration=1))
+    coordinator.handle(IterationFinished(now_ticks=180, worker=1, iteration=1))
+    assert coordinator._workers[1].last == Span(130, 180)
+    assert coordinator._yet_to_push == {0, 1}, "the next epoch has begun"
+
+
 def test_what_a_script_did_outside_of_training_is_not_part_of_its_last_iteration() -> None:
     """The tuning is as if worker 1 had started when it had evaluated the model."""
     tuned = []

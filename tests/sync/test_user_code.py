@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ import paceline
 from paceline.errors import ConfigurationError, UserCodeError
 from paceline.sim import Cluster, Presence, simulate
 from paceline.sync import parse
+from paceline.sync.plugins import user_traceback
 from paceline.testing import check
 from tests.support.live import run_program
 from tests.support.marks import thorough
@@ -91,6 +93,15 @@ def test_a_check_shows_the_lines_of_the_model_that_fails(how: str) -> None:
     ) as raised:
         check(parse(f"failing:how={how}"))
     shows_only_the_users_lines(str(raised.value), how)
+
+
+def test_the_lines_of_a_package_whose_name_begins_with_ours_are_the_users() -> None:
+    file = f"{Path(paceline.__file__).parent}_models/rules.py"
+    rules: dict[str, Any] = {}
+    exec(compile("def close(state):\n    return state['missing']\n", file, "exec"), rules)
+    with pytest.raises(KeyError) as raised:
+        rules["close"]({})
+    assert file in user_traceback(raised.value)
 
 
 @pytest.mark.processes

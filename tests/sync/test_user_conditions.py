@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import sys
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 
 from paceline.core.shard import ShardSync
+from paceline.core.worker import Worker
 from paceline.errors import ConfigurationError
 from paceline.sync import (
     ASP,
@@ -36,6 +39,7 @@ from paceline.sync.actions import (
 )
 from paceline.sync.events import Change, PullRequested, WorkerFenced, WorkerLost
 from paceline.sync.plugins import local_conditions, require_named
+from paceline.sync.schedule import read_schedule
 from paceline.sync.ticks import in_ticks
 from paceline.testing.promises import CheckedShard
 
@@ -520,6 +524,19 @@ def test_only_conditions_of_modules_that_were_named_at_the_launch_may_be_changed
         require_named([Conditions(pull="local:f-99")], launched, [])
     with pytest.raises(ConfigurationError):
         require_named([own], [SSP()], ["local"])
+
+
+def test_a_script_may_request_conditions_of_a_module_whose_name_ends_in_local(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rules = ModuleType("rules_local")
+    vars(rules)["close"] = near
+    monkeypatch.setitem(sys.modules, "rules_local", rules)
+    worker = Worker(read_schedule("asp"), workers=2, shards=1, servers=1)
+    assert worker.request_sync([Conditions(pull="rules_local:close")]) == []
+    assert worker.asked == 1
+    with pytest.raises(ConfigurationError, match="The module must not be named 'local'"):
+        worker.request_sync([Conditions(pull=lambda state: True)])
 
 
 def test_a_condition_that_ends_the_process_is_a_fault_like_any_other() -> None:

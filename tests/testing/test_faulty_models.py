@@ -305,8 +305,8 @@ def test_a_simulation_names_the_model_and_the_event(kind: type[Shard]) -> None:
         simulate(Cluster([1.0, 1.5, 4.0], servers=2), Faulty(kind=kind.__name__), 5)
 
 
-def test_a_comparison_goes_on_without_the_faulty_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 1)  # other processes cannot import the models of a test
+@pytest.mark.usefixtures("one_core")  # other processes cannot import the models of a test
+def test_a_comparison_goes_on_without_the_faulty_models() -> None:
     kinds = [*AT_RUN_TIME, HoldsForEver]
     syncs = ["bsp", "asp", *(f"faulty:kind={kind.__name__}" for kind in kinds)]
     rows = rank(Cluster([1.0, 1.5, 4.0], servers=2), syncs, iterations=5)

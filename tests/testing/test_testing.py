@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import ClassVar
 
@@ -302,6 +304,18 @@ def test_an_oracle_is_compared() -> None:
         AssertionError, match=r"the oracle agrees\nworkers \{\d\} wait, but the oracle expects"
     ):
         check(SSP(staleness=0), oracle=Oracle(lambda events: set(), applied), iterations=1)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "call", ["check(ASP(), iterations=1)", "explore(SmallJob(ASP(), workers=1, shards=1, iterations=1))"]
+)
+def test_without_assertions_no_model_passes(call: str) -> None:
+    """The promises are assertions, which Python leaves out with -O."""
+    program = f"from paceline.sync import ASP\nfrom paceline.testing import SmallJob, check, explore\n{call}"
+    ended = subprocess.run([sys.executable, "-B", "-O", "-c", program], capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert "ConfigurationError: Python runs without assertions" in ended.stderr
 
 
 @pytest.mark.parametrize("iterations", [1, *thorough(2)])

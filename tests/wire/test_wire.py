@@ -13,6 +13,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from paceline.core.messages import (
 )
 from paceline.errors import ConfigurationError, DeadlineError, PeerLostError, ProtocolError
 from paceline.run.server_memory import Inbox, SharedInbox, StreamedInbox
+from paceline.wire import stream as streams
 from paceline.wire import transports as unix
 from paceline.wire.memory import MASTER, PIECE_BYTES, Region, cut
 from paceline.wire.stream import BUFFER_BYTES, GREETING_LIMIT_BYTES, HEADER_LIMIT_BYTES, Stream, no_payload
@@ -990,6 +992,38 @@ def test_descriptors_cannot_overtake_what_is_queued() -> None:
         end.stream.send(WorkerFinished(), [memoryview(bytes(4 << 20))])
         with pytest.raises(ProtocolError, match="queued"):
             end.stream.send(WorkerFinished(), descriptors=[file.fileno()])
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_descriptor_waits_for_room_in_the_socket_and_is_never_left_out(
+    reads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with receiver() as end, tempfile.TemporaryFile() as file:
+        filled_bytes = 0
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                filled_bytes += end.stream.sock.send(bytes(BUFFER_BYTES))
+        if not reads:
+            monkeypatch.setattr(streams, "ROOM_S", 0.01)
+            with pytest.raises(ProtocolError, match="does not read"):
+                end.stream.send(WorkerFinished(), descriptors=[file.fileno()])
+            return
+        end.peer.settimeout(TIMEOUT_S)
+
+        def read() -> None:
+            left_bytes = filled_bytes
+            while left_bytes:
+                left_bytes -= len(end.peer.recv(left_bytes))
+
+        monkeypatch.setattr(streams, "ROOM_S", TIMEOUT_S)
+        reader = threading.Thread(target=read)
+        reader.start()
+        end.stream.send(WorkerFinished(), descriptors=[file.fileno()])
+        reader.join()
+        data, received, _, _ = socket.recv_fds(end.peer, BUFFER_BYTES, 1)
+        for descriptor in received:
+            os.close(descriptor)
+        assert (data, len(received)) == (frame(encoded(WorkerFinished())), 1)
 
 
 def test_more_parts_than_one_call_to_the_system_takes_arrive_in_order() -> None:

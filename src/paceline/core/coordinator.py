@@ -13,7 +13,8 @@
     main      the workers that take part receive MainChosen when another worker has become the main worker (see
               `core.members`); a worker that sends MainRequested receives MainChosen as the answer
     loops     a worker sends EpochReached in its training loop, and StatesDecided tells it whether to send the states
-              of its tracked objects to a server; a worker that joins late receives the job's position in LoopEntered
+              of its tracked objects to a server; a worker that joins late, or resumes a run, sends EntryRequested, and
+              receives TrainingStopped for each loop that was stopped, and the job's position in LoopEntered
     calls     a worker sends Contributed when its script calls barrier or reduce, and receives Combined; if the script
               has added parameters, all servers receive ExtendShards and then, like all workers, ModelExtended
     end       a worker sends WorkerFinished, or its connection is lost; every server is notified of a lost worker
@@ -58,7 +59,7 @@ from .job_sync import JobSync
 from .joint_batch import Collectives, JointNorms, combine
 from .layout import ModelSpec, ShardSlice, first_difference, round_robin
 from .lease import DataOrder, PackedPushed
-from .members import Departure, Losses, MainWorker, Members, Quorum, ServerRoster
+from .members import Departure, Losses, MainWorker, Members, Quorum, ScriptRequests, ServerRoster
 from .messages import (
     AllCommitted,
     BaseRequested,
@@ -286,6 +287,8 @@ class Coordinator:
         # Requests for data that have arrived while the run had too few workers to begin: (worker, loader) -> message.
         self._early: dict[tuple[int, int], DataRequested] = {}
         self._turns = PullBarrier()
+        self._checkpoints = ScriptRequests()
+        self._changes = ScriptRequests()
         self._earlier_models: list[ModelSpec] = []  # the model before each extension
         # True if the cut with which the run has begun lacks parameters of its first model
         self._lacking = False
@@ -464,7 +467,10 @@ class Coordinator:
         begun = self.model is not None or self.resumed is not None
         if not self.servers.lose(server, how, begun=begun):
             return []
-        return [Fail(f"server {server}", how, output) if certain else EndWithout(server, how)]
+        requests, settled = self.losses.lose_server(server)
+        for worker, drawn in settled.items():
+            self.data.leave(worker, drawn, self.members.live, early=True)
+        return [*requests, Fail(f"server {server}", how, output) if certain else EndWithout(server, how)]
 
     def ended(
         self, worker: int, now_ticks: int, incarnation: int = 0, *, asked: bool = False
@@ -526,6 +532,19 @@ class Coordinator:
             )
         ]
 
+    def request_checkpoint(self, worker: int, number: int) -> bool:
+        """Record the request for a checkpoint by the script of a worker. Return True if the request is new.
+
+        Args:
+            worker: the worker.
+            number: number of the worker's request, counted from 1.
+        """
+        if worker in self.members.gone:
+            return False
+        is_new = self._checkpoints.is_new(number)
+        self._checkpoints.record(worker, number)
+        return is_new
+
     def cut(self) -> list[Request]:
         """Cut the job, so that a later run can resume it.
 
@@ -566,7 +585,7 @@ class Coordinator:
             case ModelRequested():
                 return [Send(sender, ModelDescribed(self.model, self.slices, self.addresses))]
             case EntryRequested():
-                return [Send(sender, self._enter(worker, message, now_ticks))]
+                return self._enter(worker, message, now_ticks)
             case EpochReached():
                 return self.loops.reached(worker, message, self.members.present, now_ticks)
             case BaseRequested():
@@ -665,7 +684,7 @@ class Coordinator:
     def _begin_if_complete(self, now_ticks: int) -> list[Request]:
         """Send the servers their shards if all servers are connected and every worker has registered or left."""
         absent = self._workers - len(self._registered) - len(self.members.gone)
-        too_few = len(self._registered) < self.quorum.least
+        too_few = not self._registered or self.quorum.lacks(len(self._registered))
         if self.model is not None or absent or too_few or not self.servers.complete:
             return []
         models = {worker: self._registered[worker].model for worker in sorted(self._registered)}
@@ -813,7 +832,7 @@ class Coordinator:
 
     def _begin_cut(self) -> list[Request]:
         """Begin a cut. If cuts have to wait at present, give up any cut in progress instead."""
-        if self.model is None or self.losses.open or not self._model_is_whole:
+        if self.model is None or self.losses.open or self._lacks_scripts or not self._model_is_whole:
             self.reconfigurations.give_up_cut()
             requests: list[Request] = []
         else:
@@ -821,6 +840,11 @@ class Coordinator:
             requests = self.reconfigurations.begin_cut(self.members, lockstep=lockstep)
         self.data.keeps = self.reconfigurations.cut is not None
         return requests
+
+    @property
+    def _lacks_scripts(self) -> bool:
+        """True if no worker takes part, and no script has ended. A cut would then have no state of a script."""
+        return not (self.members.present or self.members.some_have_finished)
 
     @property
     def _model_is_whole(self) -> bool:
@@ -873,6 +897,7 @@ class Coordinator:
             loaders=self.data.cut(drawn),
             loop=self.loops.cut(now_ticks, self._ticks_per_s),
             guard=self.oversight.guard.cut(),
+            main=self.main.worker,
         )
         self.reconfigurations.wants_cut = False
         giving = self.reconfigurations.giving
@@ -901,7 +926,8 @@ class Coordinator:
     def _leave_cut(self, worker: int) -> list[Request]:
         """Go on with a cut without a worker that has left, or abandon the cut."""
         giving = self.reconfigurations.giving
-        if giving is None or not giving.left(worker) or not self.members.present:
+        ended = self.members.some_have_finished and not self.members.present
+        if giving is None or not giving.left(worker) or ended:
             return self._complete_cut()
         self.reconfigurations.giving = None
         self.reconfigurations.wants_cut = True
@@ -981,6 +1007,8 @@ class Coordinator:
         members = self.members
         if worker in members.gone:
             return []
+        for made in (self._checkpoints, self._changes):
+            made.left(worker, finished=kind is WorkerFinished and not early)
         if worker in members.invited:
             members.withdraw(worker)
             self.data.leave(worker, (), members.live, early=True)
@@ -996,7 +1024,7 @@ class Coordinator:
         self._early = {key: message for key, message in self._early.items() if key[0] != worker}
         requests: list[Request] = []
         if kind is WorkerLost:
-            if worker == self.initializer and not self.started:
+            if worker == self.initializer and self.awaits_initial_weights and not self.started:
                 requests.append(Fail(f"worker {worker}", LOST_TOO_EARLY))
             incarnation = members.incarnation(worker)
             if present:
@@ -1125,13 +1153,15 @@ class Coordinator:
         alone = self._workers > 1 and worker == self.main.worker
         return self._warn(self._metrics.take(worker, message, now_ticks / self._ticks_per_s, alone=alone))
 
-    def _enter(self, worker: int, message: EntryRequested, now_ticks: int) -> LoopEntered:
+    def _enter(self, worker: int, message: EntryRequested, now_ticks: int) -> list[Request]:
         """Return the answer to a worker that begins a training loop and has not trained yet."""
         self.loops.begun(message.loop, now_ticks, message.limits)
-        if self.model is None and self.resumed is None:
-            return LoopEntered()
-        address = self.addresses[0] if self.addresses else ""
-        return self.loops.entry(worker, message.loop, address, now_ticks, self._ticks_per_s)
+        entered = LoopEntered()
+        if self.model is not None or self.resumed is not None:
+            address = self.addresses[0] if self.addresses else ""
+            entered = self.loops.entry(worker, message.loop, address, now_ticks, self._ticks_per_s)
+        told = [*map(TrainingStopped, sorted(self.loops.stopped)), entered]
+        return [Send(worker_peer(worker), each) for each in told]
 
     def _report(self, server: int, message: PushesReported) -> list[Request]:
         """Handle a server's report of a lost worker's pushes. After the last report, take back the unused data."""
@@ -1152,7 +1182,15 @@ class Coordinator:
             ) from error
         if self.reconfigurations.postpones(worker, message):
             return []
-        return self.take(SyncRequested.of(message, now_ticks, worker))
+        event = SyncRequested.of(message, now_ticks, worker)
+        if message.source == "schedule":
+            return self.take(event)
+        if self._changes.is_new(message.number + 1):
+            # The scripts that have made earlier requests may be gone, and the worker has not counted their requests.
+            event = structs.replace(event, number=max(message.number, self.job_sync.next_request))
+        requests = self.take(event)
+        self._changes.record(worker, message.number + 1)
+        return requests
 
     def _may_use(self, sync: str) -> bool:
         """Return True if the run can change to a sync model."""

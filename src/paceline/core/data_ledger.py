@@ -229,6 +229,10 @@ class LoopPositions:
         """
         if loop > self._begun[0]:
             self._begun, self.limits, self.start = (loop, now_ticks), limits, start
+        elif loop == self._begun[0] and limits not in (None, self.limits):
+            # A resumed script may have other limits. If the loop was stopped, perhaps it had reached an earlier limit.
+            self.limits = limits
+            self.stopped.discard(loop)
 
     def entry(self, worker: int, loop: int, address: str, now_ticks: int, ticks_per_s: int) -> LoopEntered:
         """Return the answer to a worker that joins a run in progress and begins a loop.

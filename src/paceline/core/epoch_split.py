@@ -249,7 +249,8 @@ class StaticSplit(EpochSplit):
         """Give every worker the same number of batches from the returned positions."""
         shares = list(self.shares.values())
         left: list[Lease] = []
-        for lease in returned:
+        most = self.order.most if self.order.balanced else None
+        for lease in [part for each in returned for part in _cut(each, most)]:
             dealt, rest = deal(lease, len(shares))
             left += rest
             for share, part in zip(shares, dealt, strict=False):
@@ -455,6 +456,20 @@ def take_batches(leases: deque[Lease], smallest: int, largest: int, most: int) -
             leases.appendleft(single(lease.epoch, lease.start + size, lease.batch - size))
         found.append(single(lease.epoch, lease.start, size))
     return found, left_out
+
+
+def _cut(lease: Lease, most: int | None) -> list[Lease]:
+    """Cut the batches of a lease into equal parts if they have more than `most` positions.
+
+    An earlier run may have had a larger maximum, or none.
+    """
+    if most is None or lease.batch <= most:
+        return [lease]
+    sizes = dict(enumerate(divide_evenly(lease.batch, -(-lease.batch // most))))
+    return [
+        Lease(lease.epoch, start, sizes[part], lease.stride, lease.count)
+        for part, start in _starts(sizes, lease.start)
+    ]
 
 
 def _batches(leases: Iterable[Lease]) -> int:

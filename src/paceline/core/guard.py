@@ -421,12 +421,6 @@ class Course:
         self._open.append(seen)
         return complete
 
-    def forget_window(self) -> None:
-        """Forget the points so far, because something was changed: only later points are judged."""
-        self._window.clear()
-        self._weights.clear()
-        self._relapsed = 0
-
     def symptom(self, *, loss_counts: bool) -> Symptom | None:
         """Return the symptom at the last point; None if nothing is wrong.
 

@@ -11,7 +11,7 @@ another sync model.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Literal
@@ -173,6 +173,7 @@ class JobCut(msgspec.Struct, frozen=True, kw_only=True):
         loaders: the ledger of each loader.
         loop: the place of the job in its training loops.
         guard: the state of the guard.
+        main: the main worker; -1 if there was none, or if it is not known.
     """
 
     number: int
@@ -189,6 +190,7 @@ class JobCut(msgspec.Struct, frozen=True, kw_only=True):
     loaders: tuple[LoaderCut, ...] = ()
     loop: LoopCut = LoopCut()
     guard: GuardCut = GuardCut()
+    main: int = -1
 
     @property
     def models(self) -> tuple[ModelSpec, ...]:
@@ -243,6 +245,19 @@ class JobCut(msgspec.Struct, frozen=True, kw_only=True):
         if shards == len(self.shards):
             return self.shards
         return (self.shards[0] if self.shards else ShardState(),) * shards
+
+
+def leader(main: int, workers: Collection[int]) -> int | None:
+    """Return the worker that all scripts of a later run follow: they go on at its place, with its tracked objects.
+
+    This is the main worker, because only its state contains the tracked objects. Without a state of the main worker, it
+    is the worker with the lowest index.
+
+    Args:
+        main: the main worker at the cut.
+        workers: the workers that have given the states of their scripts.
+    """
+    return main if main in workers else min(workers, default=None)
 
 
 def _same(model: ModelSpec, other: ModelSpec) -> bool:

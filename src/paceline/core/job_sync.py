@@ -97,6 +97,11 @@ class JobSync:
         return self._machine.next_superstep if self._machine is not None else 0
 
     @property
+    def next_request(self) -> int:
+        """The number of the next change that a script requests."""
+        return self._seen["script"] + 1
+
+    @property
     def live(self) -> Iterable[int]:
         """The live workers, as far as this part of the run knows."""
         return self._order.live

@@ -218,6 +218,8 @@ def combine(contributions: Mapping[int, Contributed]) -> Combined:
     divisor = 0.0
     for worker in (first, *others):
         weight = contributions[worker].weight if one.op == "mean" else 1.0
+        if not weight:
+            continue  # the number may be NaN, like any mean of no samples
         divisor += weight
         numbers = array("d", contributions[worker].numbers)
         total = array("d", [each + weight * number for each, number in zip(total, numbers, strict=True)])

@@ -590,7 +590,7 @@ def first_difference(model: ModelSpec, other: ModelSpec) -> str:
     parameters, others = model.layout.parameters, other.layout.parameters
     for expected, found in zip(parameters, others, strict=False):
         if expected != found:
-            return f"{found} instead of {expected}"
+            return _difference_of_parameters(expected, found)
     counts = ("parameter", parameters, others), ("optimizer", model.optimizers, other.optimizers)
     for counted in counts:
         if difference := _difference_of_counts(*counted):
@@ -608,6 +608,18 @@ def first_difference(model: ModelSpec, other: ModelSpec) -> str:
         if difference := _difference_of_counts(kind, expected_tensors, found_tensors):
             return difference
     return ""
+
+
+def _difference_of_parameters(expected: Parameter, found: Parameter) -> str:
+    """Describe how two parameters differ, which may have the same first name, dtype and shape."""
+    if str(expected) != str(found):
+        return f"{found} instead of {expected}"
+    if expected.names != found.names:
+        names, others = (" and ".join(each.names) for each in (expected, found))
+        return f"{found} is named {others} instead of {names}"
+    if expected.set_index != found.set_index:
+        return f"{found} is trained by optimizer {found.set_index} instead of {expected.set_index}"
+    return f"{found} is in part {found.part} of the layout instead of {expected.part}"
 
 
 def _difference_of_counts(kind: str, expected: Sequence[object], found: Sequence[object]) -> str:
@@ -935,7 +947,7 @@ class StateEntries(msgspec.Struct, frozen=True, omit_defaults=True):
     """
 
     vectors: dict[str, str]
-    numbers: dict[str, tuple[str, float | int]]
+    numbers: dict[str, tuple[str, float | int | bool]]
     groups: tuple[tuple[HyperParameters, ...], ...]
     counters: Counters = ()
     shapes: dict[str, tuple[int, ...]] = {}

@@ -232,7 +232,11 @@ class Quorum:
     @property
     def too_small(self) -> bool:
         """True if a run that has not begun yet has too few workers to begin."""
-        return self._members.live_count < self.least and not self._members.finished
+        return self.lacks(self._members.live_count)
+
+    def lacks(self, workers: int) -> bool:
+        """Return True if a run that has not begun yet cannot begin with this number of workers."""
+        return workers < self.least and not self._members.some_have_finished
 
     @property
     def short(self) -> bool:
@@ -328,6 +332,48 @@ class MainWorker:
             return False
         self.worker = min(others, default=self._vacant)
         return True
+
+
+# -- What scripts request for the whole job: changes of the sync model, and checkpoints ----------------------
+#
+# Either the scripts of all workers make the same requests, or the script of a single worker makes them, for example of
+# the main worker. A worker counts only its own requests. So if the single worker is lost, the first request of the
+# worker that takes its place is new. It must not be taken for the first request of the lost worker.
+
+
+@stateful()
+class ScriptRequests:
+    """The requests of one kind that scripts have made. The n-th requests of all workers are one request.
+
+    Workers that were lost or were asked to leave, and whose places other workers may take, are not among these workers.
+
+    Example:
+        >>> requests = ScriptRequests()
+        >>> requests.record(0, 1)
+        >>> requests.is_new(1), requests.is_new(2)
+        (False, True)
+        >>> requests.left(0, finished=False)
+        >>> requests.is_new(1)
+        True
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[int, int] = {}  # worker that has not left -> number of its requests
+        self._by_finished = 0  # largest number of requests of a worker that has finished its work
+
+    def is_new(self, count: int) -> bool:
+        """Return True if no worker has made this number of requests."""
+        return count > max([self._by_finished, *self._made.values()])
+
+    def record(self, worker: int, count: int) -> None:
+        """Record the number of requests that a worker has made."""
+        self._made[worker] = count
+
+    def left(self, worker: int, *, finished: bool) -> None:
+        """Handle a worker that has left. `finished` is True if it has finished its work."""
+        made = self._made.pop(worker, 0)
+        if finished:
+            self._by_finished = max(self._by_finished, made)
 
 
 # -- The servers of a run, as the coordinator knows them: who brings them, which are connected, and which are lost
@@ -466,8 +512,14 @@ class WorkerLoss:
         """Handle a server's report. After the last report, return the requests that tell the servers the decision."""
         if report.incarnation != self._incarnation or server not in self._missing:
             return []
-        self._missing.remove(server)
         self._received[server] = report
+        return self.stop_awaiting(server)
+
+    def stop_awaiting(self, server: int) -> list[Request]:
+        """Wait no longer for a server's report. If no other report is missing, return the requests as above."""
+        if server not in self._missing:
+            return []
+        self._missing.remove(server)
         if self._missing:
             return []
         settled = LossSettled(self._worker, self._incarnation, self.kept)
@@ -539,8 +591,24 @@ class Losses:
             settled = LossSettled(report.worker, report.incarnation, kept)
             return [Send(server_peer(server), settled)] if any(report.held) else [], None
         requests = loss.reported(server, report)
-        if not loss.complete:
-            return requests, None
-        del self.open[report.worker]
+        return requests, self._close(report.worker) if loss.complete else None
+
+    def lose_server(
+        self, server: int
+    ) -> tuple[list[Request], dict[int, list[tuple[PackedPushed, PackedPushed]]]]:
+        """Handle a lost server, which reports nothing more.
+
+        Returns:
+            The requests and, for each worker whose pushes no other server has yet to report, the batches in these
+            pushes, as in `WorkerLoss.drawn`.
+        """
+        requests: list[Request] = []
+        for loss in self.open.values():
+            requests += loss.stop_awaiting(server)
+        complete = [worker for worker, loss in self.open.items() if loss.complete]
+        return requests, {worker: self._close(worker) for worker in complete}
+
+    def _close(self, worker: int) -> list[tuple[PackedPushed, PackedPushed]]:
+        loss = self.open.pop(worker)
         self.torn += loss.torn
-        return requests, loss.drawn
+        return loss.drawn

@@ -89,6 +89,7 @@ class PaceMeter:
 
     def _receive(self, push: PushReceived) -> None:
         begun_ticks = self._begun.pop(push.worker, None)
+        self._samples_of.pop((push.worker, push.iteration - 2), None)  # applied or dropped by now
         if push.empty or push.edit is not None:
             return
         self._now_ticks = push.now_ticks
@@ -99,7 +100,6 @@ class PaceMeter:
         if push.counted:
             self._samples += push.counted
             self._samples_of[push.worker, push.iteration] = push.counted
-            self._samples_of.pop((push.worker, push.iteration - 2), None)  # applied or dropped by now
         if begun_ticks is not None and not push.warm_up:
             cycle_s = max(0, push.now_ticks - begun_ticks - push.outside_ticks) / self._ticks_per_s
             self._cycles.setdefault(push.worker, []).append((samples, cycle_s))

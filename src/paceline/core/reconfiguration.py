@@ -35,7 +35,7 @@ from typing import Literal
 from ..errors import ProtocolError
 from ..state import stateful
 from ..sync.events import Edit
-from .job_cut import LoopCut
+from .job_cut import LoopCut, leader
 from .job_sync import JobSync
 from .layout import ModelSpec, Placement, ShardSlice, require_extension
 from .lease import PackedPushed
@@ -484,6 +484,10 @@ class Extension:
 #   edit; the other workers' pushes are empty. If the editor is lost before its push, the next worker that
 #   enters the block is named, unless a later edit has already been made.
 #
+# Each worker counts its edits. A worker that joins late counts from the number of the job's next edit, which it learns
+# from the first answer of shard 0. If the worker counted from 0, its edits would have the numbers of earlier edits, and
+# would not be carried out, even if all earlier workers had left.
+#
 # Two edits by different editors may reach two shards in different orders. Therefore an edit does not change parameters
 # that an edit with a higher number has set (`Store.overwrite`).
 #
@@ -515,6 +519,11 @@ class Edits:
         self.pending: dict[Key, Edit] = {}
         self._next = 0  # 1 + the highest number of an edit that has been carried out
         self._editors: dict[int, int] = {}  # live worker -> number of the edit for which it was last named
+
+    @property
+    def next(self) -> int:
+        """1 + the highest number of an edit that has been carried out."""
+        return self._next
 
     def name(self, worker: int, number: int) -> bool:
         """Handle a worker that enters the block of an edit. Return True if the edit of this worker counts."""
@@ -578,9 +587,10 @@ class Edits:
 # again. Held pushes are not part of the cut, and their data is returned.
 #
 # Nothing waits for a cut, and a cut waits for everything else: a cut begins when no reconfiguration is in progress, and
-# the coordinator has decided about the pushes of all lost workers. If a reconfiguration begins, or a worker is lost,
-# before all shards have been cut, the cut begins again with the next number. From the beginning of a cut to its end,
-# the ledger settles no positions, so the ledger still knows what every worker has received.
+# the coordinator has decided about the pushes of all lost workers. A cut needs the state of a script, so it also waits
+# while no worker takes part, unless a script has ended. If a reconfiguration begins, or a worker is lost, before all
+# shards have been cut, the cut begins again with the next number. From the beginning of a cut to its end, the ledger
+# settles no positions, so the ledger still knows what every worker has received.
 #
 # The hosts of the shards copy what has been cut (`TakeCut`), and the host of the coordinator writes the copies
 # (`SaveCut`). The cut is whole when every worker that is still present has given the state of its script
@@ -714,14 +724,14 @@ class StateCollection:
         """The request that completes the cut; None if a state is awaited."""
         if self.labels is None or self.awaited:
             return None
-        states = tuple(
-            (worker, label) for worker in sorted(self.labels) if (label := self._label_of(worker)) is not None
-        )
-        # The workers reach an epoch at different times. All of them go on where the worker with the lowest index was,
-        # because the states of tracked objects are also taken from this worker. Workers that were elsewhere get its
-        # schedule (see `train.worker_state`).
-        loop = self._given[states[0][0]][states[0][1]] if states else self._loop
-        return CompleteCut(self.number, states, loop)
+        states = {
+            worker: label for worker in sorted(self.labels) if (label := self._label_of(worker)) is not None
+        }
+        # The workers reach an epoch at different times. All of them go on where the leader was. Workers that were
+        # elsewhere get its schedule (see `train.worker_state`).
+        first = leader(self._main, states)
+        loop = self._loop if first is None else self._given[first][states[first]]
+        return CompleteCut(self.number, tuple(states.items()), loop)
 
     def _label_of(self, worker: int) -> int | None:
         """Return the label of a worker's state that belongs to the cut; None if there is none."""

@@ -486,7 +486,10 @@ class Shard:
     def _answer(self, worker: int, iteration: int, v_train: int | None, *, edits: bool = False) -> Answer:
         in_place = worker in self._readers and self._lockstep
         version = self._versions.version
-        answer = Answer(self.index, iteration, version, v_train, in_place, self.samples, edits)
+        next_edit = 0 if self.index else self._edits.next
+        answer = Answer(
+            self.index, iteration, version, v_train, in_place, self.samples, edits, next_edit=next_edit
+        )
         if self.bases is not None and not in_place:
             codec, base = self.bases.choose(worker, version, common=self._lockstep)
             answer = msgspec.structs.replace(answer, codec=codec, base=base)

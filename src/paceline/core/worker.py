@@ -29,6 +29,7 @@ from ..state import stateful
 from ..sync.events import Change, Edit, PushFlags, Stop, maker
 from ..sync.model import SyncModel, agree_on_means
 from ..sync.notation import notation, parse_shards, require_shards
+from ..sync.plugins import require_importable
 from ..sync.schedule import Schedule
 from .data_feed import DataFeed
 from .layout import ModelSpec, round_robin
@@ -88,6 +89,9 @@ ADDED = "DistributedOptimizer() or add_param_group() with parameters that are no
 NO_RESTART = (-1, -1)
 
 EMPTY = PushFlags(empty=True)
+
+NO_EDIT = PushFlags(empty=True, warm_up=True)
+"""The flags of a push in the place of an edit, by a worker whose edit does not count."""
 
 _commit = maker(Commit, PushFlags, ("shard", "iteration", "content", "pulls", "drawn"))
 
@@ -194,7 +198,7 @@ class Worker:
         self._edit: Edit | None = None  # the flag of the edit that the script is making
         # samples of the last push, if the script has several optimizers
         self._batch_samples: int | None = None
-        self._edits_begun = 0  # number of edits that the script has begun
+        self._edits_begun = 0  # number of the script's next edit
         self._observed: list[Observation] = []  # observations that were not sent to the coordinator yet
         self._unsent = UnsentMetrics()  # metrics that were not sent to the coordinator yet
         # True once the workers may have made different numbers of iterations: under a model that does not keep them
@@ -357,7 +361,7 @@ class Worker:
         if not idle:
             self._unsent.pushed(samples if weight is None else weight)
             self._calls_since_step = 0
-        warm_up = data.warm_up and not idle
+        warm_up = flags.warm_up or (data.warm_up and not idle)
         ahead = data.push(None if flags.empty else busy_s) if data.used and not idle else []
         flags = structs.replace(
             flags,
@@ -463,7 +467,9 @@ class Worker:
     def push_edit(self, contents: Sequence[Content] | None = None) -> list[Request]:
         """Commit the current iteration: push the worker's edit, unless the edit of another worker counts."""
         edit, self._edit = self._edit, None
-        return self.push(EMPTY if edit is None else PushFlags(edit=edit), contents, idle=True)
+        # Models predict the durations of iterations with gradients, and an edit takes much less time.
+        flags = NO_EDIT if edit is None else PushFlags(edit=edit, warm_up=True)
+        return self.push(flags, contents, idle=True)
 
     def cancel_edit(self) -> None:
         """End the block of an edit without a push."""
@@ -543,11 +549,7 @@ class Worker:
         require_shards(models, self._shards)
         for model in models:
             model.require_runnable(self._workers)
-            if "local:" in str(model):
-                raise ConfigurationError(
-                    f"{model} cannot be sent to the servers during the run. Put its conditions into a module that "
-                    "the servers can import."
-                )
+            require_importable(model)
         if self._clips:
             _require_clippable(models)
         self._wanted = tuple(models)
@@ -577,6 +579,8 @@ class Worker:
                     self._edit = Edit(number=self._edits_begun - 1, sole=True)
                 if message.shard == 0:
                     self.updates, self.samples = message.version, message.samples
+                    if self._first and self.joined_late:
+                        self._edits_begun = message.next_edit
                     if message.cut:
                         self.cut = message.cut
                 return self._answered() if self._has_come(message.shard, "answers") else []

@@ -53,7 +53,7 @@ from ..core.status import (
     job_status,
     worker_state,
 )
-from ..errors import ConfigurationError, ProtocolError
+from ..errors import CheckpointError, ConfigurationError, ProtocolError
 from ..sync.ticks import TICKS_PER_S
 from ..trace.clocks import ClockRecorder
 from ..wire.preface import Traffic, traffic_of
@@ -234,11 +234,20 @@ class Agents:
             self._hub.send(agent, CheckpointPiece())
             return
         path = Path(resumed.path)
-        if message.name != MANIFEST and message.name not in read_manifest(path).files:
-            raise ProtocolError(f"the checkpoint has no file {message.name!r}")
-        with (path / message.name).open("rb") as file:
-            file.seek(message.begin)
-            piece = memoryview(file.read(PIECE_BYTES))
+        try:
+            if message.name != MANIFEST and message.name not in read_manifest(path).files:
+                raise ProtocolError(f"the checkpoint has no file {message.name!r}")
+            with (path / message.name).open("rb") as file:
+                file.seek(message.begin)
+                piece = memoryview(file.read(PIECE_BYTES))
+        except (OSError, CheckpointError) as error:
+            why = f"{message.name}: {error.strerror}" if isinstance(error, OSError) else str(error)
+            words = (
+                f"a machine that joins needs the checkpoint {path}, with which the run has begun, but the checkpoint "
+                f"cannot be read: {why}. Put it back, or resume the run from a newer checkpoint."
+            )
+            self._hub.send(agent, Refused(words))
+            return
         self._hub.send(agent, CheckpointPiece(resumed.path, self._core.model is not None), [piece])
 
     def _invite(self, offer: MachineJoined) -> tuple[tuple[int, ...], dict[int, int]]:
@@ -796,7 +805,7 @@ class StallWatch:
         silent = self._silent_servers(now_s, sorted(late))
         if silent or not self._answered:
             return silent
-        if not core.started:
+        if not core.started and core.awaits_initial_weights:
             initializer = core.initializer
             if initializer not in late:
                 return []
@@ -860,9 +869,11 @@ class StallWatch:
     def _awaited(self, worker: int, quiet_s: float, waiting: tuple[int, ...]) -> AwaitedProcess:
         status = self._core.board.get(worker)
         doing = (
-            "has received its first weights"
-            if status is None
-            else f"last reported in iteration {status.iteration}"
+            f"last reported in iteration {status.iteration}"
+            if status is not None
+            else "has received its first weights"
+            if self._core.started
+            else "has not received its first weights yet"
         )
         usual_s = self._watch.usual_s.get(worker, 0.0)
         return AwaitedProcess("worker", worker, quiet_s, doing, waiting, usual_s)

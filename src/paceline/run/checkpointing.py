@@ -39,7 +39,7 @@ from ..core.messages import (
     WriteCut,
 )
 from ..core.requests import TakeCut
-from ..errors import CheckpointError, ProtocolError
+from ..errors import CheckpointError, PacelineError, ProtocolError, first_line
 from ..shard.store import Store
 from ..shard.vectors import bytes_of, packed_bytes, unpack
 from .footprint import available_bytes
@@ -51,6 +51,9 @@ STATES_S = 10.0
 
 BYTES_PER_S = 200e6
 """Maximum average rate at which a process reads and writes the files of a checkpoint. See `Pace`."""
+
+CLOSING_S = 3.0
+"""Maximum time for which the end of a run waits until a checkpoint has been given up, which a slow disk may delay."""
 
 
 class Saved(msgspec.Struct, frozen=True):
@@ -133,13 +136,14 @@ class Checkpoints:
         # number of a cut -> shard -> entries of the shard's optimizer state
         self._copied: dict[int, dict[int, StateEntries]] = {}
         self._buffers: list[bytearray] = []  # the buffers that were copied most recently
-        self._incoming = bytearray()  # the state of a worker that is being received
+        # worker -> the state that is being received from this worker
+        self._incoming: dict[int, bytearray] = {}
         self._completion: queue.SimpleQueue[Completion] = queue.SimpleQueue()
         # the time since which the checkpoint lacks only the states of workers
         self._waits_since_s: float | None = None
         # number of a cut -> worker -> label of the worker's last push -> the state of the worker's script
         self._states: dict[int, dict[int, dict[int, bytearray]]] = {}
-        self._piece = bytearray()  # the piece of a copy that is being received
+        self._pieces: dict[int, bytearray] = {}  # server -> the piece of a copy that is being received
         self._unreserved: set[int] = set()  # servers that are still reserving memory
         self._cutting = False  # True while the job is being cut
         self._number = 0  # number of the checkpoint that is being written, or that was last written
@@ -147,17 +151,12 @@ class Checkpoints:
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
         self._due_s = job.checkpoint_every_s
-        self._requested = 0  # number of checkpoints that the scripts have requested
         self._wanted = False  # True if a requested checkpoint has not begun
         self._last: Literal["", "wanted", "begun", "ended"] = ""  # stage of the run's last checkpoint
 
-    def request(self, number: int) -> None:
-        """Handle a script's request for a checkpoint.
-
-        `number` is the number of requests that the script's worker has made.
-        """
-        if number > self._requested:
-            self._requested, self._wanted = number, True
+    def request(self) -> None:
+        """Handle a new request for a checkpoint by a script."""
+        self._wanted = True
 
     def request_last(self) -> None:
         """Ask for a checkpoint because the run must end. If a checkpoint is being written, the new one begins later."""
@@ -215,17 +214,27 @@ class Checkpoints:
         return self._thread is not None or self._cutting or bool(self._unreserved)
 
     def targets(
-        self, message: CutCopied | CutPiece | KeepWorkerState, size_bytes: int, model: ModelSpec
+        self, sender: int, message: CutCopied | CutPiece | KeepWorkerState, size_bytes: int, model: ModelSpec
     ) -> Sequence[memoryview]:
-        """Return the memory into which the payload of a message is received."""
+        """Return the memory into which the payload of a message is received.
+
+        Each sender has memory of its own, because payloads of several senders may arrive at the same time.
+
+        Args:
+            sender: index of the server, or of the worker if the message is a `KeepWorkerState`.
+            message: the message.
+            size_bytes: size of its payload.
+            model: the model that is trained.
+        """
         if size_bytes > MOST_STATES_BYTES:
             raise ProtocolError(f"a state has {size_bytes} bytes, expected at most {MOST_STATES_BYTES}")
         if isinstance(message, KeepWorkerState):
-            self._incoming = bytearray(size_bytes)
-            return [memoryview(self._incoming)]
+            state = self._incoming[sender] = bytearray(size_bytes)
+            return [memoryview(state)]
         if isinstance(message, CutPiece):
-            self._piece = bytearray(min(size_bytes, PIECE_BYTES))  # a larger piece is refused
-            return [memoryview(self._piece)]
+            piece = bytearray(min(size_bytes, PIECE_BYTES))  # a larger piece is refused
+            self._pieces[sender] = piece
+            return [memoryview(piece)]
         if message.shard or not size_bytes:
             return []
         self._buffers = [bytearray(packed_bytes(spec)) for spec in model.buffers]
@@ -239,7 +248,8 @@ class Checkpoints:
 
     def keep(self, worker: int, message: KeepWorkerState) -> None:
         """Keep the state of a worker's script."""
-        self._states.setdefault(message.number, {}).setdefault(worker, {})[message.iteration] = self._incoming
+        state = self._incoming.pop(worker, bytearray())  # before training begins, `targets` is not called
+        self._states.setdefault(message.number, {}).setdefault(worker, {})[message.iteration] = state
         for number in sorted(self._states)[:-2]:  # earlier states belong to cuts that were given up
             del self._states[number]
 
@@ -248,22 +258,35 @@ class Checkpoints:
         if message.number == self._number:
             self._answers.put(_Answer(message.fault, server, message.seen))
 
-    def arrived(self, message: CutPiece) -> None:
+    def arrived(self, server: int, message: CutPiece) -> None:
         """Handle a piece of a server's copy."""
+        piece = self._pieces.pop(server, bytearray())  # before training begins, `targets` is not called
         if message.number == self._number:
-            self._answers.put(_Answer(piece=self._piece))
+            self._answers.put(_Answer(piece=piece))
+
+    def worker_gone(self, worker: int) -> None:
+        """Handle the end of the connection to a worker."""
+        self._incoming.pop(worker, None)
 
     def server_gone(self, server: int) -> None:
         """Handle the loss of a server."""
+        self._pieces.pop(server, None)
         self._unreserved.clear()
         if self._thread is not None:
             self._answers.put(_Answer(f"server {server} was lost"))
             self._completion.put(Completion("the run has ended"))
 
     def complete(self, number: int, completion: Completion) -> None:
-        """If the checkpoint with this number is being written, complete it or give it up, as `completion` says."""
-        if number == self._number:
-            self._completion.put(completion)
+        """If the checkpoint with this number is being written, complete it or give it up, as `completion` says.
+
+        If the checkpoint is given up, the job is cut again.
+        """
+        if number != self._number:
+            return
+        self._completion.put(completion)
+        if completion.fault:
+            self._answers.put(_Answer(completion.fault))  # the thread may still wait for answers of servers
+            self._cutting = True
 
     @property
     def waits_s(self) -> float:
@@ -277,11 +300,12 @@ class Checkpoints:
     def save(self, cut: JobCut) -> None:
         """Begin to write a checkpoint. It is completed after `complete` has been called."""
         self._cutting = False
-        entries, buffers = self._copied.pop(cut.number), self._buffers
+        entries, buffers, before = self._copied.pop(cut.number), self._buffers, self._thread
         self._number, self._answers, self._completion = cut.number, queue.SimpleQueue(), queue.SimpleQueue()
         self._thread = threading.Thread(
             target=self._write,
             args=(
+                before,
                 cut,
                 [entries[shard] for shard in sorted(entries)],
                 buffers,
@@ -291,15 +315,20 @@ class Checkpoints:
             name="paceline-checkpoint",
             daemon=True,
         )
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            self._thread = before
+            self._fail(f"Checkpoint {cut.number} was not written: {_no_thread(error)}.")
+            self._end()
 
     def close(self) -> None:
-        """If a checkpoint is being written, give it up."""
+        """If a checkpoint is being written, give it up. Wait for at most `CLOSING_S` until this is done."""
         self._closed.set()
         self._answers.put(_Answer("the run has ended"))
         self._completion.put(Completion("the run has ended"))
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(CLOSING_S)
 
     def _end(self) -> None:
         """Record that a checkpoint has been written, or has failed."""
@@ -315,14 +344,18 @@ class Checkpoints:
 
     def _write(
         self,
+        before: threading.Thread | None,
         cut: JobCut,
         entries: Sequence[StateEntries],
         buffers: Sequence[bytearray],
         answers: queue.SimpleQueue[_Answer],
         completion: queue.SimpleQueue[Completion],
     ) -> None:
+        """Write a checkpoint, after the thread `before`, which gives up an earlier checkpoint, has ended."""
         began_s, at_s = time.monotonic(), self._job.now_s()
-        fault = ""
+        thread, fault = threading.current_thread(), ""
+        if before is not None:
+            before.join()
         try:
             path = self._write_files(cut, entries, buffers, answers, completion)
             # set before the upload: if the run ends during the upload, this is the newest checkpoint of the run
@@ -331,13 +364,17 @@ class Checkpoints:
                 from ..checkpoints.buckets import upload  # imports fsspec
 
                 upload(path, self._job.bucket, self._job.keep, self._rest)
-        except CheckpointError as error:
+        except PacelineError as error:
             fault = str(error)
+        except Exception as error:  # without a report, no further checkpoint would begin
+            fault = f"Checkpoint {cut.number} was not completed: {first_line(error)}."
 
         def done() -> None:
-            self._thread = None
             self._states.pop(cut.number, None)
-            self._end()
+            if self._thread is thread:
+                self._thread = None
+                if not self._cutting:
+                    self._end()
             if not fault:
                 self.fault = ""
             elif not self._closed.is_set():
@@ -356,7 +393,7 @@ class Checkpoints:
         tensors = {
             spec.name: unpack(spec, part) for spec, part in zip(cut.model.buffers, buffers, strict=True)
         }
-        pace = Pace(BYTES_PER_S)
+        pace = Pace(BYTES_PER_S, sleep_s=partial(self._pause, cut.number))
         draft = Draft.begin(
             self._job.checkpoints,
             cut.number,
@@ -370,7 +407,7 @@ class Checkpoints:
             self._write_shards(cut, draft, entries, answers, pace)
             completed = self._await_completion(cut.number, completion)
             states = {worker: self._states[cut.number][worker][label] for worker, label in completed.states}
-        except CheckpointError:
+        except Exception:
             draft.discard()
             raise
         yield_to_training()
@@ -407,6 +444,15 @@ class Checkpoints:
                     writer.write(_await_answer(number, answers).piece)
                     self._rest(time.monotonic() - asked_s)
 
+    def _pause(self, number: int, time_s: float) -> None:
+        """Wait before a checkpoint is written further, so that training can use the disk.
+
+        Raises:
+            CheckpointError: the run has ended.
+        """
+        if self._closed.wait(time_s):
+            raise CheckpointError(f"Checkpoint {number} was not written: the run has ended.")
+
     def _rest(self, took_s: float) -> bool:
         """After a piece that took `took_s`, send nothing for a while, so that training can use the network.
 
@@ -428,6 +474,11 @@ class Checkpoints:
         if completed.fault:
             raise CheckpointError(f"Checkpoint {number} was not written: {completed.fault}.")
         return completed
+
+
+def _no_thread(error: RuntimeError) -> str:
+    """Return a clause that says why a thread of a checkpoint did not start, and what to do."""
+    return f"no thread can be started ({error}); raise the limit on the number of processes (ulimit -u)"
 
 
 def _await_answer(number: int, answers: queue.SimpleQueue[_Answer]) -> _Answer:
@@ -482,7 +533,7 @@ class ShardCopies:
             shard: sum(part.nbytes for part in [*store.weights.values(), *store.optimizer_state().values()])
             for shard, store in stores.items()
         }
-        self._begin(partial(self._reserve, sizes))
+        self._begin(partial(self._reserve, sizes), CopiesReserved)
 
     def take(self, request: TakeCut, store: Store) -> StateEntries:
         """Copy the current content of a shard, and return the entries of its optimizer state."""
@@ -503,7 +554,7 @@ class ShardCopies:
     def write(self, message: WriteCut) -> None:
         """Start a thread that writes the copies if this machine sees the files."""
         copies = [copy for copy in self._copies.values() if copy.number == message.number]
-        self._begin(partial(_write_copies, message, copies))
+        self._begin(partial(_write_copies, message, copies), partial(CutWritten, message.number))
 
     def piece(self, message: FetchCut) -> memoryview:
         """Return a piece of a copy; an empty piece if there is no such copy."""
@@ -526,20 +577,40 @@ class ShardCopies:
         self.bell.close()
         self._ringer.close()
 
-    def _begin(self, work: Callable[[], CopiesReserved | CutWritten]) -> None:
-        """Do some work in a thread, after all earlier work, and report the result of the work."""
+    def _begin(
+        self,
+        work: Callable[[], CopiesReserved | CutWritten],
+        failed: Callable[[str], CopiesReserved | CutWritten],
+    ) -> None:
+        """Do some work in a thread, after all earlier work, and report the result of the work.
+
+        `failed` returns the report of work that has raised an exception, given the reason.
+        """
         before = self._thread
 
         def run() -> None:
             if before is not None:
                 before.join()
-            yield_to_training()
-            self._reports.put(work())
-            with contextlib.suppress(OSError):  # the server has ended
-                self._ringer.send(b"x")
+            try:
+                yield_to_training()
+                report = work()
+            except Exception as error:  # without a report, the coordinator would wait for ever
+                report = failed(first_line(error))
+            self._report(report)
 
-        self._thread = threading.Thread(target=run, name="paceline-checkpoint", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=run, name="paceline-checkpoint", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            self._report(failed(_no_thread(error)))
+        else:
+            self._thread = thread
+
+    def _report(self, report: CopiesReserved | CutWritten) -> None:
+        """Make a report, and ring the bell."""
+        self._reports.put(report)
+        with contextlib.suppress(OSError):  # the server has ended
+            self._ringer.send(b"x")
 
     def _reserve(self, sizes: Mapping[int, int]) -> CopiesReserved:
         pace = Pace(BYTES_PER_S)

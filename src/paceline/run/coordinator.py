@@ -440,7 +440,8 @@ class CoordinatorHost(Host):
     def settle(self) -> MachinesLeft:
         """After a server was lost, give up the checkpoint that is being written.
 
-        From then on, `checkpoints.saved` does not change.
+        From then on, `checkpoints.saved` does not change, unless the disk is so slow that the checkpoint has not been
+        given up yet. See `Checkpoints.close`.
 
         Returns:
             What the remaining machines bring if the run continues.
@@ -453,7 +454,8 @@ class CoordinatorHost(Host):
         """Start collecting the weights. The caller must wait until `finished` of the returned object is set.
 
         A server is given up only if its connection ends, or carries nothing for `SILENCE_S`. `gone_servers` then
-        contains the server.
+        contains the server. If the coordinator's thread has ended or ends, all connections are closed, so no further
+        shard arrives.
         """
         assert self.core.model is not None
         collection = Collection(self.core.model, self.core.slices, self.core.placement, self._shared.master)
@@ -466,7 +468,7 @@ class CoordinatorHost(Host):
             for server in range(self.job.servers):
                 self._collect_from(server)
 
-        self.call(begin)
+        self.ask(begin)
         return collection
 
     def end_collection(self, why: str) -> None:
@@ -565,6 +567,11 @@ class CoordinatorHost(Host):
             self.agents.close()
             self._traces.close()
             self._hub.close()
+            self._members.clear()
+            self._awaited.clear()
+            if self._collection is not None:  # nobody else would end it
+                for server in range(self.job.servers):
+                    self._collect_from(server)
             self._shared.release()
             self._bell.close()
             self._bell_end.close()
@@ -669,7 +676,7 @@ class CoordinatorHost(Host):
         if isinstance(message, Snapshot) and self._collection is not None:
             return self._collection.targets(message, peer.index)
         if isinstance(message, CutCopied | CutPiece | KeepWorkerState) and self.core.model is not None:
-            return self.checkpoints.targets(message, size_bytes, self.core.model)
+            return self.checkpoints.targets(peer.index, message, size_bytes, self.core.model)
         if isinstance(message, TracePart) and self._stopping:
             return self._traces.targets(message, peer.index, size_bytes)
         return no_payload(message, size_bytes)
@@ -686,6 +693,7 @@ class CoordinatorHost(Host):
         party = server_peer(peer.index) if peer.role == "server" else worker_peer(peer.index)
         self._perform(self.core.disconnected(party, self.job.now_ticks()))
         if peer.role != "server":
+            self.checkpoints.worker_gone(peer.index)
             return
         self.asked.discard(peer.index)
         self._awaited.pop(peer.index, None)
@@ -727,7 +735,7 @@ class CoordinatorHost(Host):
             case CopiesReserved():
                 return self.checkpoints.reserved(peer.index, message)
             case CutPiece():
-                return self.checkpoints.arrived(message)
+                return self.checkpoints.arrived(peer.index, message)
             case CutWritten():
                 return self.checkpoints.written(peer.index, message)
             case StepsTimed():
@@ -738,7 +746,9 @@ class CoordinatorHost(Host):
                 self.steps = {**self.steps, peer.index: message}
                 return
             case CheckpointRequested():
-                return self.checkpoints.request(message.number)
+                if self.core.request_checkpoint(peer.index, message.number):
+                    self.checkpoints.request()
+                return
             case KeepWorkerState():
                 self.checkpoints.keep(peer.index, message)
         party = server_peer(peer.index) if peer.role == "server" else worker_peer(peer.index)

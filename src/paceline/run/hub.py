@@ -8,7 +8,8 @@ If a peer violates the protocol, the violation is logged, the peer's connection 
 The code that handles a message checks the message before it changes any state, and raises `ProtocolError` if the
 message violates a rule. If a message causes any other exception, the traceback is logged and the connection of the
 sender is closed. The host stops only after errors that the sender did not cause: a violated invariant of Paceline
-(`InternalError`) or a lack of resources (`OSError`, `MemoryError`).
+(`InternalError`), a lack of resources (`OSError`, `MemoryError`), or a failure after the message was accepted
+(`HostError`).
 
 Sending never blocks and never calls a method of the host. If sending reveals that a connection is broken, or that the
 peer does not read its messages, the connection is dropped after the current message has been handled.
@@ -41,6 +42,14 @@ from .listener import Acceptor, Entrance, PendingConnections
 
 log = logging.getLogger("paceline.hub")
 
+
+class HostError(Exception):
+    """The error that ends a host if it cannot carry out what follows from a message that it has accepted.
+
+    It is raised from the error that has occurred.
+    """
+
+
 # If a process ends but its connection stays open, this is the silence after which the connection is dropped.
 ENDED_TIMEOUT_S = 1.0
 # Maximum number of message parts that are queued for a peer. If a peer reads its messages, the queue stays short.
@@ -48,7 +57,7 @@ MOST_UNSENT = 1 << 14
 # Maximum number of characters in a logged reason, which may contain data that a peer sent.
 LONGEST_REASON = 1000
 # Errors that may occur while a message is handled, but that the sender of the message has not caused.
-OUR_FAULT = (InternalError, UserCodeError, OSError, MemoryError)
+OUR_FAULT = (HostError, InternalError, UserCodeError, OSError, MemoryError)
 # Minimum time between two checks of the sockets while messages arrive in rings.
 SOCKETS_INTERVAL_S = 1e-3
 # Maximum time to block if there are rings. If a wake-up is lost, this is also the maximum delay.

@@ -21,7 +21,7 @@ import safetensors.torch
 import torch
 
 from ..checkpoints.reading import Checkpoint
-from ..core.job_cut import JobCut
+from ..core.job_cut import JobCut, leader
 from ..core.layout import BufferSpec, FrozenSpec, ModelSpec, Placement, ShardSlice, item_bytes
 from ..core.messages import (
     MOST_STATES_BYTES,
@@ -84,7 +84,9 @@ class Assembly:
         # The model's buffers, which are sent with the snapshot of shard 0.
         self._buffers = [bytearray(packed_bytes(spec)) for spec in model.buffers]
         self._lacks_buffers = bool(self._buffers)
-        self._frozen: dict[str, bytearray] = {}  # digest -> value, for the values that the server has
+        # digest -> value, for the values that the server of shard 0 has sent, and for those that are being received
+        self._frozen: dict[str, bytearray] = {}
+        self._incoming: dict[str, bytearray] = {}
 
     def targets(self, snapshot: Snapshot) -> list[memoryview]:
         """Return the memory into which the payload of a shard's snapshot is received.
@@ -97,15 +99,19 @@ class Assembly:
         sizes = {spec.digest: packed_bytes(spec) for spec in self._model.frozen} if shard == 0 else {}
         if not sizes.keys() >= set(snapshot.digests):
             raise ProtocolError(f"the snapshot of shard {shard} contains unknown frozen parameters")
-        self._frozen |= {digest: bytearray(sizes[digest]) for digest in snapshot.digests}
-        others = [*self._buffers, *(self._frozen[each] for each in snapshot.digests)] if shard == 0 else []
-        return targets + [memoryview(each) for each in others]
+        if shard == 0:
+            self._incoming = {digest: bytearray(sizes[digest]) for digest in snapshot.digests}
+            values = [self._incoming[digest] for digest in snapshot.digests]
+            targets += [memoryview(each) for each in [*self._buffers, *values]]
+        return targets
 
     def arrived(self, snapshot: Snapshot) -> None:
         """Record that the payload of a shard's snapshot has been received."""
         self._versions[snapshot.shard] = snapshot.version
         self.missing.discard(snapshot.shard)
-        self._lacks_buffers &= snapshot.shard != 0
+        if snapshot.shard == 0:
+            self._lacks_buffers = False
+            self._frozen |= self._incoming
 
     def fill(self, shard: int, weights: Mapping[str, memoryview]) -> None:
         """Copy a shard's weights from `weights`, a mapping from dtype to the bytes of the shard's slice.
@@ -177,10 +183,15 @@ class Reader:
             PeerLostError: a server cannot be reached.
         """
         streams: list[Stream[Message]] = []
-        for shard, address in shards:
-            stream: Stream[Message] = Stream(connect(address, known=known), first_phase("server", "reader"))
-            stream.send(Hello(token, "reader", shard.index))
-            streams.append(stream)
+        with contextlib.ExitStack() as opened:
+            for shard, address in shards:
+                stream: Stream[Message] = Stream(
+                    connect(address, known=known), first_phase("server", "reader")
+                )
+                opened.callback(stream.close)
+                stream.send(Hello(token, "reader", shard.index))
+                streams.append(stream)
+            opened.pop_all()
         return cls(model, [shard for shard, _ in shards], streams)
 
     def read(self) -> WeightsSnapshot:
@@ -349,14 +360,16 @@ class Fetches(Servers):
     # -- as a reader --------------------------------------------------------------------------------------
 
     def fetch_model(self, digest: Callable[[FrozenSpec], str]) -> Mapping[str, torch.Tensor] | None:
-        if (checkpoint := self._checkpoint()) is not None and self.links.core.started is None:
+        found = self._read(partial(_read_model, digest))
+        if found is None and (checkpoint := self._checkpoint()) is not None:
             return evaluated_in(checkpoint)
-        return self._read(partial(_read_model, digest))
+        return found
 
     def _checkpoint(self) -> Checkpoint | None:
-        """Return the checkpoint with which this worker begins.
+        """Return the checkpoint with which this worker begins unless the job has gone on since.
 
-        None if the run does not begin with a checkpoint, or if this worker joins a run in progress.
+        None if the run does not begin with a checkpoint, or if the index of this worker has been used in the run
+        before.
         """
         resumed = self._place.job.resumed
         if resumed is None or self._place.incarnation:
@@ -367,9 +380,10 @@ class Fetches(Servers):
     def _read(self, read: Callable[[Reader], Found]) -> Found | None:
         """Read from the servers of a run in progress as a reader; return None if training has not begun yet.
 
-        The servers serve a limited number of readers at a time, and the model may be extended meanwhile. So a read that
-        fails is repeated. Between two reads, this worker waits for messages of the coordinator. If the run is over,
-        waiting raises an exception, which ends the repetitions.
+        The servers serve a limited number of readers at a time, the model may be extended meanwhile, and the servers of
+        a resumed run may still be reading the checkpoint. So a read that fails is repeated. Between two reads, this
+        worker waits for messages of the coordinator. If the run is over, waiting raises an exception, which ends the
+        repetitions.
         """
         links, core, job = self.links, self.links.core, self._place.job
         for attempt in range(MOST_READ_ATTEMPTS):
@@ -385,7 +399,7 @@ class Fetches(Servers):
                 reader = Reader.connect(described.model, shards, job.token, job.contexts)
                 with contextlib.closing(reader):
                     return read(reader)
-            except (PeerLostError, ProtocolError) as error:
+            except (PeerLostError, DeadlineError, ProtocolError) as error:
                 if attempt == MOST_READ_ATTEMPTS - 1:
                     raise
                 log.info("the model of the job cannot be read yet: %s", error)
@@ -400,6 +414,8 @@ class Fetches(Servers):
 
     def fetch_states(self, address: str) -> tuple[LoopPosition, bytes | bytearray] | None:
         job = self._place.job
+        if not address:
+            return None
         try:
             return read_states(seen_from(address, self._place.coordinator), job.token, job.contexts)
         except DeadlineError as error:
@@ -430,11 +446,12 @@ class Fetches(Servers):
     @exclusive
     def fetch_state(self) -> list[tuple[ShardSlice, Vectors]]:
         if self.links.core.started is None:
-            if (checkpoint := self._checkpoint()) is not None:
+            found = self._read(Reader.read_optimizer_state)
+            if found is None and (checkpoint := self._checkpoint()) is not None:
                 model = msgspec.json.decode(checkpoint.job, type=JobCut).model
                 (bounds,) = model.sliced(1, "auto")
                 return [(bounds, checkpoint.optimizer_state(model, bounds))]
-            return self._read(Reader.read_optimizer_state) or []
+            return found or []
         # Fetch one state at a time, because a server sends each peer only one bulk message at a time.
         for shard in self.shards:
             self._fetching = shard.index
@@ -546,9 +563,10 @@ class Fetches(Servers):
             return None, None
         files = checkpoint.workers
         own = files.get(self._place.index)
+        first = leader(msgspec.json.decode(checkpoint.job, type=JobCut).main, files)
         return (
             None if own is None else own.read_bytes(),
-            files[min(files)].read_bytes() if files else None,
+            None if first is None else files[first].read_bytes(),
         )
 
 

@@ -275,11 +275,12 @@ def find_resumed(
     usual, lock = run_dir / CHECKPOINTS, newest_lock(run_dir)
     trust = trust or trusts(earlier, run_dir)
     named = earlier.value_of("--checkpoint-dir") if trust else ""
+    begun = earlier.resumptions[-1].checkpoint if trust and earlier.resumptions else ""
     places = list(dict.fromkeys(filter(None, [named or str(usual), checkpoint_dir])))
     # A description that is not trusted must not name a place outside of this directory. In this case, the checkpoint of
     # origin is looked for only in this directory, to which it may have been copied.
     origin = earlier.origin if trust or not earlier.origin else str(usual / origin_of(Path(earlier.origin)))
-    found = newest_checkpoint(places, usual, earlier.lineage, origin)
+    found = newest_checkpoint(places, usual, earlier.lineage, begun, origin)
     if (resumed := resumed_with(found)) is not None:
         return structs.replace(resumed, lock=lock)
     every = earlier.value_of("--checkpoint-every") or "off"
@@ -304,12 +305,14 @@ def newest_of(job: Job) -> NewestCheckpoint:
     Raises:
         ConfigurationError: a bucket cannot be read.
     """
-    usual = Path(job.run_dir, CHECKPOINTS)
-    return newest_checkpoint([job.checkpoint_dir or str(usual)], usual, job.lineage, job.origin)
+    usual, begun = Path(job.run_dir, CHECKPOINTS), "" if job.resumed is None else job.resumed.path
+    return newest_checkpoint([job.checkpoint_dir or str(usual)], usual, job.lineage, begun, job.origin)
 
 
-def newest_checkpoint(places: Sequence[str], usual: Path, lineage: str, origin: str = "") -> NewestCheckpoint:
-    """Return the newest whole checkpoint of a lineage, or else the checkpoint with which the lineage has begun.
+def newest_checkpoint(
+    places: Sequence[str], usual: Path, lineage: str, begun: str = "", origin: str = ""
+) -> NewestCheckpoint:
+    """Return the newest whole checkpoint of a lineage, or else the checkpoint with which the run has begun.
 
     Args:
         places: directories with a folder of the lineage, or URLs of buckets.
@@ -317,6 +320,8 @@ def newest_checkpoint(places: Sequence[str], usual: Path, lineage: str, origin: 
         lineage: the identity of the lineage; "" for a run of an earlier version, which has no identity. Without an
             identity, a place may have the checkpoints of other runs, so only the first place with a whole checkpoint
             is used.
+        begun: directory of the checkpoint with which the run was resumed last; "" if it was not resumed. The
+            checkpoints of the resumed run may have another place.
         origin: directory of the checkpoint with which this lineage has begun, if that checkpoint is of another lineage;
             else "".
 
@@ -335,11 +340,13 @@ def newest_checkpoint(places: Sequence[str], usual: Path, lineage: str, origin: 
             for bucket in filter(is_bucket, group):
                 newest = _or_newer(newest, bucket, usual, lineage)
             found = NewestCheckpoint(newest.checkpoint, (*found.faults, *newest.faults), newest.highest)
-    if found.checkpoint is None and origin:
-        path = Path(origin)
-        folder = usual / identity_of(path.parent)
-        before = newest_whole(path.parent, folder, until=number_of(path.name), use=require_meaningful)
-        found = NewestCheckpoint(before.checkpoint, (*found.faults, *before.faults), found.highest)
+    for path in map(Path, filter(None, (begun, origin))):
+        if found.checkpoint is None:
+            folder = usual / identity_of(path.parent)
+            before = newest_whole(path.parent, folder, until=number_of(path.name), use=require_meaningful)
+            faults = dict.fromkeys((*found.faults, *before.faults))  # a folder may be searched twice
+            own = before.highest if identity_of(path.parent) == lineage else 0
+            found = NewestCheckpoint(before.checkpoint, tuple(faults), max(found.highest, own))
     return found
 
 
@@ -479,7 +486,7 @@ def keep_source(source: str, run_dir: Path) -> None:
         OSError: the source cannot be written.
     """
     with Unfinished(run_dir / SOURCE) as place:
-        place.write_text(source)
+        place.write_text(source, encoding="utf-8")
 
 
 def require_same_source(name: str, source: str, run_dir: Path, accept: str) -> str:

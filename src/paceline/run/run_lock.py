@@ -11,8 +11,9 @@ This module alone decides whether the holder of a lock is alive:
 - A process on the same kernel and in the same process namespace is visible, so its state is known without waiting. So a
   run can be resumed immediately after its launcher was killed.
 - Any other process is judged by its heartbeats: every few seconds, it updates the time of its lock file. After three
-  missed heartbeats, it counts as dead. The clock of the file server alone measures the time: the times of two files in
-  the directory are compared, so the clocks of different machines do not matter.
+  missed heartbeats, it counts as dead. The clock of the file server measures the time: the times of two files in the
+  directory are compared, so the clocks of different machines do not matter. If this clock has been set back, a process
+  that waits for a heartbeat goes by its own clock.
 
 Every second, the holder checks whether another process has taken its lock (`--force`, or after missed heartbeats). If
 so, the holder ends immediately and writes nothing more, because its files would mix with those of the other run.
@@ -418,6 +419,7 @@ def _await_sign_of_life(
             f"The run in {run_dir} is held by {lock.words}, which cannot be seen from here. Waiting for up to "
             f"{lock.patience_s:.0f} s for a sign of life."
         )
+        until_s = time.monotonic() + lock.patience_s
         while True:
             look()
             time.sleep(POLL_INTERVAL_S)
@@ -425,7 +427,7 @@ def _await_sign_of_life(
                 life = _lock_at(lock.path).life
                 return "alive" if life == "unseen" else life
             age_s = clock.age_s(lock.path)
-            if age_s is None or age_s > lock.patience_s:
+            if age_s is None or age_s > lock.patience_s or time.monotonic() > until_s:
                 tell(f"No sign of life of {lock.words} during three heartbeats, so the run goes on here.")
                 return "dead"
 

@@ -76,6 +76,7 @@ from ..core.requests import (
     Apply,
     Host,
     Peer,
+    Request,
     TakeCut,
     Timer,
     worker_peer,
@@ -95,7 +96,7 @@ from ..wire.transports import connect
 from .checkpointing import ShardCopies
 from .compute_devices import CPU
 from .footprint import available_bytes, served_shortage, vectors_of
-from .hub import Caller, Hub, Timers
+from .hub import OUR_FAULT, Caller, HostError, Hub, Timers
 from .job import Assignment
 from .server_memory import Inbox, ServerMemory
 from .traces import TEND_S, TEND_TICKS, SegmentedFile, parts_of, segmenting, trace_path
@@ -478,6 +479,19 @@ class ServerHost(Host):
 
     # -- requests of the core -----------------------------------------------------------------------------
 
+    def carry_out(self, requests: Iterable[Request]) -> None:
+        """Carry out the requests of the core. If a request fails, this ends the server.
+
+        The core has already counted the updates and the answers among the requests. So without them, the workers would
+        wait for ever, although the sender of the message has not caused the failure.
+        """
+        try:
+            super().carry_out(requests)
+        except OUR_FAULT:
+            raise
+        except Exception as error:
+            raise HostError(first_line(error)) from error
+
     def send(self, to: Peer, message: Message) -> None:
         """Send a message to the coordinator, or to a worker if it is connected."""
         peer = self._coordinator if to is COORDINATOR else self._workers.get(to.index)
@@ -663,6 +677,8 @@ class ServerHost(Host):
 def _report_of(error: BaseException) -> Failed:
     """Return the message that reports the exception with which a server ends."""
     match error:
+        case HostError(__cause__=BaseException() as cause):
+            return _report_of(cause)
         case ConfigurationError():
             return Failed(str(error), "")  # a sentence for users
         case UserCodeError():

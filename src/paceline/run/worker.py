@@ -277,8 +277,15 @@ class WorkerSession(Session):
         return self.memory is not None and self.memory.restore()
 
     def gradient_ready(self, parameter: int) -> None:
-        if self.memory is not None and self.memory.outbox is not None:
-            self.memory.outbox.ready(parameter)
+        if self.memory is None or self.memory.outbox is None:
+            return
+        lock = self.links.lock
+        free = lock.acquire(blocking=False)  # a loader on a thread of its own may use the connections
+        try:
+            self.memory.outbox.ready(parameter, sends=free)
+        finally:
+            if free:
+                lock.release()
 
     # -- iterations ---------------------------------------------------------------------------------------
 

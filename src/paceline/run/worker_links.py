@@ -878,10 +878,14 @@ class Outbox:
         self._sent.clear()
         self._due.clear()
 
-    def ready(self, parameter: int) -> None:
+    def ready(self, parameter: int, *, sends: bool = True) -> None:
         """Record that the gradient of a parameter has been computed, and send the pieces that are complete.
 
         The gradient may still change before the commit.
+
+        Args:
+            parameter: index of the parameter.
+            sends: False if another thread uses the connections. The pieces then wait for the next call or the commit.
         """
         for key in self._pieces_of.get(parameter, ()) if self.early else ():
             self._missing_counts[key] -= 1
@@ -889,7 +893,7 @@ class Outbox:
                 self._due.append(key)
         waiting = []
         for shard, number in self._due:
-            if self._busy(shard):
+            if not sends or self._busy(shard):
                 waiting.append((shard, number))
                 continue
             self._sent[shard, number] = _checksum(*self._bytes(shard, [number]))

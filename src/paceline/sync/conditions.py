@@ -624,8 +624,9 @@ def _polynomial(coefficients: tuple[float, ...], x: float) -> float:
 #
 # An interval ends with a push. It begins with the worker's previous push, as DSSP defines it. If the model
 # calls `begin` when it answers the worker's pull, the interval begins with the answer, and so does not contain
-# the time for which the worker has waited. The warm-up of an accelerator is no interval, because later
-# iterations are shorter. The time that a script spends outside of training is not part of an interval, either.
+# the time for which the worker has waited. Neither the warm-up of an accelerator nor an edit of the weights is an
+# interval, because other iterations take another time. The time that a script spends outside of training is not part of
+# an interval, either.
 
 
 @stateful()

@@ -33,11 +33,11 @@ which of these two barriers is earlier; by Theorem 1, Z_B is. Here, the earliest
 difference is, as in Fig. 9. A worker that joins before the first push under this model belongs to the first superstep.
 A worker that joins later runs as in ASP until the next superstep begins, even if no worker has pushed since the last
 barrier. The first push of a worker that computes batches of a new size on an accelerator does not count as one of the
-two pushes of the monitoring phase. The interval that ends with this push is left out, because the next intervals are
-shorter. Unless the run has `--hyperparameters raw`, an interval does not contain the time that the script spent outside
-of training, for example to evaluate the model, because the next intervals do not contain such a time. Each push says
-how long this time was. If two pushes of a worker arrive at the same tick, its interval counts as one tick, because end
-times cannot be extrapolated from an interval of 0.
+two pushes of the monitoring phase, and neither does the push of an edit of the weights. The interval that ends with
+such a push is left out, because the next intervals have another length. Unless the run has `--hyperparameters raw`, an
+interval does not contain the time that the script spent outside of training, for example to evaluate the model, because
+the next intervals do not contain such a time. Each push says how long this time was. If two pushes of a worker arrive
+at the same tick, its interval counts as one tick, because end times cannot be extrapolated from an interval of 0.
 
 >>> from paceline.sync.events import IterationFinished, WorkerJoined
 >>> planner = ElasticBSP(lookahead=4).at_coordinator()

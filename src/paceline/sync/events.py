@@ -75,7 +75,7 @@ class Edit(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """The flag on a push that contains new values of parameters instead of a gradient.
 
     Attributes:
-        number: number of the edit. Each worker counts its edits from 0.
+        number: number of the edit. Each worker counts its edits, from 0 or, if it joins late, from the job's next edit.
         sole: True if the sender was named as the only worker whose edit counts; False if every worker pushes its
             edit, and the edit of the worker with the lowest index counts.
     """
@@ -209,8 +209,9 @@ class PushFlags(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             attribute.
         set_index: the parameter set whose gradient is pushed, and whose weights are pulled; None for all sets.
         repeated: True if an earlier push of the worker was computed from the same samples, which are counted once.
-        warm_up: True if this was the worker's first iteration on an accelerator with batches of this size, for which
-            programs are compiled or tuned. Its duration says nothing about the next iterations.
+        warm_up: True if the duration of the iteration says nothing about the next iterations. This is so for the
+            worker's first iteration on an accelerator with batches of this size, for which programs are compiled or
+            tuned, and for an edit.
         outside_ticks: time in ticks, since the worker's last pull was answered, during which its script did not train;
             see `paceline.core.metrics`. 0 in a run with `--hyperparameters raw`.
     """
@@ -339,7 +340,8 @@ class SyncRequested(WorkerEvent, kw_only=True):
         source: "schedule" if the run's schedule contains the change, "script" if the training script requested it,
             "auto" if the coordinator has chosen the model (see `paceline.core.auto`); in this case, `worker` is any
             live worker.
-        number: number of the request, counted from 0 for each source.
+        number: number of the request, counted from 0 for each source. If the workers that have made earlier requests
+            are gone, the coordinator gives a script's request the next number.
         sync: the requested model, as in `Change.sync`.
     """
 

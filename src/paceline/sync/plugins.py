@@ -24,10 +24,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import re
 import runpy
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -144,20 +145,34 @@ def require_named(models: Iterable[object], launched: Iterable[object], imports:
     known = {name for model in launched if isinstance(model, Conditions) for name in (model.pull, model.push)}
     modules = {*(name.partition(":")[0] for name in known), *imports} - {LOCAL}
     for model in models:
+        require_importable(model, known)
         for name in (model.pull, model.push) if isinstance(model, Conditions) else ():
             module = name.partition(":")[0]
             if not name or name in known or module in modules:
                 continue
-            if module == LOCAL:
-                raise ConfigurationError(
-                    f"{model} cannot be sent to the servers during the run, because they cannot import its "
-                    "conditions. Put these into a module, and launch the run with --import MODULE, or with "
-                    "launch(imports=['MODULE'])."
-                )
             raise ConfigurationError(
                 f"conditions: the module of {name!r} was not named when the run was launched. Launch the run with "
                 f"--import {module}, or with launch(imports=[{module!r}])."
             )
+
+
+def require_importable(model: object, known: Collection[str] = ()) -> None:
+    """Refuse conditions that servers cannot import, because they were defined in a script, a notebook or a function.
+
+    Args:
+        model: the new sync model that a worker has requested.
+        known: names of conditions that the servers have nevertheless.
+
+    Raises:
+        ConfigurationError: a condition cannot be imported.
+    """
+    names = (model.pull, model.push) if isinstance(model, Conditions) else ()
+    if any(name.startswith(f"{LOCAL}:") and name not in known for name in names):
+        raise ConfigurationError(
+            f"{model} cannot be sent to the servers during the run, because they cannot import its conditions. Put "
+            "these into a module, and launch the run with --import MODULE, or with launch(imports=['MODULE']). The "
+            f"module must not be named {LOCAL!r}."
+        )
 
 
 @stateful(fixed="_model _pull _push")
@@ -244,7 +259,10 @@ def _find(name: str) -> Condition:
     if not name or name in local_conditions:
         return local_conditions.get(name, everybody)
     module, _, path = name.partition(":")
-    why = "it was defined in a script or notebook that runs in another process"
+    why = (
+        "it was defined in a script or notebook that runs in another process, or in a module named "
+        f"{LOCAL!r}, a name that stands for such scripts"
+    )
     found: object = None
     if module != LOCAL:
         try:
@@ -267,7 +285,7 @@ def _find(name: str) -> Condition:
 # simulation with a `UserCodeError`, which says what was called, where, and for which event. The traceback has
 # only the user's frames, as it has for an error in a script.
 
-PACKAGE = str(Path(__file__).parent.parent)
+PACKAGE = str(Path(__file__).parent.parent) + os.sep  # another package may be named paceline_...
 # Python's own modules through which Paceline calls code of the user: context managers, `runpy`, and threads.
 CALLERS = (
     PACKAGE,

@@ -29,7 +29,8 @@ before the first tuning, or while no D has a positive F, or with a single worker
 are in force at its start, and m is the number of live workers when its timer is due. If the last iteration was
 restarted, T_i and u_i run from its first start. Unless the run has `--hyperparameters raw`, T_i and u_i leave out the
 time that the script spent outside of training before the iteration, for example to evaluate the model. Each push says
-how long this time was.
+how long this time was. An edit of the weights does not count as an iteration, and its push does not end an epoch. The
+same holds for the first iteration with batches of a new size on an accelerator, because later iterations are shorter.
 
 >>> from paceline.sync.events import IterationFinished, IterationStarted, TimerFired, WorkerJoined
 >>> coordinator = SpecSync(abort_time_s=0.5, abort_rate=0.5).at_coordinator()
@@ -163,7 +164,7 @@ class Watched:
     def __init__(self, iteration: int, start_ticks: int | None) -> None:
         self.iteration = iteration  # the next iteration that the worker will finish
         self.start_ticks = start_ticks  # start of this iteration; None until it has started
-        self.last: Span | None = None  # the previous iteration
+        self.last: Span | None = None  # the last iteration that was no warm-up
         self.pushes_before = 0  # total number of pushes before the current iteration started
         self.speculation: Speculation | None = None  # None if the current iteration is not watched
 
@@ -183,19 +184,22 @@ class Speculator(JobMachine):
         self._workers: dict[int, Watched] = {}  # live workers, in order of joining
         self._push_count = 0  # total number of pushes since the start of the run
         self._pushes: list[tuple[int, int]] = []  # (time, worker) of pushes that the next tuning may need
-        self._yet_to_push: set[int] = set()  # live workers that have not pushed since the last tuning
+        # live workers that have not pushed since the last tuning, except for warm-ups
+        self._yet_to_push: set[int] = set()
 
     def finished(self, event: IterationFinished) -> list[AnyAction]:
         watched = self._workers[event.worker]
         assert watched.start_ticks is not None
-        start_ticks = min(watched.start_ticks + event.outside_ticks, event.now_ticks)
-        watched.last = Span(start_ticks, event.now_ticks)
+        if not event.warm_up:
+            start_ticks = min(watched.start_ticks + event.outside_ticks, event.now_ticks)
+            watched.last = Span(start_ticks, event.now_ticks)
         watched.iteration = event.iteration + 1
         watched.start_ticks = watched.speculation = None
         self._push_count += 1
         if self._adaptive:
             self._pushes.append((event.now_ticks, event.worker))
-            self._yet_to_push.discard(event.worker)
+            if not event.warm_up:
+                self._yet_to_push.discard(event.worker)
             self._end_epoch_if_complete()
         return []
 

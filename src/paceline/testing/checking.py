@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ..sync import Conditions, SyncModel, parse
 from ..sync.plugins import report_of_user_code
 from .admission import UNKNOWN, Admission
-from .promises import PROMISES, Oracle, random_events_are_handled
+from .promises import PROMISES, Oracle, random_events_are_handled, require_assertions
 from .small_job import SmallJob
 from .state_pools import State, Step
 
@@ -71,11 +71,13 @@ def check(
 
     Raises:
         AssertionError: the model breaks a promise. The message names the promise and lists the preceding events.
+        ConfigurationError: Python runs without assertions.
 
     >>> from paceline.sync import ASP
     >>> print(check(ASP(), iterations=1))
-    asp keeps 12 promises under random events, and has no deadlock in 3,673 states of small jobs
+    asp keeps 12 promises under random events, and has no deadlock in 3,746 states of small jobs
     """
+    require_assertions()
     for promise in PROMISES:
         with _named(sync, promise.__name__.replace("_", " ")):
             promise(sync)
@@ -189,7 +191,9 @@ def explore(
     Raises:
         AssertionError: a check failed. The message lists the shortest sequence of steps that leads to the failure.
             Names of shards and workers may change along the way (see `SmallJob.canonical`).
+        ConfigurationError: Python runs without assertions.
     """
+    require_assertions()
     one_for_all = job.plain if whole else job.canonical
     first = one_for_all(job.first)
     came_from: dict[State, tuple[State, str] | None] = {first: None}
@@ -228,6 +232,7 @@ def survey(job: SmallJob, progress: Callable[[int], None]) -> int:
     steps that is not necessarily the shortest. `progress` is called repeatedly with the number of states visited so
     far.
     """
+    require_assertions()
     state = job.canonical(job.first)
     known = {job.digest(state)}
     way: list[str] = []

@@ -62,6 +62,15 @@ TRAINING_WORKERS = 3
 TRAINING_ROUNDS = 60
 
 
+def require_assertions() -> None:
+    """Raise `ConfigurationError` if Python runs without assertions, because no promise would be tested."""
+    if not __debug__:
+        raise ConfigurationError(
+            "Python runs without assertions (-O or PYTHONOPTIMIZE), so a broken promise would not be found. Run Python "
+            "without -O, and unset PYTHONOPTIMIZE."
+        )
+
+
 class Walk(NamedTuple):
     """The seed and the length of a random sequence of legal events."""
 
@@ -391,9 +400,13 @@ class CheckedShard:
         updates: all updates that the state machine has returned.
         held: the pushes that are held, as (worker, iteration).
         faults: the reported failures of the user's conditions.
+
+    Raises:
+        ConfigurationError: Python runs without assertions.
     """
 
     def __init__(self, machine: ShardMachine | ShardSync, oracle: Oracle | None = None) -> None:
+        require_assertions()
         self.machine = machine
         self.legal = LegalEvents(repeats=isinstance(machine, ShardSync))
         self.events: list[AnyEvent] = []

@@ -65,6 +65,8 @@ BUFFER_BYTES = 64 * 1024  # size of the receive buffer, which has room for the h
 ANCILLARY_BYTES = socket.CMSG_SPACE(4 * 4)  # room for a few descriptors
 LARGEST_IN_RING_BYTES = 4096  # largest header that is sent through a ring
 FILLS = 16  # maximum number of times that one call of `receive` fills the buffer
+# Maximum time to wait until a socket has room for a message with a file descriptor, which cannot be queued.
+ROOM_S = 1.0
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -247,12 +249,15 @@ class Stream(Generic[T]):
     ) -> None:
         """Send a message with its payload and file descriptors, without blocking.
 
+        Only a message with file descriptors may have to wait until the peer reads earlier data, for `ROOM_S` at most.
+
         If `lent` is None, the payload's memory may change after this call. Otherwise the memory is not copied, and
         the caller must call `keep(lent)` before the memory changes.
 
         Raises:
             PeerLostError: the connection is lost.
-            ProtocolError: file descriptors cannot be passed because data is queued, or the ring was corrupted.
+            ProtocolError: file descriptors cannot be passed because data is queued or the peer does not read, or the
+                ring was corrupted.
         """
         header = _encoder.encode(message)
         payload = [part for part in payload if part.nbytes]
@@ -439,7 +444,10 @@ class Stream(Generic[T]):
                 else:
                     sent = self.sock.sendmsg(parts[:BUFFERS_PER_CALL])
             except (BlockingIOError, InterruptedError):
-                break
+                if not descriptors:
+                    break
+                self._await_room()
+                continue
             except OSError as error:
                 raise PeerLostError(f"connection lost: {error}") from error
             self._sent_bytes += sent
@@ -448,6 +456,15 @@ class Stream(Generic[T]):
             if sent:
                 parts[0] = parts[0][sent:]
         return parts
+
+    def _await_room(self) -> None:
+        """Wait until the socket accepts data. Raise `ProtocolError` if the peer reads nothing for `ROOM_S`."""
+        poller = select.poll()
+        poller.register(self.sock, select.POLLOUT)
+        if not poller.poll(1000 * ROOM_S):
+            raise ProtocolError(
+                "it does not read what it was sent, so no file descriptor can be passed to it"
+            )
 
     def _fill(self, most: int = 0) -> bool:
         """Receive available data with one call: first into the current payload, then into the buffer.

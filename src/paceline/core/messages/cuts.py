@@ -75,7 +75,7 @@ class CopiesReserved(Message):
     """A server has reserved memory for copies of its shards, or has failed to reserve memory.
 
     Attributes:
-        fault: the reason why there is not enough memory; "" if there is enough.
+        fault: why the memory could not be reserved; "" if it was reserved.
     """
 
     fault: str = ""

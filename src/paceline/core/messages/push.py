@@ -156,6 +156,8 @@ class Answer(Message, omit_defaults=True):
         checksum: checksum of this base, which the host of the server sets.
         cut: number of a cut that was made immediately before the answer, so that the weights are those of the cut; 0
             if there is no such cut. Only shard 0 says this.
+        next_edit: number of the job's next edit. A worker that joins late counts its edits from the number in its first
+            answer. Only shard 0 says this.
     """
 
     shard: int
@@ -169,6 +171,7 @@ class Answer(Message, omit_defaults=True):
     cut: int = 0
     base: int = 0
     checksum: int = 0
+    next_edit: int = 0
 
 
 @sent("worker", to="server", forwarded=False)
