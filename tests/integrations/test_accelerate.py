@@ -113,6 +113,8 @@ print("gathered", accelerator.gather(own).tolist(), accelerator.gather_for_metri
 print("reduced", accelerator.reduce(own).item(), accelerator.reduce({"a": own}, "mean")["a"].item())
 accelerator.wait_for_everyone()
 print("main", accelerator.is_main_process)
+accelerator.on_main_process(print)("decorated")
+accelerator.on_local_main_process(print)("decorated")
 """
 
 
@@ -126,7 +128,44 @@ def test_calls_of_all_workers_and_a_loader_without_a_name(mark: str, tmp_path: P
         assert f"gathered [1.0, 2.0] [{worker + 1}.0]" in log
         assert "reduced 3.0 1.5" in log
         assert f"main {main}" in log
+        assert log.count("decorated") == (0 if worker else 2)
     assert used(tmp_path / "run") == 12
+
+
+CLIPS = """
+import torch
+
+import paceline
+from paceline.integrations.accelerate import Accelerator
+
+accelerator = Accelerator()
+models = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
+optimizers = [torch.optim.SGD(each.parameters(), lr=1.0) for each in models]
+accelerator.prepare(*models)
+optimizers = accelerator.prepare(*optimizers)
+parameters = [[*each.parameters()] for each in models]
+for given in (parameters[0][:1], parameters[0] + parameters[1]):
+    try:
+        accelerator.clip_grad_norm_(given, 0.5)
+    except paceline.errors.UsageError as error:
+        print("refused:", error)
+before = [torch.nn.utils.parameters_to_vector(each).detach() for each in parameters]
+accelerator.backward(models[1](models[0](torch.full((1, 2), 100.0))).sum())
+accelerator.clip_grad_norm_(parameters[0], 0.5)
+accelerator.step_with_rest()  # as at the end of a pass
+changes = [torch.nn.utils.parameters_to_vector(each).detach() - old for each, old in zip(parameters, before)]
+print("changes", *(float(each.norm()) for each in changes))
+"""
+
+
+def test_the_gradient_of_one_optimizer_is_clipped_and_no_other_one(mark: str, tmp_path: Path) -> None:
+    run(tmp_path / "run", CLIPS)
+    log = log_of(tmp_path / "run")
+    assert "got 1 of the 2 parameters of an optimizer, expected all parameters of one optimizer" in log
+    assert "got parameters of 2 optimizers, expected all parameters of one optimizer" in log
+    [changes] = re.findall("changes (.*) (.*)", log)
+    assert float(changes[0]) == pytest.approx(0.5, rel=1e-3)
+    assert float(changes[1]) > 1.0
 
 
 @pytest.mark.parametrize("before", ["fsdp_plugin=", "True, False, None, 1, False, None, None, "])
@@ -151,7 +190,8 @@ def test_a_state_that_was_saved_is_loaded_by_all_workers(mark: str, tmp_path: Pa
         "validation = accelerator.prepare(validation)",
         """validation = accelerator.prepare(validation)
 accelerator.load_state("state")
-print("loaded", float(model[0].weight.detach().norm()), optimizer.param_groups[0]["lr"])""",
+print("loaded", float(model[0].weight.detach().norm()), optimizer.param_groups[0]["lr"])
+print("drawn", float(torch.rand(())))""",
     )
     second = run(tmp_path / "run", loading)
     norm = float(first["0.weight"].norm())
@@ -160,6 +200,18 @@ print("loaded", float(model[0].weight.detach().norm()), optimizer.param_groups[0
         assert float(line.split()[1]) == pytest.approx(norm)
         assert float(line.split()[2]) < 0.2  # the schedule goes on
     assert not torch.equal(first["0.weight"], second["0.weight"])
+    drawn = [re.findall("drawn .*", log_of(tmp_path / "run", worker)) for worker in (0, 1)]
+    assert len(drawn[0]) == len(drawn[1]) == 1
+    assert drawn[0] != drawn[1]
+
+
+def test_states_with_automatic_names_are_saved_by_the_main_worker_alone(mark: str, tmp_path: Path) -> None:
+    configuration = 'accelerate.utils.ProjectConfiguration(".", automatic_checkpoint_naming=True)'
+    script = SCRIPT.replace("_steps=2)", f"_steps=2, project_config={configuration})")
+    script = script.replace('accelerator.save_state("state")', "    accelerator.save_state()")
+    run(tmp_path / "run", f"import accelerate\n{script}")
+    for number in range(3):
+        assert (tmp_path / "run" / "checkpoints" / f"checkpoint_{number}" / "model.safetensors").is_file()
 
 
 def test_outside_a_run_it_is_the_class_of_accelerate(mark: str, tmp_path: Path) -> None:

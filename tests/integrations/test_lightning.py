@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import importlib.util
 import json
@@ -9,9 +10,10 @@ import os
 import re
 import signal
 import subprocess
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
@@ -315,6 +317,57 @@ def test_the_best_weights_of_all_are_validated_again_after_training(
     assert all(torch.equal(weights[name], best[name]) for name in weights)
 
 
+def test_a_worker_that_becomes_the_main_worker_while_it_saves_saves_the_states_of_the_optimizer(
+    mark: str, tmp_path: Path
+) -> None:
+    require("lightning")
+    program = script(epochs=1, callbacks='ModelCheckpoint(dirpath="saved", filename="state")')
+    # The worker does not know yet that it is the main worker.
+    unaware = "type(trainer.strategy).is_global_zero = property(lambda strategy: False)\n"
+    run(tmp_path, program.replace("module = Module()\n", f"module = Module()\n{unaware}"), workers=1)
+    [state] = torch.load(tmp_path / "saved" / "state.ckpt", weights_only=False)["optimizer_states"]
+    assert len(state["state"]) == 4
+
+
+PREDICT = """
+found = torch.cat(trainer.predict(module, validation))
+torch.save({"inputs": x[:64], "found": found}, f"predicted-{paceline.worker_index()}.pt")
+"""
+
+
+def test_all_workers_predict_with_the_weights_of_the_job(mark: str, tmp_path: Path) -> None:
+    require("lightning")
+    step = "    def predict_step(self, batch, index):\n        return self.network(batch[0])\n\n"
+    program = script().replace("    def configure_optimizers", f"{step}    def configure_optimizers")
+    weights = run(tmp_path, program + PREDICT, "--sync", "asp", "--pace", ".01,.02")
+    network = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 3))
+    network.load_state_dict({name.removeprefix("network."): value for name, value in weights.items()})
+    for worker in range(2):
+        predicted = torch.load(tmp_path / f"predicted-{worker}.pt")
+        torch.testing.assert_close(predicted["found"], network(predicted["inputs"]).detach())
+
+
+def test_a_process_that_was_started_while_data_is_prepared_does_not_keep_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require("lightning")
+    module = importlib.import_module("paceline.integrations.lightning")
+    lock, kept = fcntl.flock, []
+
+    def flock(file: IO[str], operation: int) -> None:
+        kept.append(os.dup(file.fileno()))  # as a child of this process would
+        lock(file, operation)
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with module._one_at_a_time():
+        pass
+    with (tmp_path / f"paceline-lightning-{os.getuid()}.lock").open("a") as file:
+        lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises an error if the lock is taken
+    for each in kept:
+        os.close(each)
+
+
 SLOW_WRITER = """
 from lightning.{inner}plugins.io import TorchCheckpointIO
 
@@ -360,6 +413,21 @@ def test_max_steps_counts_joint_batches_under_each_model(mark: str, tmp_path: Pa
     assert summary(tmp_path / "bsp")["ledger"]["samples"]["used"] == 12 * 8
     # Each worker finishes the iteration in which the limit was reached.
     assert 12 * 8 <= summary(tmp_path / "asp")["ledger"]["samples"]["used"] <= 14 * 8
+
+
+def test_max_steps_includes_the_steps_of_a_checkpoint(mark: str, tmp_path: Path) -> None:
+    require("lightning")
+    cycle = "OneCycleLR(optimizer, max_lr=0.3, total_steps=steps)"
+    saves = 'ModelCheckpoint(dirpath="saved", filename="first")'
+    first = script(size=80, epochs=1, callbacks=saves).replace(cycle, "LambdaLR(optimizer, lambda step: 1.0)")
+    run(tmp_path, first, "--sync", "asp", "--pace", ".01,.03")
+    assert summary(tmp_path)["ledger"]["samples"]["used"] == 10 * 8
+    (tmp_path / "run").rename(tmp_path / "before")
+    resumed = first.replace("options |= dict()", "options |= dict(max_steps=20, max_epochs=-1)")
+    resumed = resumed.replace("validation)\nrates", 'validation, ckpt_path="saved/first.ckpt")\nrates')
+    run(tmp_path, resumed, "--sync", "asp", "--pace", ".01,.03")
+    # Each worker finishes the iteration in which the limit was reached.
+    assert 10 * 8 <= summary(tmp_path)["ledger"]["samples"]["used"] <= 12 * 8
 
 
 @pytest.mark.parametrize(("limit", "batches"), [("1", 1), ("3", 3), (".5", 2)])
@@ -682,6 +750,16 @@ def test_manual_optimization_with_two_optimizers_equals_one_process(mark: str, t
         torch.testing.assert_close(weights[key], tensor, rtol=1e-4, atol=1e-5)
     assert ended(tmp_path / "two")["rates"] == ended(tmp_path / "one")["rates"]
     require_all_used_once(tmp_path / "two", 72, 3)
+
+
+def test_the_best_weights_are_validated_again_after_training_with_two_optimizers(
+    mark: str, tmp_path: Path
+) -> None:
+    require("lightning")
+    run(tmp_path, manual(callbacks='ModelCheckpoint(monitor="val_loss")') + AGAIN)
+    for worker in range(2):
+        again = json.loads((tmp_path / f"again-{worker}").read_text())
+        assert again == pytest.approx(min(validated(tmp_path, worker).values()), rel=1e-5)
 
 
 def test_manual_optimization_is_refused_where_computations_are_aborted(mark: str, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -367,6 +368,45 @@ def test_the_best_checkpoint_of_another_folder_is_loaded(mark: str, tmp_path: Pa
     assert (tmp_path / "elsewhere" / "checkpoint-192").is_dir()
     require_equal(
         saved(tmp_path), load_file(tmp_path / "checkpoints" / "checkpoint-64" / "model.safetensors")
+    )
+
+
+LATEST_IS_BEST = """
+import paceline
+from transformers import TrainerCallback
+
+
+class Latest(TrainerCallback):
+    def on_evaluate(self, args, state, control, metrics, **options):
+        metrics["eval_step"] = state.global_step
+
+    def on_log(self, args, state, control, logs, **options):
+        if "train_runtime" in logs:
+            paceline.barrier()  # the main worker has written its last checkpoint
+
+
+"""
+
+
+def test_the_best_checkpoint_is_kept_by_workers_that_resumed_with_another_best_one(
+    mark: str, tmp_path: Path
+) -> None:
+    script = example(
+        "trainer",
+        num_train_epochs="2",
+        metric_for_best_model='"eval_step",\n    greater_is_better=True',
+        save_total_limit="1",
+        callbacks="[Latest()]",
+    )
+    script = script.replace(first := "arguments = TrainingArguments(", LATEST_IS_BEST + first)
+    run(tmp_path, script)
+    (tmp_path / "run").rename(tmp_path / "first")
+    resumed = script.replace("num_train_epochs=2", "num_train_epochs=3").replace(
+        "trainer.train()", 'trainer.train(resume_from_checkpoint="checkpoints/checkpoint-128")'
+    )
+    run(tmp_path, resumed)
+    require_equal(
+        saved(tmp_path), load_file(tmp_path / "checkpoints" / "checkpoint-192" / "model.safetensors")
     )
 
 
@@ -780,6 +820,38 @@ def test_a_subclass_with_a_model_of_its_own_saves_all_weights(mark: str, tmp_pat
     alone(tmp_path / "one", with_arguments(script, per_device_train_batch_size="16"))
     require_equal(saved(tmp_path / "two"), saved(tmp_path / "one"))
     require_equal(weights, saved(tmp_path / "two"))
+
+
+LOADS = """
+import torch
+from paceline.integrations.transformers import _load
+
+saved, model = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+torch.save(saved.state_dict(), "pytorch_model.bin")
+_load(model, ".")
+print("equal", torch.equal(model.weight, saved.weight))
+"""
+
+
+def test_a_checkpoint_without_safetensors_is_loaded(mark: str, tmp_path: Path) -> None:
+    assert "equal True" in alone(tmp_path, LOADS)
+
+
+def test_a_schedule_by_a_metric_is_not_stepped_with_the_gradients_that_are_left(
+    mark: str, tmp_path: Path
+) -> None:
+    if version("transformers").startswith("4."):
+        pytest.skip("this version has no GreedyLR")
+    script = with_arguments(
+        SENTENCES,
+        gradient_accumulation_steps="3",
+        warmup_steps='0,\n    lr_scheduler_type="greedy",\n    eval_strategy="epoch"',
+    )
+    script = script.replace(
+        "train_dataset=Sentences(),", "train_dataset=Sentences(), eval_dataset=Sentences(),"
+    )
+    run(tmp_path, script)
+    assert used(tmp_path) == 2 * 64
 
 
 REFUSED = """

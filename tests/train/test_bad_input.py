@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -419,6 +420,16 @@ def with_sync_batch_norm() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 3), nn.SyncBatchNorm(3)).to(torch.float64)
 
 
+def with_mask(*, persistent: bool = True) -> nn.Module:
+    model = nn.Linear(4, 3, dtype=torch.float64)
+    model.register_buffer("mask", torch.eye(3).to_sparse(), persistent=persistent)
+    return model
+
+
+def test_a_sparse_buffer_that_is_not_persistent_is_not_exchanged(run_on_threads: RunOnThreads) -> None:
+    run_on_threads(training(partial(with_mask, persistent=False), 2), workers=2)
+
+
 class Looked(nn.Module):
     """A model of an embedding whose forward pass edits its weights."""
 
@@ -434,6 +445,7 @@ class Looked(nn.Module):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (with_mask, r"Buffer 'mask' has the layout torch\.sparse_coo, expected .* persistent=False"),
         (with_sync_batch_norm, r"Module '1' is a SyncBatchNorm, which needs accelerators .* Use BatchNorm"),
         (lambda: Looked(nn.Embedding), r"Module 'table' has max_norm=0\.5.*`with optimizer\.editing\(\)"),
         (lambda: Looked(nn.EmbeddingBag), r"Module 'table' has max_norm=0\.5.*`with optimizer\.editing\(\)"),

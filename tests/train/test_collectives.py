@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
-from paceline.core.joint_batch import Collectives
+from paceline.core.joint_batch import Collectives, combine
 from paceline.core.messages import Combined, Contributed
 from paceline.core.requests import Send
 from paceline.errors import ProtocolError, RunFailedError, UsageError
@@ -176,6 +176,11 @@ def test_what_cannot_be_reduced_is_refused(
 ) -> None:
     with pytest.raises(UsageError, match=message):
         paceline.reduce(*arguments, **options)
+
+
+def test_a_worker_with_weight_0_does_not_count_even_if_its_value_is_not_a_number() -> None:
+    combined = combine({0: contributed(0.5, weight=4.0), 1: contributed(float("nan"), weight=0.0)})
+    assert numbers_in(combined) == [0.5]
 
 
 # -- in a live run ----------------------------------------------------------------------------------------
@@ -349,18 +354,59 @@ def test_a_simulated_worker_in_a_barrier_does_not_hold_back_the_others(sync: str
     assert sorted(seen) == [0, 1]
 
 
-def test_a_simulated_barrier_at_different_iterations_of_bsp_is_named() -> None:
+def late(time_s: float, snapshot: object) -> bool:
+    """End a run that would never end."""
+    return time_s > 1000.0
+
+
+SNAPSHOTS: dict[str, Any] = {"snapshot_every_s": 50.0, "on_snapshot": late}
+
+
+@pytest.mark.parametrize(
+    ("presence", "options"),
+    [({}, SNAPSHOTS), ({1: Presence(lost_at_s=1000.0)}, {}), ({1: Presence(lost_at_s=1000.0)}, SNAPSHOTS)],
+    ids=["snapshots", "a loss", "both"],
+)
+def test_a_simulated_worker_in_a_barrier_does_not_wait_for_what_happens_later(
+    presence: dict[int, Presence], options: dict[str, Any]
+) -> None:
+    seen = []
+
     def train() -> None:
         trainer = Trainer()
+        for _ in range(2 + 8 * paceline.worker_index()):
+            trainer.step()
+        paceline.barrier()
         trainer.step()
-        if paceline.is_main():
-            paceline.barrier()
-        trainer.step()
+        seen.append(paceline.worker_index())
 
+    cluster = Cluster(compute_s=[1.0, 1.0], presence=presence)
+    result = simulate(cluster, "ssp:staleness=1", train_fn=train, **options)
+    assert sorted(seen) == [0, 1]
+    assert max(result.finished_s) < 30.0
+
+
+def step_barrier_step() -> None:
+    """Wait in a barrier that only worker 0 enters."""
+    trainer = Trainer()
+    trainer.step()
+    if paceline.is_main():
+        paceline.barrier()
+    trainer.step()
+
+
+@pytest.mark.parametrize("options", [{}, SNAPSHOTS], ids=["nothing else", "snapshots"])
+def test_a_simulated_barrier_at_different_iterations_of_bsp_is_named(options: dict[str, Any]) -> None:
     with pytest.raises(RunFailedError) as caught:
-        simulate(Cluster(compute_s=[1.0, 1.0]), "bsp", train_fn=train)
+        simulate(Cluster(compute_s=[1.0, 1.0]), "bsp", train_fn=step_barrier_step, **options)
     assert "worker 0 waits in barrier 1 for the other workers" in str(caught.value)
     assert "worker 1, after its iteration 1, waits at shard 0 (bsp) for" in str(caught.value)
+
+
+def test_a_simulated_barrier_that_a_later_loss_ends_is_no_standstill() -> None:
+    cluster = Cluster(compute_s=[1.0, 1.0], presence={1: Presence(lost_at_s=100.0)})
+    result = simulate(cluster, "bsp", train_fn=step_barrier_step, **SNAPSHOTS)
+    assert result.finished_s[0] > 100.0
 
 
 def test_in_lockstep_workers_may_call_after_different_iterations_if_they_were_not_in_lockstep_before() -> (

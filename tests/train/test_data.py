@@ -598,6 +598,17 @@ def test_an_iterator_of_an_earlier_epoch_cannot_go_on() -> None:
             next(first)
 
 
+def test_an_iterator_cannot_go_on_after_a_pass_over_another_loader_of_its_stream() -> None:
+    dataset = items(10)
+    with being(Worker(0, 1)):
+        training, validation = (distribute(DataLoader(dataset)) for _ in range(2))
+        first = iter(training)
+        next(first)
+        assert len(flat(validation)) == 10
+        with pytest.raises(UsageError, match=r"A new pass .* such as a torch\.utils\.data\.Subset"):
+            next(first)
+
+
 def test_a_sampler_with_replacement_is_split_by_position_and_reported_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -25,8 +25,8 @@ from paceline.errors import ProtocolError, UsageError, WeightsChangedError
 from paceline.run.worker import WorkerSession
 from paceline.shard.store import Push, Store
 from paceline.shard.vectors import segment_views
-from paceline.sim import Cluster
-from paceline.sync.events import Edit
+from paceline.sim import Cluster, Presence
+from paceline.sync.events import Edit, PushReceived
 from paceline.trace import replay
 from paceline.train import session as sessions
 from paceline.train.weights import WATCHED_PULLS
@@ -198,6 +198,17 @@ def test_edits_in_virtual_time_are_those_of_one_process(edit: Change) -> None:
     assert_close(result.state_dict, alone(edit, 3))
 
 
+@pytest.mark.parametrize("sync", ["bsp", "asp"])
+def test_models_predict_nothing_from_the_duration_of_an_edit(sync: str) -> None:
+    cluster = Cluster(compute_s=[1.0, 2.5])
+    result = simulate(cluster, sync, train_fn=training(clamp), record=True)
+    pushes = [entry.event for entry in result.trace[0].entries if isinstance(entry.event, PushReceived)]
+    assert len(pushes) == 2 * 2 * 6
+    for push in pushes:  # without a gradient, a worker pushes in the place of its edit
+        assert push.warm_up == (push.edit is not None or push.empty)
+    assert sum(push.warm_up for push in pushes) == len(pushes) / 2
+
+
 @pytest.mark.parametrize("sync", SYNCS)
 def test_an_edit_is_never_lost_under_any_model(run_on_threads: RunOnThreads, sync: str) -> None:
     """No gradient reaches the parameter `unused`, so it shows the last edit, whatever the order of the pushes."""
@@ -294,6 +305,24 @@ def test_the_next_worker_edits_if_a_worker_is_lost_inside_the_block(
     assert isinstance(run.errors.pop(0), GoneError)
     assert not run.errors
     assert run.state_dict["unused"].tolist() == [8.0] * 3
+
+
+@pytest.mark.parametrize("sync", ["bsp", "asp"])
+def test_the_edits_of_a_late_worker_are_made_when_all_earlier_workers_are_lost(sync: str) -> None:
+    """The late worker makes fewer edits than were made before it has joined."""
+
+    def count(model: Net, iteration: int) -> None:
+        with torch.no_grad():
+            model.unused.fill_(float(iteration + 1))
+
+    def train() -> State:
+        return training(count, 6 if worker_index() == 2 else 40)()
+
+    presence = {0: Presence(lost_at_s=20.5), 1: Presence(lost_at_s=20.5), 2: Presence(joins_at_s=18.3)}
+    cluster = Cluster(compute_s=[1.0, 1.0, 1.0], servers=2, presence=presence)
+    result = simulate(cluster, sync, train_fn=train, shards=2)
+    assert result.state_dict is not None
+    assert result.state_dict["unused"].tolist() == [6.0] * 3
 
 
 def test_all_edits_that_meet_at_a_barrier_are_made_in_the_order_of_their_numbers() -> None:
@@ -608,6 +637,16 @@ def test_shard_0_names_the_first_worker_and_another_one_if_that_is_lost() -> Non
     assert edits.carry_out([(1, 4)]) == [Overwrite(0, 1, 4, 0)]
     assert not edits.name(0, 0)
     assert edits.name(0, 1)
+
+
+def test_a_worker_that_counts_from_the_next_edit_is_named_when_all_earlier_workers_are_lost() -> None:
+    edits = Edits(0)
+    edits.receive((0, 9), Edit(number=5, sole=True))
+    edits.carry_out([(0, 9)])
+    edits.leave(0)
+    assert not edits.name(2, 0)
+    assert edits.next == 6
+    assert edits.name(2, edits.next)
 
 
 def test_in_lockstep_the_lowest_index_counts_and_an_edit_is_made_once() -> None:

@@ -17,11 +17,13 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
-from paceline.core.messages import FetchFrozen, FrozenTensors
+from paceline.core.layout import FrozenSpec, Layout, ModelSpec, OptimizerSpec, Parameter
+from paceline.core.messages import FetchFrozen, FrozenTensors, Snapshot
 from paceline.errors import ConfigurationError, ProtocolError
 from paceline.run.coordinator import CoordinatorHost
 from paceline.run.job import Assignment
 from paceline.run.job_options import make_job
+from paceline.run.readers import Assembly
 from paceline.run.server import FrozenValues, ServerHost
 from paceline.run.worker import WorkerSession
 from paceline.shard import vectors as digests
@@ -532,6 +534,17 @@ def test_without_files_the_missing_frozen_parameters_are_listed(run_on_threads: 
     read = read_frozen(run.run_dir, spec)
     assert read is not None
     assert digest_of(read) == spec.digest
+
+
+def test_a_value_that_has_not_arrived_completely_is_missing_in_the_snapshot() -> None:
+    optimizer, spec = OptimizerSpec("SGD", ({"lr": 0.1},), (0,)), FrozenSpec("b", (2,), "float32", "0" * 64)
+    layout = Layout.of([Parameter(("a",), (4,), "float32")])
+    model = ModelSpec(layout, optimizer, (), frozen=(spec,))
+    assembly, message = Assembly(model, layout.slice_evenly(1)), Snapshot(0, 1, (spec.digest,))
+    assert assembly.targets(message)[-1].nbytes == 8
+    assert assembly.snapshot().frozen == (spec,)  # the server was lost
+    assembly.arrived(message)
+    assert assembly.snapshot().frozen == ()
 
 
 # -- the server's part, by hand ---------------------------------------------------------------------------

@@ -48,6 +48,15 @@ def test_an_object_that_can_move_itself_does_so() -> None:
     assert packed.batch_sizes.device.type == "cpu"
 
 
+def test_an_object_that_takes_only_a_device_moves_itself_too() -> None:
+    class Items:
+        def to(self, device: torch.device) -> torch.device:
+            return device
+
+    batch: Any = [Items()]
+    assert [moved(batch, META, pinned=pinned) for pinned in (False, True)] == [[META], [META]]
+
+
 def test_copies_are_not_waited_for_if_the_loader_pins_its_memory() -> None:
     class Noting:
         """Notes how it is moved."""

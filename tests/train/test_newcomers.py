@@ -5,17 +5,24 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
+from paceline.run.job import Assignment, ResumedFrom
+from paceline.run.job_options import make_job
+from paceline.run.readers import Fetches
 from paceline.sim import Cluster, Presence, simulate
+from paceline.train.session import Callbacks
 from tests.conftest import RunOnThreads
+from tests.support.sharded import Net, Shards, model_of
 
 UNTRAINED = -1000.0
 """The weights that the script of a worker has before its first step. The job's are not far from 0."""
@@ -286,3 +293,24 @@ def test_a_live_worker_that_looks_at_the_model_without_a_batch_makes_nobody_wait
     assert batches[:3] == [0, 0, 0]
     assert seen == pytest.approx({**expected, "momentum": -velocity})
     assert run.lost == []
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_in_a_resumed_run_the_checkpoint_is_used_only_until_training_goes_on(
+    has_begun: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = Net()
+    shards = Shards(model_of(net, [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5)]), 2, net)
+    job = make_job(workers=2, servers=1, run_dir=tmp_path / "run", dry_run=True)
+    job = structs.replace(job, resumed=ResumedFrom(str(shards.write(tmp_path))))
+    links: Any = SimpleNamespace(
+        core=SimpleNamespace(started=None), lock=threading.RLock(), handlers={}, targets={}
+    )
+    servers = Fetches(Assignment(job=job, role="worker", index=1, coordinator=""), links, Callbacks())
+    present: list[Any] = [{"scale": torch.tensor(7.0)}, [(shards.slices[0], {}), (shards.slices[1], {})]]
+    answers = iter(present if has_begun else [None, None])
+    monkeypatch.setattr(Fetches, "_read", lambda self, read: next(answers))
+    model, state = servers.fetch_model(lambda spec: ""), servers.fetch_state()
+    assert model is not None
+    assert model["scale"].item() == (7.0 if has_begun else 0.5)
+    assert len(state) == (2 if has_begun else 1)

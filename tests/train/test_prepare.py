@@ -271,6 +271,34 @@ def test_the_data_is_named_by_the_place_that_calls_prepare(run_on_threads: RunOn
     assert run_on_threads(train, workers=2, sync="bsp").results == {0: (0, 1), 1: (0, 1)}
 
 
+ONE_DATASET: Any = TensorDataset(torch.arange(16))
+
+
+@pytest.mark.parametrize(
+    "loaders",
+    [
+        [DataLoader(ONE_DATASET, sampler=range(8)), DataLoader(ONE_DATASET, sampler=range(8, 16))],
+        [[*range(8)], [*range(8, 16)]],
+        [[*range(8)], DataLoader(ONE_DATASET, sampler=range(8))],
+    ],
+    ids=["one dataset", "lists", "a list and a dataset"],
+)
+def test_the_loaders_of_one_call_have_streams_of_their_own(
+    loaders: list[Any], run_on_threads: RunOnThreads
+) -> None:
+    def train() -> tuple[list[list[int]], bool]:
+        model = nn.Linear(1, 1)
+        parts = paceline.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), *loaders)
+        first, second = parts[2:]
+        for _ in range(2):
+            assert len([*zip(first, second, strict=True)]) == 4
+        # The first stream has the name that it has without the other loader.
+        return [first.position.passes, second.position.passes], "/" in first.position.name
+
+    expected = [[0, 1], [0, 1]], False
+    assert run_on_threads(train, workers=2, sync="bsp").results == {0: expected, 1: expected}
+
+
 def test_the_state_of_the_scheduler_is_that_of_the_wrapped_one(run_on_threads: RunOnThreads) -> None:
     def train() -> None:
         script = Script(cosine, steps=EPOCHS * BATCHES)

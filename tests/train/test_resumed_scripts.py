@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import paceline
 from paceline.errors import RunFailedError
-from paceline.sim import Cluster, simulate
+from paceline.sim import Cluster, Presence, simulate
 from paceline.sim.simulated_cuts import SimCut
 from paceline.train.session import current, resumption_of
 from tests.support.marks import thorough
@@ -145,6 +145,22 @@ class Accumulating(Script):
             self.optimizer.zero_grad()
 
 
+class Stopped(Script):
+    """The loop is stopped in its first epoch. Another pass over the data follows, in no loop."""
+
+    def train(self) -> None:
+        super().train()
+        for _, x in self.batches:
+            self.train_on(x)
+
+    def loop(self) -> Any:
+        self.epochs = paceline.epochs(EPOCHS)
+        return self.epochs
+
+    def end_epoch(self) -> None:
+        self.epochs.stop()
+
+
 class Two(Script):
     """Two optimizers, each of which makes a step for each batch."""
 
@@ -169,7 +185,15 @@ began: list[Script] = []
 Run = tuple[list[Script], list[SimCut], dict[str, torch.Tensor]]
 
 
-def run(make: type[Script], *, workers: int = 1, sync: str = "bsp", servers: int = 1, **options: Any) -> Run:
+def run(
+    make: type[Script],
+    *,
+    workers: int = 1,
+    sync: str = "bsp",
+    servers: int = 1,
+    presence: dict[int, Presence] | None = None,
+    **options: Any,
+) -> Run:
     """Train a script in all workers. Return the scripts, the cuts and the final weights."""
     scripts: list[Script] = []
 
@@ -179,7 +203,7 @@ def run(make: type[Script], *, workers: int = 1, sync: str = "bsp", servers: int
         script.train()
 
     compute_s = [1.0 + 0.3 * worker for worker in range(workers)]
-    cluster = Cluster(compute_s=compute_s, servers=servers)
+    cluster = Cluster(compute_s=compute_s, servers=servers, presence=presence or {})
     result = simulate(cluster, sync, train_fn=train, **options)
     assert result.state_dict is not None
     return scripts, result.cuts, result.state_dict
@@ -244,6 +268,26 @@ def test_every_item_is_used_once_in_each_epoch_by_any_number_of_workers(
         for _, indices in script.seen:
             used.update(indices)
     assert used == Counter(dict.fromkeys(range(SIZE), EPOCHS))
+
+
+def test_tracked_objects_come_from_the_main_worker_although_worker_0_has_returned() -> None:
+    began.clear()
+    presence = {0: Presence(lost_at_s=3.2, back_after_s=1.0)}
+    _, [cut], _ = run(Averaged, workers=2, sync="asp", presence=presence, cut_at_s=[8.0])
+    assert (cut.job.main, sorted(cut.workers)) == (1, [0, 1])
+    resumed, _, _ = run(Averaged, workers=2, sync="asp", resumed=cut)
+    for script in resumed:
+        assert isinstance(script, Averaged)
+        assert int(script.ema.n_averaged) > len(script.seen)
+
+
+def test_a_loop_that_was_stopped_does_not_begin_again() -> None:
+    began.clear()
+    [undisturbed], [cut], _ = run(Stopped, cut_at_s=[8.5])
+    assert len(undisturbed.seen) == PER_EPOCH
+    assert cut.job.loop.stopped == (0,)
+    [resumed], _, _ = run(Stopped, resumed=cut)
+    assert resumed.seen == []
 
 
 def test_dropped_samples_stay_dropped_when_a_run_goes_on() -> None:
@@ -368,6 +412,33 @@ def test_a_script_that_tracks_something_else_is_refused() -> None:
         RunFailedError, match=r"this run is resumed, and its script tracks 'other', but .* 'ema'"
     ):
         run(Other, resumed=cut)
+
+
+class Tracked(Plain):
+    """The same with a tracked schedule, in a loop of Paceline."""
+
+    def prepare(self) -> None:
+        super().prepare()
+        paceline.track(scheduler=self.scheduler)
+        self.rates: list[tuple[int, float]] = []
+
+    def loop(self) -> Any:
+        for epoch in paceline.epochs(EPOCHS):
+            self.rates.append((epoch, self.optimizer.param_groups[0]["lr"]))
+            yield epoch
+
+
+def test_a_worker_that_joins_a_resumed_run_late_has_the_present_states_and_not_those_of_the_checkpoint() -> (
+    None
+):
+    began.clear()
+    _, [cut], _ = run(Tracked, sync="asp", cut_at_s=[3.2])
+    late = {1: Presence(joins_at_s=5.0)}
+    [first, second], _, _ = run(Tracked, workers=2, sync="asp", presence=late, resumed=cut)
+    assert isinstance(first, Tracked)
+    assert isinstance(second, Tracked)
+    assert first.rates == [(0, 0.01), (1, 0.005), (2, 0.0025)]
+    assert second.rates == first.rates[1:]
 
 
 class Unsendable(StepLR):

@@ -176,6 +176,25 @@ def test_a_small_gradient_stays_where_it_is() -> None:
     simulate(CLUSTER, "bsp", train_fn=train)
 
 
+def test_a_gradient_with_a_graph_is_scaled_before_it_is_pushed() -> None:
+    found: list[list[torch.Tensor]] = []
+
+    def train() -> None:
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            model = nn.Linear(3, 3).double()
+        optimizer = paceline.DistributedOptimizer(paceline.LARS(model.parameters(), lr=0.5), model=model)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(2, 3, dtype=torch.float64)).square().mean().backward(create_graph=True)
+            optimizer.step()
+        found.append([each.detach().clone() for each in model.parameters()])
+
+    simulate(Cluster(compute_s=[1.0]), "bsp", train_fn=train)
+    train()  # outside a run
+    torch.testing.assert_close(*found)
+
+
 def test_a_gradient_of_another_shape_is_refused() -> None:
     def train() -> None:
         model = Mixed()

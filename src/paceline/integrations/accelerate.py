@@ -15,10 +15,12 @@ one. So when the pass has ended, the loader itself makes the step for the remain
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -27,6 +29,7 @@ from torch import nn
 from ..errors import ConfigurationError, UsageError
 from ..train.collectives import barrier, is_main, reduce
 from ..train.data import DistributedLoader, distribute_at
+from ..train.generator_states import GeneratorStates, generators_lock, loader_seed
 from ..train.metrics import metrics_of
 from ..train.optimizer import DistributedOptimizer
 from ..train.prepare import follow_as_written, models_of
@@ -90,7 +93,8 @@ class JobAccelerator(accelerate.Accelerator):
     has_rest = False
     _optimizers_of_job: tuple[tuple[Any, DistributedOptimizer], ...] = ()
     _known_models: tuple[nn.Module, ...] = ()
-    _max_norm = math.inf  # the norm to which the gradient of the last step was clipped
+    # the norm to which the gradient of the last step of an optimizer was clipped
+    _max_norms: Mapping[DistributedOptimizer, float] = MappingProxyType({})
 
     def prepare_model(self, model: nn.Module, *arguments: Any, **options: Any) -> Any:
         if all(model is not known for known in self._known_models):
@@ -120,6 +124,7 @@ class JobAccelerator(accelerate.Accelerator):
 
     def free_memory(self, *objects: Any) -> Any:
         self._optimizers_of_job, self._known_models, self.has_rest = (), (), False
+        self._max_norms = {}
         return super().free_memory(*objects)
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
@@ -132,7 +137,11 @@ class JobAccelerator(accelerate.Accelerator):
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2
     ) -> Any:
-        """Limit the norm of the gradient that the next step applies. See `DistributedOptimizer.clip_grad_norm`."""
+        """Limit the norm of the gradient that the next step applies. See `DistributedOptimizer.clip_grad_norm`.
+
+        Raises:
+            UsageError: `norm_type` is not 2, or the parameters are not all parameters of one optimizer.
+        """
         if current() is None:
             return super().clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
         if norm_type != 2:
@@ -140,12 +149,27 @@ class JobAccelerator(accelerate.Accelerator):
                 f"clip_grad_norm_() got norm_type={norm_type!r}, expected 2: the servers clip the joint gradient by "
                 "its L2 norm."
             )
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if max_norm == math.inf:  # only the norm is wanted
-            given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
             return torch.nn.utils.get_total_norm([each.grad for each in given if each.grad is not None])
-        self._max_norm = float(max_norm)
-        norms = [distributed.clip_grad_norm(max_norm) for distributed in self._of(parameters)]
-        return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.tensor(0.0)
+        optimizers = self._of(given)
+        if not optimizers:
+            return torch.tensor(0.0)
+        held = {id(each) for each in given}
+        missing = [id(each) not in held for each in _trained(optimizers[0])]
+        if len(optimizers) > 1 or any(missing):
+            found = (
+                f"parameters of {len(optimizers)} optimizers"
+                if len(optimizers) > 1
+                else f"{missing.count(False)} of the {len(missing)} parameters of an optimizer"
+            )
+            raise UsageError(
+                f"clip_grad_norm_() got {found}, expected all parameters of one optimizer: the servers clip the whole "
+                "gradient of an optimizer by its norm. Call clip_grad_norm_() once for each optimizer, with all of its "
+                "parameters."
+            )
+        self._max_norms = {**self._max_norms, optimizers[0]: float(max_norm)}
+        return optimizers[0].clip_grad_norm(max_norm)
 
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
         """Clamp each element of this worker's own gradients. See `DistributedOptimizer.clip_grad_value`."""
@@ -175,8 +199,8 @@ class JobAccelerator(accelerate.Accelerator):
         self.sync_gradients = True
         self.step = 0
         for prepared, distributed in self._optimizers_of_job:
-            if self._max_norm < math.inf:
-                distributed.clip_grad_norm(self._max_norm)
+            if (max_norm := self._max_norms.get(distributed)) is not None:
+                distributed.clip_grad_norm(max_norm)
             prepared.step()
             prepared.zero_grad()
         return True
@@ -284,9 +308,24 @@ class Accelerator(JobAccelerator):
         if is_main():
             super().print(*arguments, **options)
 
+    def on_main_process(self, function: Callable[..., Any] | None = None) -> Any:
+        """Return a function that calls this function in the main worker only. See `paceline.is_main`."""
+        if current() is None or function is None:
+            return super().on_main_process(function)
+        return _in_main(function)
+
+    def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Any:
+        """Return a function that calls this function in the main worker only. See `paceline.is_main`."""
+        if current() is None or function is None:
+            return super().on_local_main_process(function)
+        return _in_main(function)
+
     def wait_for_everyone(self) -> None:
         """Wait until all other workers have made this call, too. See `paceline.barrier`."""
-        barrier()
+        if not self._saves:
+            barrier()
+
+    _saves = False  # True while Accelerate saves the states, which it does in the main worker only
 
     def gather(self, tensor: Any) -> Any:
         """Return the tensors of all workers, joined along the first dimension. All tensors must have the same shape."""
@@ -338,10 +377,25 @@ class Accelerator(JobAccelerator):
 
     def save_state(self, *arguments: Any, **options: Any) -> Any:
         """Save the states in the main worker. To resume from them, all workers call `load_state` before training."""
-        if is_main():
+        if not is_main():
+            self.project_configuration.iteration += 1
+            return None
+        self._saves = True
+        try:
             return super().save_state(*arguments, **options)
-        self.project_configuration.iteration += 1
-        return None
+        finally:
+            self._saves = False
+
+    def load_state(self, *arguments: Any, **options: Any) -> None:
+        """Load the states, in all workers. Only worker 0 gets the random states that were saved."""
+        super().load_state(*arguments, **options)
+        session = current()
+        if session is None or session.worker == 0:
+            return
+        with generators_lock:
+            # This number depends on the states that were loaded, so it is not the same after each training.
+            drawn = int(torch.randint(2**31, ()))
+            GeneratorStates.seeded(loader_seed(session, drawn)).give_back()
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Return the loader, whose next pass leaves out the first batches of this worker's share.
@@ -397,9 +451,24 @@ class TrainLoader(DataLoaderStateMixin):
         return getattr(self.loader, name)
 
 
+def _trained(optimizer: DistributedOptimizer) -> list[torch.Tensor]:
+    """Return the parameters of an optimizer that get gradients."""
+    return [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
+
+
 def _shares(optimizer: DistributedOptimizer, scheduler: torch.optim.lr_scheduler.LRScheduler) -> bool:
     """Return True if a scheduler sets the learning rates of an optimizer."""
     return scheduler.optimizer.param_groups is optimizer.param_groups
+
+
+def _in_main(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls this function in the main worker. In other workers, it returns None."""
+
+    @functools.wraps(function)
+    def in_main(*arguments: Any, **options: Any) -> Any:
+        return function(*arguments, **options) if is_main() else None
+
+    return in_main
 
 
 def _gathered(tensor: torch.Tensor) -> torch.Tensor:

@@ -281,6 +281,14 @@ class _TrainerStrategy(_Strategy):
         super().on_test_end()
         self._evaluation.close()
 
+    def on_predict_start(self) -> None:
+        super().on_predict_start()
+        self._begin_evaluation()
+
+    def on_predict_end(self) -> None:
+        super().on_predict_end()
+        self._evaluation.close()
+
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         self._turn.close()
@@ -344,7 +352,7 @@ class _TrainerStrategy(_Strategy):
         training = None if session is None else training_of(session)
         with ExitStack() as edits:
             if training is not None:
-                for optimizer in self.optimizers:
+                for optimizer in self.optimizers[:1]:  # an edit covers the parameters of all optimizers
                     edits.enter_context(optimizer.editing())
             super().load_model_state_dict(*arguments, **options)
         if training is not None:
@@ -366,6 +374,10 @@ class _TrainerStrategy(_Strategy):
     ) -> None:
         self.files.add(os.path.abspath(filepath))
         if _is_main_now():
+            # This worker may have become the main worker since the checkpoint was made, without optimizer states.
+            states = checkpoint.get("optimizer_states", [])
+            for number, optimizer in enumerate(self.optimizers[: len(states)]):
+                states[number] = states[number] or super().optimizer_state(optimizer)
             super().save_checkpoint(checkpoint, filepath, *arguments, **options)
 
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -432,7 +444,11 @@ def _one_at_a_time() -> Iterator[None]:
     path = Path(tempfile.gettempdir()) / f"paceline-lightning-{os.getuid()}.lock"
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        try:
+            yield
+        finally:
+            # A process that was started in this context has the file, too, so closing the file is not enough.
+            fcntl.flock(file, fcntl.LOCK_UN)
 
 
 class TrainingData:
@@ -672,7 +688,8 @@ class _Fit:
         """Return the number of samples that all workers together use; infinity if the `Trainer` counts its own steps.
 
         `max_steps` counts joint batches. If workers are not in lockstep, no worker can count the joint batches of the
-        job, so the limit is given in samples.
+        job, so the limit is given in samples. The steps that the `Trainer` made before, such as those of a checkpoint,
+        count as well.
         """
         trainer, steps = self.trainer, self._max_steps
         if steps == -1 or self._session.core.stays_lockstep:
@@ -685,7 +702,8 @@ class _Fit:
             )
         trainer.fit_loop.epoch_loop.max_steps = -1
         workers = 1 if self.data.loader.divides else self._session.workers
-        return float(steps * trainer.accumulate_grad_batches * batch * workers)
+        left = max(steps - trainer.global_step, 0)
+        return float(left * trainer.accumulate_grad_batches * batch * workers)
 
     def _follow_job(self) -> None:
         """Let the schedulers that are stepped in each iteration follow the job."""

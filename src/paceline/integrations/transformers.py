@@ -593,7 +593,7 @@ class TrainerJob:
             return
         self.begin_step()
         trainer.accelerator.step_with_rest()
-        if not isinstance(trainer.lr_scheduler, ReduceLROnPlateau):
+        if not _is_stepped_by_metric(trainer.lr_scheduler):
             trainer.lr_scheduler.step()
         trainer.state.global_step += 1
 
@@ -635,6 +635,15 @@ class TrainerJob:
             if self._steps:
                 logs["train_loss"] = self._total / self._steps
 
+    def end_training(self, logs: dict[str, Any]) -> None:
+        """When the trainer logs its time, after its last step, let only the main worker remove checkpoints.
+
+        After this log, the trainer removes all checkpoints except the best one if `save_total_limit` is 1. Only the
+        main worker, which has written the checkpoints, knows the best one.
+        """
+        if "train_runtime" in logs and not is_main():
+            self.trainer.state.best_model_checkpoint = None
+
     def _keep_losses(self) -> None:
         self._total += float(torch.stack(self._logged).sum()) if self._logged else 0.0
         self._steps += len(self._logged)
@@ -659,8 +668,8 @@ class TrainerJob:
         # One worker sends the edit. Without the barrier, other workers might go on before the edit has arrived.
         barrier()
         training = training_of(self.session)
-        assert training is not None
-        training.refresh()
+        if training is not None:  # a worker that joined after the last batch has not trained
+            training.refresh()
 
     def _best_checkpoint(self) -> str | None:
         """Return the path of the best checkpoint; None if this worker finds none."""
@@ -680,10 +689,18 @@ def _load(model: Any, path: str) -> None:
         model.train(training)
     elif isinstance(model, transformers.PreTrainedModel):
         model.load_state_dict(type(model).from_pretrained(path).state_dict(), strict=False)
-    else:
+    elif os.path.isfile(safe := os.path.join(path, "model.safetensors")):
         from safetensors.torch import load_file
 
-        model.load_state_dict(load_file(os.path.join(path, "model.safetensors")), strict=False)
+        model.load_state_dict(load_file(safe), strict=False)
+    else:  # of a trainer with `save_safetensors=False`
+        state = torch.load(os.path.join(path, "pytorch_model.bin"), map_location="cpu", weights_only=True)
+        model.load_state_dict(state, strict=False)
+
+
+def _is_stepped_by_metric(scheduler: object) -> bool:
+    """Return True if a trainer steps a schedule after an evaluation. Such a schedule is recognized by its class."""
+    return isinstance(scheduler, ReduceLROnPlateau) or type(scheduler).__name__ == "GreedyLR"
 
 
 class _TrainerStates:
@@ -779,9 +796,7 @@ class JobTrainer:
             scheduler = super().create_scheduler(steps, *arguments, **options)  # type: ignore[misc]
         finally:
             args.warmup_steps = own
-        # Schedules that depend on a metric are stepped after an evaluation, and are recognized by their classes.
-        by_metric = isinstance(scheduler, ReduceLROnPlateau) or type(scheduler).__name__ == "GreedyLR"
-        if not by_metric and not isinstance(scheduler, JobScheduler):
+        if not _is_stepped_by_metric(scheduler) and not isinstance(scheduler, JobScheduler):
             assert job.optimizer is not None
             assert job.loader is not None
             loader = job.loader.loader
@@ -821,6 +836,7 @@ class JobTrainer:
 
     def log(self, logs: dict[str, Any], *arguments: Any, **options: Any) -> None:
         self.job.correct_logs(logs)
+        self.job.end_training(logs)
         super().log(logs, *arguments, **options)  # type: ignore[misc]
 
     def train(self, resume_from_checkpoint: Any = None, *arguments: Any, **options: Any) -> Any:

@@ -437,11 +437,12 @@ def warn_of_paths(session: Session, sums: Sequence[float]) -> None:
 def checkpoint() -> None:
     """Ask for a checkpoint of the whole job now, from which `paceline run --resume` can go on.
 
-    Every worker makes this call at the same place of its script; the n-th calls of all workers are one request. The
-    call does not wait: the checkpoint is written while training goes on, and has the state that the job has when its
-    shards are cut (see docs/how-to/resume.md). A request that comes while a checkpoint is being written is carried out
-    after that checkpoint. In a simulation, the job is cut, and the cut is in `SimResult.cuts`. Outside a run, the call
-    does nothing.
+    Either every worker makes this call at the same place of its script, or a single worker makes it. The n-th calls of
+    all workers are one request. Calls of workers that were lost, or were asked to leave, no longer count. The call does
+    not wait: the checkpoint is written while training goes on, and has the state that the job has when its shards are
+    cut (see docs/how-to/resume.md). A request that comes while a checkpoint is being written is carried out after that
+    checkpoint. In a simulation, the job is cut, and the cut is in `SimResult.cuts`. Outside a run, the call does
+    nothing.
 
     Raises:
         PeerLostError: the run has ended.

@@ -649,12 +649,7 @@ class SourcePart:
             # is that of a whole epoch.
             self.expected = session.core.data.to_take(self.number) or None
         is_empty = True
-        while (batch := self._take()) is not None:
-            if self._epoch != epoch:
-                raise UsageError(
-                    "A new pass over the distributed loader has begun, so the earlier iterator cannot continue. Call "
-                    "distribute() separately for each iterator."
-                )
+        while (batch := self._take(epoch)) is not None:
             if not batch.size:
                 self.taken.append(None)
                 continue
@@ -750,8 +745,19 @@ class SourcePart:
         size = self._source.size
         return min((batch.start + batch.size) / size, 1.0) if size and batch.epoch == self._epoch else None
 
-    def _take(self) -> Batch | None:
-        """Return the next batch of positions; None at the end of the epoch."""
+    def _take(self, epoch: int) -> Batch | None:
+        """Return the next batch of positions in the pass of an epoch; None at the end of the epoch.
+
+        Raises:
+            UsageError: a later pass has begun, over this loader or over another loader with the same stream.
+        """
+        if self._stream.epoch != epoch:
+            raise UsageError(
+                "A new pass over the distributed loader has begun, so the earlier iterator cannot continue. Loaders "
+                "over one dataset count as one loader if one line of the script distributes them. Give each loader a "
+                "dataset of its own, such as a torch.utils.data.Subset, or call distribute() in a separate line for "
+                "each iterator."
+            )
         data = self._session.core.data
         while (batch := data.take(self.number)) is None and not data.ended(self.number):
             self._session.exchange(lambda: data.request(self.number))
@@ -1026,9 +1032,16 @@ def moved(batch: T, device: torch.device, *, pinned: bool) -> T:
         device: the device.
         pinned: True if the tensors are in pinned memory, so that the copies are asynchronous.
     """
-    found: T = tree_map(
-        lambda leaf: leaf.to(device, non_blocking=pinned) if _moves(leaf) else leaf, batch, is_leaf=_moves
-    )
+
+    def move(leaf: Any) -> Any:
+        if not _moves(leaf):
+            return leaf
+        try:
+            return leaf.to(device, non_blocking=pinned)
+        except TypeError:  # the class may have a method without `non_blocking`
+            return leaf.to(device)
+
+    found: T = tree_map(move, batch, is_leaf=_moves)
     return found
 
 

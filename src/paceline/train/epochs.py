@@ -16,7 +16,7 @@ from .collectives import update_main
 from .loops import Limits, LoopProgress, enter_loop, leave_loop, progress_of
 from .session import Session, begins_with_the_run, current, hold_job_model
 from .sources import streams_of
-from .worker_state import begin_resumed, has_tracked, load_states, tracked_states
+from .worker_state import begin_late, begin_resumed, has_tracked, tracked_states
 
 
 def epochs(
@@ -155,14 +155,12 @@ class Epochs:
             begins_with_the_run(session)
             return 0
         hold_job_model(session, newest=True)
-        resumed = begin_resumed(session)
-        if (
-            position.loop >= self._number
-            and not resumed
-            and (kept := session.servers.fetch_states(entered.address)) is not None
-        ):
+        kept = session.servers.fetch_states(entered.address) if position.loop >= self._number else None
+        if kept is None:
+            begin_resumed(session)
+        else:  # also in a resumed run, these states are newer than those in the checkpoint
             position, states = kept
-            load_states(session, decode_states(states))
+            begin_late(session, decode_states(states))
         streams_of(session).skip(position.passes)
         self._begun_s -= entered.elapsed_s
         if position.loop == self._number:

@@ -84,6 +84,7 @@ class Gradients:
         # because a script may move a `.grad` to other memory, as `model.cpu()` does.
         self._lent = [view.detach() for view in self._views]
         self._written = [False] * len(self._views)  # True for each view that may contain nonzero values
+        self._final = final
         self._sends_early = session.sends_early and final
         self._early = stager.copies_early or self._sends_early
         self._computed = computed
@@ -131,11 +132,11 @@ class Gradients:
         if gradient.device != view.device:
             raise device_error(self._layout.parameters[index], view.device, gradient.device)
         self._written[index] = True
-        if gradient.requires_grad:
-            # The gradient was computed with create_graph=True. The script may still use the graph, so this tensor stays
-            # `.grad`.
-            move_into(view, gradient.detach())
-            return True
+        if gradient.requires_grad:  # it was computed with create_graph=True
+            gradient = gradient.detach()
+            if self._final:  # the script may still use the graph, so the tensor with the graph stays `.grad`
+                move_into(view, gradient)
+                return True
         if gradient.is_sparse:
             self._look_at_sparse(index)
         if gradient is self._lent[index] and is_at(gradient, view):

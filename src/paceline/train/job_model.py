@@ -385,6 +385,13 @@ class Buffers:
         self._model = model
         trained_ids = set(map(id, trained))
         tensors = {name: tensor for name, tensor in model.tensors().items() if id(tensor) not in trained_ids}
+        for name, tensor in tensors.items():
+            if tensor.layout != torch.strided:
+                raise ConfigurationError(
+                    f"Buffer {name!r} has the layout {tensor.layout}, expected torch.strided, because workers exchange "
+                    "only buffers that are dense. If all workers compute the same values, register the buffer with "
+                    "register_buffer(..., persistent=False), so that it is not exchanged."
+                )
         described = [
             BufferSpec(name, tuple(tensor.shape), dtype_name(tensor.dtype))
             for name, tensor in tensors.items()

@@ -16,7 +16,7 @@ from .generator_states import seed_worker
 from .optimizer import DistributedOptimizer
 from .schedules import JobScheduler, ScheduledData
 from .session import current
-from .sources import length_of
+from .sources import length_of, sites_apart
 
 Model = TypeVar("Model", bound=nn.Module)
 Scheduler = TypeVar("Scheduler", bound=LRScheduler)
@@ -138,13 +138,10 @@ def prepare(
     if (session := current()) is not None:
         seed_worker(session)
     wrapped = {id(each): DistributedOptimizer(each, model=models_of(each, models)) for each in optimizers}
-    site = call_site(sys._getframe(1))
-    split = {
-        id(each): each
-        if isinstance(each, DistributedLoader)
-        else distribute_at(site, each, joint_batch=joint_batch, device=device)
-        for each in loaders
-    }
+    split = {id(each): each for each in loaders}
+    whole = [each for each in split.values() if not isinstance(each, DistributedLoader)]
+    for site, each in zip(sites_apart(call_site(sys._getframe(1)), whole), whole, strict=True):
+        split[id(each)] = distribute_at(site, each, joint_batch=joint_batch, device=device)
     for loader in loaders:
         if isinstance(loader, DistributedLoader) and device is not None:
             loader.move_to(device_of(device))

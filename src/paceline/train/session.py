@@ -156,7 +156,8 @@ class Servers(ABC):
         """Return the states that were kept last, with their position; None if there are none.
 
         Args:
-            address: the address of the server of shard 0. The session need not be connected to this server yet.
+            address: the address of the server of shard 0; "" if there is no such server yet. The session need not be
+                connected to this server.
         """
 
     @abstractmethod
@@ -176,8 +177,9 @@ class Servers(ABC):
         May be called before `begin`, like `fetch_model`.
 
         Returns:
-            The state of the worker with this worker's index, and the state of the worker with the lowest index; None
-            for a state that is not known. The first state is also None if this index has been used in this run before.
+            The state of the worker with this worker's index, and the state of the main worker or, if this is not known,
+            of the worker with the lowest index; None for a state that is not known. The first state is also None if
+            this index has been used in this run before.
         """
 
 
@@ -511,9 +513,10 @@ def set_sync(sync: str | SyncModel | Sequence[SyncModel], *, shard: int | None =
     """Change the synchronization model during a run.
 
     Either every worker or a single worker may call this function. If all workers call this function, the n-th calls
-    of all workers count as one request, and the first of these calls starts the change. Each worker's next push is
-    then its last under the old model. The new model takes effect when all workers have made their last push under the
-    old model. No push is lost. Outside a run, the call has no effect.
+    of all workers count as one request, and the first of these calls starts the change. Calls of workers that were
+    lost, or were asked to leave, no longer count. After the request, each worker's next push is its last under the old
+    model. The new model takes effect when all workers have made their last push under the old model. No push is lost.
+    Outside a run, the call has no effect.
 
     Args:
         sync: a sync model, its notation (for example "ssp:staleness=3"), or a list with one model per shard.

@@ -327,10 +327,35 @@ class DataStream:
 
     def adopt(self, key: object) -> None:
         """Become the stream of another source."""
-        try:
-            self._key, self._weak = ref(key), True
-        except TypeError:  # for example, a list
-            self._key, self._weak = lambda: key, False
+        self._weak = _can_be_tracked(key)
+        self._key = ref(key) if self._weak else lambda: key
+
+
+def _can_be_tracked(key: object) -> bool:
+    """Return True if it can be known when an object no longer exists."""
+    try:
+        ref(key)
+    except TypeError:  # for example, a list
+        return False
+    return True
+
+
+def sites_apart(site: str, loaders: Iterable[Iterable[Any]]) -> Iterator[str]:
+    """Yield a place for each loader that one call distributes, so that no two of these loaders share a stream.
+
+    Loaders with different datasets have the place of the call. A stream belongs to a dataset, so another loader with
+    the same dataset has a place of its own.
+
+    Raises:
+        ConfigurationError: a loader cannot be split.
+    """
+    earlier: list[object] = []
+    for loader in loaders:
+        key = source_of(loader).key
+        # Another source may take over the stream of a source that cannot be tracked.
+        number = sum(each is key or not _can_be_tracked(each) for each in earlier)
+        yield f"{site}/{number}" if number else site
+        earlier.append(key)
 
 
 class DataStreams:

@@ -163,8 +163,8 @@ def state_now(session: Session, *, ended: bool = False) -> list[memoryview]:
     return capture(session, place, loader() if loader is not None else None, tracked=tracked)
 
 
-def begin_resumed(session: Session) -> bool:
-    """In a resumed run, take over the earlier state of the worker's script, and return True; otherwise, return False.
+def begin_resumed(session: Session) -> None:
+    """In a resumed run, take over the earlier state of the worker's script.
 
     Raises:
         UsageError: the script tracks other objects than in the earlier run.
@@ -177,7 +177,23 @@ def begin_resumed(session: Session) -> bool:
             log.warning("%s", NOT_USED)
             if active_loop(session) is None:
                 _skip_finished_passes(session, resumption.state)
-    return session.resumed > 0
+
+
+def begin_late(session: Session, states: Mapping[str, Any]) -> None:
+    """In a worker that joins a run in progress, take over the states of tracked objects that the job has kept.
+
+    If the run is resumed, the earlier states of scripts are then not used.
+
+    Args:
+        session: the session of the worker.
+        states: the states by name. See `tracked_states`.
+
+    Raises:
+        UsageError: the job does not track an object that this script tracks, or the object does not accept its state.
+    """
+    resumption = resumption_of(session)
+    resumption.begun, resumption.state, resumption.buffers = True, None, {}
+    load_states(session, states)
 
 
 def _skip_finished_passes(session: Session, state: Mapping[str, Any] | None) -> None:
