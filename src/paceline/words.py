@@ -74,12 +74,14 @@ def length(seconds: float) -> str:
 
     >>> length(0.0123), length(4.26), length(148.4), length(3000), length(90000)
     ('12.3 ms', '4.3 s', '148 s', '50 min', '25 h')
+    >>> length(0.9996), length(599.6)  # the unit is that of the rounded number
+    ('1.0 s', '10 min')
     """
-    if seconds < 1:
+    if seconds < 0.9995:
         return f"{seconds * 1e3:.{2 if seconds < 0.01 else 3}g} ms"
-    if seconds < 600:
-        return f"{seconds:.{1 if seconds < 10 else 0}f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 36_000 else f"{seconds / 3600:.0f} h"
+    if seconds < 599.5:
+        return f"{seconds:.{1 if seconds < 9.95 else 0}f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 599.5 * 60 else f"{seconds / 3600:.0f} h"
 
 
 def percent(share: float) -> str:
@@ -96,9 +98,11 @@ def size(number_of_bytes: float) -> str:
 
     >>> size(512), size(12_300_000), size(4.56e9)
     ('512 bytes', '12.3 MB', '4.56 GB')
+    >>> size(999_700), size(1.2e12)  # the unit is that of the rounded number
+    ('1 MB', '1.2 TB')
     """
-    for unit, least in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if number_of_bytes >= least:
+    for unit, least in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if number_of_bytes >= 0.9995 * least:
             return f"{number_of_bytes / least:.3g} {unit}"
     return f"{number_of_bytes:.0f} bytes"
 
@@ -126,7 +130,7 @@ def listed(workers: Sequence[int]) -> str:
 # -- Sentences in the terminal: they are wrapped between words, in the available width -----------------------
 
 NO_BREAK_SPACE = "\u00a0"
-UNIT = re.compile(r"(?<=\d) (?=(?:%|s|ms|min|h|MB|GB|Gbit/s|samples/s)(?!\w))")
+UNIT = re.compile(r"(?<=\d) (?=(?:%|s|ms|min|h|MB|GB|TB|Gbit/s|samples/s)(?!\w))")
 """Matches the space between a number and its unit."""
 COMMAND = re.compile(r"(?<=: )paceline .*[^.]$", re.MULTILINE)
 """Matches a command at the end of a sentence."""

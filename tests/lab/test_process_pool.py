@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from typing import Any
 
 import pytest
 
+from paceline.errors import ConfigurationError
 from paceline.lab.pool import EndedTask, ProcessPool, on_all_cores
 
 PREPARED: list[int] = []
@@ -95,6 +98,41 @@ def test_an_exception_that_cannot_be_pickled_is_told_in_words() -> None:
     with ProcessPool(1) as pool:
         [ended] = pool.ended(fail, [1])
     assert "Unpicklable: one" in str(ended.error)
+
+
+def refuse() -> None:
+    raise ValueError("not in this process")
+
+
+class Unreadable:
+    """A task that no other process can make."""
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return refuse, ()
+
+
+def test_a_task_that_cannot_be_read_fails_alone_and_says_why() -> None:
+    with ProcessPool(1) as pool:
+        tasks: list[Any] = [0, Unreadable(), 0]
+        ended = {each.number: each for each in pool.ended(pid, tasks)}
+    assert "a task cannot be read in another process: ValueError: not in this process" in str(ended[1].error)
+    assert ended[0].result == ended[2].result  # the process goes on
+
+
+def test_a_task_that_cannot_be_sent_is_refused_and_leaves_no_process() -> None:
+    before = set(multiprocessing.active_children())
+    tasks: list[Any] = [lambda: None]
+    with ProcessPool(1) as pool, pytest.raises(ConfigurationError, match="cannot be sent to another process"):
+        list(pool.ended(pid, tasks))
+    assert set(multiprocessing.active_children()) <= before
+
+
+def test_there_are_as_many_processes_as_cores_that_may_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler may allow only a few of the machine's cores."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {5}, raising=False)
+    with ProcessPool() as pool:
+        assert len({ended.result for ended in pool.ended(pid, range(3))}) == 1
 
 
 def test_processes_are_used_again_unless_each_task_needs_a_new_one() -> None:

@@ -6,16 +6,18 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from paceline.cli import main
 from paceline.core.lease import BatchSizing
 from paceline.errors import ConfigurationError
+from paceline.lab import comparison
 from paceline.lab.advice import advise, show
 from paceline.lab.clusters import describe
 from paceline.lab.ranking import (
@@ -29,6 +31,7 @@ from paceline.lab.ranking import (
     sweep_values,
     variants,
 )
+from paceline.look.tables import Figures, sweep_picture
 from paceline.sim import Cluster, Dataset, Outside, Presence, Recorded, Uniform, simulate
 from tests.support.marks import chaos
 
@@ -62,7 +65,7 @@ def test_what_is_beaten_in_both_respects_is_not_marked() -> None:
 
 
 def test_the_result_does_not_depend_on_how_many_processes_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1}, raising=False)
     alone = rank(STRAGGLER, ["asp"], iterations=20)
     [beside] = [row for row in rank(STRAGGLER, ["asp", "bsp"], iterations=20) if row.sync == "asp"]
     assert (alone[0].gradients_per_s, alone[0].mean_staleness) == (
@@ -89,6 +92,32 @@ def test_a_sweep_tries_each_value_under_each_model_that_has_the_key() -> None:
         (4.0, "pssp:staleness=4"),
     ]
     assert points[0][1].mean_staleness < points[1][1].mean_staleness
+
+
+@pytest.mark.usefixtures("one_core")
+def test_each_variant_of_a_model_is_a_line_of_its_own_in_a_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: dict[str, list[float]] = {}
+
+    def picture(title: str, key: str, lines: Mapping[str, Sequence[tuple[float, Figures]]]) -> Figure:
+        drawn.update({name: [value for value, _ in points] for name, points in lines.items()})
+        return sweep_picture(title, key, lines)
+
+    monkeypatch.setattr(comparison, "sweep_picture", picture)
+    comparison.explore_models(
+        EQUAL,
+        ["ssp", "ssp:staleness=3,execution=lazy"],
+        "staleness",
+        [1.0, 4.0],
+        iterations=20,
+        seed=0,
+        shards=None,
+        out=tmp_path,
+        console=Console(quiet=True),
+        tell=lambda done, of, what: None,
+    )
+    assert drawn == {"ssp": [1.0, 4.0], "ssp:execution=lazy": [1.0, 4.0]}
 
 
 @pytest.mark.parametrize(
@@ -152,6 +181,35 @@ def test_what_a_run_recorded_is_the_cluster_that_it_ran_on(tmp_path: Path) -> No
         assert [round(recorded(k, 0.0), 9) for k in range(60)] == expected
         assert cluster.latency(worker, to_server=True).typical_s == pytest.approx(0.01)
         assert cluster.latency(worker, to_server=False).typical_s == pytest.approx(0.01)
+
+
+def test_the_records_of_a_worker_belong_to_its_own_messages(tmp_path: Path) -> None:
+    """The name of the file says whose records they are, although the file of an earlier worker is missing."""
+    folder = saved(tmp_path, STRAGGLER)
+    (folder / "worker-0.jsonl").unlink()
+    cluster = Cluster.from_run(folder)
+    assert [round(cluster.compute(worker).typical_s) for worker in range(cluster.workers)] == [1, 1, 3]
+    for worker in range(cluster.workers):
+        assert cluster.latency(worker, to_server=True).typical_s == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "entry"),
+    [
+        ("summary.json", {"joined": True}),
+        ("worker-1.jsonl", {"machine": 1}),
+        ("trace-shard-0.jsonl", {"machine": 2}),
+    ],
+)
+def test_a_run_that_machines_have_joined_is_no_cluster(
+    tmp_path: Path, name: str, entry: dict[str, object]
+) -> None:
+    """The times of other machines are on clocks of their own."""
+    file = saved(tmp_path, EQUAL) / name
+    head, rest = file.read_text().split("\n", 1) if name.endswith("l") else (file.read_text(), "")
+    file.write_text(f"{json.dumps({**json.loads(head), **entry})}\n{rest}")
+    with pytest.raises(ConfigurationError, match="machines have joined the run"):
+        Cluster.from_run(file.parent)
 
 
 def saved_with_data(tmp_path: Path, cluster: Cluster, sync: str, data: Dataset, batch: BatchSizing) -> Path:

@@ -19,6 +19,7 @@ from paceline.studies.statistics import (
     holm_adjusted,
     mean_interval,
     mean_ranks,
+    not_dominated,
     ratio_of_times,
     typical_time,
 )
@@ -167,6 +168,13 @@ def test_a_target_that_is_never_reached_is_infinite_and_last_in_the_ranks() -> N
     assert mean_ranks({"one": [2.0] * 16, "other": never}) == {"one": 1.0, "other": 2.0}
 
 
+@pytest.mark.parametrize("pairs", range(1, 9))
+def test_an_interval_by_signs_is_no_narrower_than_its_confidence_allows(pairs: int) -> None:
+    """The median lies outside of all values in 2 of 2^pairs cases, which is more than 5 % up to five pairs."""
+    ratio = compare_samples([math.inf, *[2.0] * (pairs - 1)], [1.0] * pairs)
+    assert (ratio.low, ratio.tie) == ((0.0, True) if pairs <= 5 else (pytest.approx(2.0), False))
+
+
 def test_the_interval_of_a_ratio_contains_1_as_often_as_it_should() -> None:
     draw = np.random.default_rng(1)
     ties = sum(compare_samples(np.exp(draw.normal(0, 0.3, 16)).tolist(), [1.0] * 16).tie for _ in range(1000))
@@ -184,6 +192,14 @@ def test_adjusted_probabilities_are_significant_exactly_where_holm_finds_a_diffe
         p_values = dict(enumerate((draw.random(6) ** 3).tolist()))
         adjusted = holm_adjusted(p_values)
         assert {key for key, p in adjusted.items() if p <= 0.05} == holm(p_values)
+
+
+@pytest.mark.parametrize("higher", [True, False], ids=["higher is better", "lower is better"])
+def test_a_value_that_is_not_a_number_is_dominated_by_any_other_at_no_more_cost(higher: bool) -> None:
+    points = {"good": (1.0, 0.8), "diverged": (2.0, math.nan), "later": (3.0, math.nan)}
+    assert not_dominated(points, higher_is_better=higher) == ["good"]
+    del points["good"]
+    assert not_dominated(points, higher_is_better=higher) == ["diverged"]
 
 
 def test_without_scipy_a_study_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

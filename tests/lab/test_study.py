@@ -27,11 +27,11 @@ from paceline.cli import main
 from paceline.errors import ConfigurationError
 from paceline.lab.pool import in_processes, in_this_process
 from paceline.sim import Cluster, simulate
-from paceline.studies.cells import tuning_cells
+from paceline.studies.cells import Cell, Measured, Outcome, choose, tuning_cells
 from paceline.studies.description import Study, describe, read_study_file
 from paceline.studies.figures import _label_decades, pictures_of
 from paceline.studies.pages import summary_md, table_tex
-from paceline.studies.results import StudyResult
+from paceline.studies.results import StudyResult, make_result
 from paceline.studies.study import NO_FIGURES, run_study, write
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "study" / "study.toml"
@@ -176,6 +176,63 @@ def test_the_target_may_be_what_the_reference_reaches(tmp_path: Path) -> None:
     assert bsp.reached == 2
 
 
+def ended(*losses: tuple[float, float]) -> Outcome:
+    """The result of a run that has logged these losses, each with its time."""
+    return Outcome(
+        curve=tuple(Measured(seconds, 1, 0, loss) for seconds, loss in losses),
+        metrics=("loss",),
+        seconds=20.0,
+        updates=1,
+        samples=0,
+        gradients=1,
+        staleness={0: 1},
+        time={"computing": 1.0},
+        worker_samples={},
+        bytes_sent=0,
+        restarts=0,
+        findings=(),
+    )
+
+
+def test_a_model_without_a_choice_sets_the_target_for_the_choices_of_the_others() -> None:
+    study = small(
+        models=[{"sync": "bsp", "grid": {"rate": [0.4]}}, "asp"], target={"metric": "loss", "of": "bsp"}
+    )
+    runs = {
+        ("bsp", 0.4): ended((9.0, 0.5)),
+        ("asp", 0.05): ended((9.0, 0.6), (18.0, 0.1)),
+        ("asp", 0.4): ended((5.0, 0.4)),  # sooner at the target, but with a worse final value
+    }
+    found = {cell: runs[cell.contender, float(dict(cell.point)["rate"])] for cell in tuning_cells(study)}
+    assert {contender: choice.point for (_, contender), choice in choose(study, found.get).items()} == {
+        "bsp": (("rate", 0.4),),
+        "asp": (("rate", 0.4),),
+    }
+
+
+def test_a_run_that_fails_in_the_tuning_counts_as_one_that_never_reaches_the_target() -> None:
+    study = small(models=["asp"], tuning_seeds=[1, 2, 3], seeds=[4])
+    found = {cell: ended((9.0, 0.2)) for cell in tuning_cells(study) if cell.point == (("rate", 0.05),)}
+    lucky = Cell("jitter", "asp", (("rate", 0.4),), 3)  # the two other runs with this rate have failed
+    found[lucky] = ended((1.0, 0.1))
+    assert choose(study, found.get)["jitter", "asp"].point == (("rate", 0.05),)
+
+
+def test_runs_that_fail_stay_in_the_number_of_runs() -> None:
+    study = small(models=["bsp", "asp"], grid={"rate": [0.4]}, seeds=5)
+    choices = choose(study, lambda cell: None)
+
+    def find(cell: Cell) -> Outcome | None:
+        return None if cell.contender == "asp" and cell.seed >= 2 else ended((1.0, 0.5), (3.0, 0.2))
+
+    result = make_result(study, choices, find, [], [])
+    summary, table = summary_md(result, []), table_tex(result)
+    assert "| 5 of 5 |" in summary
+    assert "| 2 of 5, 3 failed |" in summary
+    assert "asp fails in 3 of 5 runs; its times and values are those of the other runs." in summary
+    assert "& 2/5, 3 failed &" in table
+
+
 def test_all_models_may_have_the_hyper_parameters_of_the_reference(tmp_path: Path) -> None:
     result = carried_out(small(tuning="reference", reference="asp"), tmp_path / "out")
     assert {cell.contender for cell, _ in result.tuning} == {"asp"}
@@ -198,6 +255,42 @@ def test_a_run_that_never_reaches_the_target_is_shown_as_such(tmp_path: Path) ->
     assert "0/2" in table_tex(result)
     assert "% Dagger: significantly different" in table_tex(result)
     assert pictures_of(result)
+
+
+@pytest.mark.parametrize(
+    ("models", "grid"),
+    [
+        (["bsp", {"sync": "asp", "grid": {"momentum": [0.0, 0.5]}}], {"rate": [0.1, 0.2, 0.4]}),
+        (["bsp", {"sync": "asp", "grid": {}}], {"rate": ["slow", "fast"]}),
+    ],
+    ids=["another grid", "text"],
+)
+def test_every_grid_can_be_drawn(models: list[Any], grid: dict[str, list[Any]]) -> None:
+    study = small(models=models, grid=grid)
+    cells = tuning_cells(study)
+    result = make_result(
+        study, choose(study, lambda cell: ended((1.0, 0.2))), lambda cell: ended((1.0, 0.2)), cells, []
+    )
+    figure = pictures_of(result)["tuning"]
+    figure.draw_without_rendering()
+    [axes] = figure.axes
+    assert axes.get_xlabel() == "rate"
+    assert [label.get_text() for label in axes.get_xticklabels()] == [str(value) for value in grid["rate"]]
+
+
+def test_the_tables_are_written_even_if_the_figures_cannot_be_drawn(
+    done: tuple[StudyResult, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("no figure")
+
+    monkeypatch.setattr("paceline.studies.figures._front", fail)
+    with pytest.raises(ValueError, match="no figure"):
+        write(done[0], tmp_path)
+    tables = ("runs.csv", "curves.csv", "table.tex", "summary.md")
+    assert {name: (tmp_path / name).read_bytes() for name in tables} == {
+        name: (done[1] / name).read_bytes() for name in tables
+    }
 
 
 def test_long_names_leave_room_for_the_figures(tmp_path: Path) -> None:
@@ -373,6 +466,33 @@ def test_the_batches_of_a_study_may_be_joint_ones(joint: bool, tmp_path: Path) -
     assert {each.value for each in outcome.curve} == {4.0 if joint else 8.0}
 
 
+def logs_late() -> None:
+    """Log the number of steps, but not before the second one."""
+    model = torch.nn.Linear(1, 1)
+    optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(1, 6):
+        optimizer.zero_grad()
+        model(torch.ones(1, 1)).mean().backward()
+        optimizer.step()
+        if step > 1:
+            paceline.log(steps=float(step))
+
+
+def test_a_run_that_its_budget_ends_before_the_first_value_does_not_end_the_study(tmp_path: Path) -> None:
+    """After three updates, each worker has made three steps under bsp, but only one under asp."""
+    entries = {
+        "train": logs_late,
+        "models": ["asp", "bsp"],
+        "clusters": {"mine": Cluster(compute_s=[1.0, 1.0, 1.0])},
+        "seeds": 1,
+        "budget": {"updates": 3},
+        "target": {"metric": "steps", "value": 2.0},
+    }
+    asp, bsp = carried_out(describe(entries, Path.cwd()), tmp_path / "out").rows
+    assert math.isnan(asp.final.value)
+    assert math.isfinite(bsp.final.value)
+
+
 def test_models_may_be_compared_by_what_travels(tmp_path: Path) -> None:
     study = small(models=["bsp", {"sync": "bsp", "wire": "int4"}, {"sync": "asp", "wire": "int8"}])
     assert [each.name for each in study.contenders] == ["bsp", "bsp, int4", "asp, int8"]
@@ -538,8 +658,26 @@ def test_a_changed_training_function_is_another_study(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(text)
     carried_out(describe(entries, tmp_path), tmp_path / "out")
     (tmp_path / "mine.py").write_text(text.replace("4", "5"))
-    with pytest.raises(ConfigurationError, match="the text of the training function or script differs"):
+    with pytest.raises(
+        ConfigurationError, match="the training function or the command of the script, or its text, differs"
+    ):
         carried_out(describe(entries, tmp_path), tmp_path / "out")
+
+
+def test_a_changed_argument_of_a_script_is_another_study(tmp_path: Path) -> None:
+    """The path of the script names no other study, but a path in an argument does not hide the other arguments."""
+
+    def identity(folder: str, layers: int) -> dict[str, Any]:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / "script.py").write_text(SCRIPT)
+        script = f"script.py --layers {layers} --data /data/mnist --lr {{rate}}"
+        return describe(
+            {**SMALL, "problem": "", "script": script, "arguments": {}}, tmp_path / folder
+        ).identity
+
+    before, moved, after = identity("here", 3), identity("there", 3), identity("here", 5)
+    assert before == moved
+    assert [key for key in before if before[key] != after[key]] == ["train"]
 
 
 def test_a_changed_sync_model_is_another_study(tmp_path: Path, own_models: None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import signal
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from paceline.look.show_process import open_outlets
 from paceline.run.job_options import make_job
 from paceline.start import beside as launched
+from paceline.start.processes.interruption import Interruption
 from tests.support.live import DEADLINE_S, await_that
 from tests.support.shown import Shown
 
@@ -94,7 +96,7 @@ def test_what_goes_wrong_in_the_process_that_shows_a_run_is_told(
     )
     monkeypatch.setattr(launched, "END_TIMEOUT_S", 0.5 if "sleep" in program else DEADLINE_S)
     job = make_job(workers=1, run_dir=tmp_path)
-    with launched.showing(open_outlets(dashboard=True), job, "unix:/nowhere"):
+    with launched.showing(open_outlets(dashboard=True), job, "unix:/nowhere", Interruption()):
         assert capsys.readouterr().err.startswith("dashboard: http://127.0.0.1:")
     assert capsys.readouterr().err == note
     file = tmp_path / launched.LOG
@@ -104,8 +106,29 @@ def test_what_goes_wrong_in_the_process_that_shows_a_run_is_told(
 def test_without_outlets_no_process_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = make_job(workers=1, run_dir=tmp_path)
     monkeypatch.setattr("subprocess.Popen", pytest.fail)
-    with launched.showing(open_outlets(), job, "unix:/nowhere") as page:
+    with launched.showing(open_outlets(), job, "unix:/nowhere", Interruption()) as page:
         assert page == ""
+
+
+class SignalInTheWait(Interruption):
+    """Counts a signal that arrives after the first look."""
+
+    def hurried(self) -> bool:
+        self.count += 1
+        return False
+
+
+def test_a_signal_ends_the_wait_for_the_process_that_shows_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launched, "PROGRAM", ["-c", "import time; time.sleep(600)"])
+    monkeypatch.setattr(launched, "END_TIMEOUT_S", math.inf)
+    job = make_job(workers=1, run_dir=tmp_path)
+    interruption = SignalInTheWait()
+    with launched.showing(open_outlets(dashboard=True), job, "unix:/nowhere", interruption):
+        assert interruption.count == 0
+    assert interruption.count == 1
+    assert "did not end" not in capsys.readouterr().err
 
 
 @pytest.mark.thorough

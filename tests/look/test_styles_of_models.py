@@ -47,6 +47,12 @@ def test_all_runs_of_a_picture_look_different() -> None:
         assert len(set(styles_of(names).values())) == len(names)
 
 
+def test_the_curves_of_twelve_runs_of_a_model_differ_in_their_dashes() -> None:
+    styles = styles_of(run_name(f"ssp:staleness={n}", "equal" if n % 2 else "balanced") for n in range(12))
+    assert {style.color for style in styles.values()} == {model_styles()["ssp"].color}
+    assert len({style.dashes for style in styles.values()}) == 12
+
+
 def test_models_of_the_user_and_schedules_have_further_colors_in_their_order() -> None:
     names = ["mine:quorum=3", "bsp", "bsp@0,asp@50", "bsp|asp", "mine:quorum=4"]
     styles = styles_of(names)

@@ -93,6 +93,19 @@ def test_time_never_goes_back() -> None:
     assert seen == [second(3)]
 
 
+def test_calls_in_the_background_happen_in_their_order_but_keep_nothing_going() -> None:
+    kernel = Kernel()
+    happened: list[str] = []
+    kernel.in_background(second(1), happened.append, "a worker is lost")
+    kernel.at(second(2), happened.append, "a message arrives")
+    kernel.in_background(second(3), happened.append, "a snapshot is taken")
+    kernel.run(goes_on=lambda: False)
+    assert happened == ["a worker is lost", "a message arrives"]
+    assert (kernel.now_ticks, kernel.at_rest, kernel.idle) == (second(2), True, False)
+    kernel.run()
+    assert happened[2:] == ["a snapshot is taken"]
+
+
 @pytest.mark.parametrize("sync", MODELS)
 @pytest.mark.parametrize("latency_s", [0.0, Uniform(low=0.01, high=0.05)], ids=["at once", "late"])
 def test_every_model_comes_to_its_end_loses_no_push_and_replays(sync: str, latency_s: Times) -> None:
@@ -573,6 +586,7 @@ PAIR = Cluster(compute_s=[1.0, 1.0])
         (lambda: simulate(PAIR, "asp", seed=1.5), "seed is 1.5"),  # type: ignore[arg-type]
         (lambda: simulate(PAIR, "asp", until_s="3"), "until_s is '3'"),  # type: ignore[arg-type]
         (lambda: simulate(PAIR, "asp", shard_bytes=[-5]), "a size in shard_bytes is -5"),
+        (lambda: simulate(PAIR, "asp", until_samples=8), "until_samples is 8, but without data or train_fn"),
         (lambda: simulate(PAIR, "asp", snapshot_every_s=1.0), "without train_fn"),
         (lambda: simulate(PAIR, "asp", train_fn=print, snapshot_every_s=0.0), "snapshot_every_s is 0"),
         (lambda: simulate(PAIR, "asp", train_fn=print, on_snapshot=print), "without snapshot_every_s"),  # type: ignore[arg-type]

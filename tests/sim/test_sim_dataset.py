@@ -38,6 +38,12 @@ def test_the_time_for_the_epochs_depends_on_who_waits(
     assert least <= result.time_s <= most
 
 
+def test_a_limit_of_samples_counts_those_in_dropped_pushes() -> None:
+    measures = simulate(UNEQUAL, "drop-stragglers:quorum=1", data=DATA, until_samples=640).measures
+    assert measures.dropped_samples > 100
+    assert 640 <= measures.samples + measures.dropped_samples < 640 + 8 * 16
+
+
 def test_a_static_split_leaves_the_slow_worker_alone_at_the_end() -> None:
     data = Dataset(samples=64 * 16, batch_size=16, split="static")
     result = simulate(UNEQUAL, "asp", data=data)

@@ -20,7 +20,7 @@ from torch import nn
 
 import paceline
 from paceline.core.lease import Split
-from paceline.errors import ConfigurationError, NonFiniteGradientError, RunFailedError
+from paceline.errors import ConfigurationError, NonFiniteGradientError, RunFailedError, UsageError
 from paceline.sim import Cluster, Presence, SimResult, Uniform, simulate
 from paceline.sim.virtual_training import VirtualSession
 from paceline.trace import replay
@@ -202,6 +202,19 @@ def test_a_gradient_that_is_refused_has_taken_its_time(sync: str, with_closure: 
 
     result = simulate(Cluster(compute_s=[2.0]), sync, train_fn=stumbling)
     assert (result.measures.iterations, result.finished_s) == ({0: 3}, (8.0,))
+
+
+def test_a_limit_of_samples_that_are_not_counted_is_refused() -> None:
+    def plain() -> None:
+        model = model_of()
+        optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model=model)
+        for _ in range(20):
+            optimizer.zero_grad()
+            model(examples()[0]).square().mean().backward()
+            optimizer.step()
+
+    with pytest.raises(UsageError, match="none were counted in the first 5 iterations of worker 0"):
+        simulate(Cluster(compute_s=[1.0, 2.0]), "asp", train_fn=plain, until_samples=100)
 
 
 def test_a_worker_that_is_lost_while_it_computes_has_pushed_nothing() -> None:

@@ -129,7 +129,7 @@ def advise(
     changes: Changes = NO_CHANGES,
     wire: str | None = None,
 ) -> MachineReport:
-    """Simulate the machines of a run under every model, and recommend models.
+    """Simulate the machines of a run under several models, and recommend models.
 
     Args:
         run_dir: directory of the run.
@@ -273,17 +273,16 @@ def _while_all_were_present(shard: TraceFile) -> tuple[float, Measures]:
     This part ends when the first worker leaves or, if no worker leaves, with the last event. If the beginning of the
     trace was deleted, the workers that were present count as joining at the first remaining entry.
     """
-    begun_s, now_s, begun_updates = None, 0.0, 0
+    begun_s, now_s = None, 0.0
     meter = Meter(1, shard.header.ticks_per_s)
     for entry in shard.entries:
         now_s = shard.header.time_s(entry)
         if begun_s is None:
             begun_s = now_s
             if shard.header.keyframe is not msgspec.UNSET:
-                begun_updates = entry.version or 0
                 for worker in shard.header.keyframe.workers:
                     joined = WorkerJoined(now_ticks=entry.event.now_ticks, worker=worker)
-                    meter.at_shard(0).record(Entry(joined))
+                    meter.at_shard(0).record(Entry(joined, version=entry.version))
         meter.at_shard(0).record(entry)
         if isinstance(entry.event, WorkerFinished | WorkerLost) and now_s > begun_s:
             break
@@ -291,10 +290,7 @@ def _while_all_were_present(shard: TraceFile) -> tuple[float, Measures]:
         raise ConfigurationError(
             "the trace of shard 0 contains only a header: no events were recorded, so the run cannot be simulated."
         )
-    measures = meter.measures()
-    return max(now_s - begun_s, 1e-9), msgspec.structs.replace(
-        measures, updates=measures.updates - begun_updates
-    )
+    return max(now_s - begun_s, 1e-9), meter.measures()
 
 
 def _with_backups(cluster: Cluster) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ from ..trace.findings import how_to_check
 from ..words import run_name, wrappable
 from .clusters import NO_CHANGES, Changes, describe, describe_data
 from .pool import TellCount, on_all_cores
-from .ranking import failed, figures_of, rank, sweep
+from .ranking import failed, figures_of, rank, sweep, without_key
 from .recommendation import (
     WIRE_SHARE,
     Candidate,
@@ -216,7 +216,7 @@ def explore_models(
         return comparison
     lines: dict[str, list[tuple[float, Figures]]] = {}
     for value, row in ((value, row) for value, row in points if not row.failure):
-        lines.setdefault(row.sync.partition(":")[0], []).append((value, row))
+        lines.setdefault(without_key(row.sync, key), []).append((value, row))
     save(sweep_picture(f"{cluster.name}: {key}", key, lines), out / "sweep.png")
     return comparison
 

@@ -20,7 +20,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
-from ..errors import PacelineError, RunFailedError, first_line
+from ..errors import ConfigurationError, PacelineError, RunFailedError, first_line
+from ..run.compute_devices import usable_cores
 from ..start.processes.program import end_with_parent
 from ..sync.plugins import imported_modules, load_models
 
@@ -92,7 +93,7 @@ class ProcessPool:
     """Processes that carry out tasks. This context manager ends all of them when it exits. See `on_all_cores`.
 
     Args:
-        processes: number of processes. Default: one for each core.
+        processes: number of processes. Default: one for each core that this process may use.
         prepare: importable function that every process calls first. If `prepare` fails, the first task of the process
             fails, too.
         prepare_args: arguments for `prepare`.
@@ -104,7 +105,7 @@ class ProcessPool:
         prepare: Callable[..., object] = tuple,
         prepare_args: tuple[Any, ...] = (),
     ) -> None:
-        self._count = processes or os.cpu_count() or 1
+        self._count = processes or usable_cores() or 1
         self._begin = (os.getpid(), imported_modules(), prepare, prepare_args)
         self._idle: list[_Worker] = []
 
@@ -126,14 +127,17 @@ class ProcessPool:
             function: function that processes one task.
             tasks: tasks to process.
             fresh: True to run each task in a new process.
+
+        Raises:
+            ConfigurationError: the function or a task cannot be sent to another process.
         """
         left = iter(range(len(tasks)))
         working: dict[Connection, _Worker] = {}
 
         def give(number: int) -> None:
             worker = self._idle.pop() if self._idle else _Worker(self._begin)
-            worker.give(number, function, tasks[number])
             working[worker.connection] = worker
+            worker.give(number, function, tasks[number])
 
         try:
             for number in itertools.islice(left, self._count):
@@ -180,11 +184,18 @@ class _Worker:
         self._number = -1
 
     def give(self, number: int, function: Callable[[Any], object], task: object) -> None:
-        """Give a task to the process."""
+        """Give a task to the process.
+
+        Raises:
+            ConfigurationError: the function or the task cannot be sent to another process.
+        """
         self._number = number
-        # If the process has ended, `ended` notices this.
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self.connection.send((function, task))
+        try:
+            # If the process has ended, `ended` notices this.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                self.connection.send((function, task))
+        except Exception as error:  # pickling may raise any exception of the task's own methods
+            raise _unsuitable("sent to", error) from error
 
     def ended(self) -> EndedTask[Any]:
         """Return the outcome of the task, once the connection can be read."""
@@ -215,10 +226,11 @@ def _serve(
     prepared = False
     while True:
         try:
-            function, task = connection.recv()
+            content = connection.recv_bytes()
         except EOFError:
             return
         try:
+            function, task = _unpickled(content)
             if not prepared:
                 load_models("", imports)
                 prepare(*prepare_args)
@@ -230,6 +242,26 @@ def _serve(
             connection.send(outcome)
         except Exception as error:  # the result cannot be pickled
             connection.send((None, _sendable(error)))
+
+
+def _unpickled(content: bytes) -> tuple[Callable[[Any], object], object]:
+    """Return the function and the task that the parent has sent.
+
+    Raises:
+        ConfigurationError: this process cannot make them, for example because it does not find their classes.
+    """
+    try:
+        function, task = pickle.loads(content)
+    except Exception as error:  # unpickling may raise any exception of the task's own methods
+        raise _unsuitable("read in", error) from error
+    return function, task
+
+
+def _unsuitable(done: str, error: Exception) -> ConfigurationError:
+    return ConfigurationError(
+        f"a task cannot be {done} another process: {first_line(error)}. Define its functions and classes at the top "
+        "level of a module, and not in a notebook or below `if __name__ == '__main__'`."
+    )
 
 
 def _sendable(error: BaseException) -> BaseException:
@@ -283,7 +315,7 @@ def in_processes(count: int | None, prepare: Callable[[], object] = tuple) -> It
     """Return a context with a pool of processes on this machine.
 
     Args:
-        count: number of processes; None for one on each core.
+        count: number of processes; None for one on each core that this process may use.
         prepare: importable function that each process calls first.
     """
     with ProcessPool(count, prepare) as pool:

@@ -8,7 +8,6 @@ how stale they are, and how long workers wait. To find out how staleness affects
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Iterator, Sequence
 from statistics import fmean
@@ -19,6 +18,7 @@ import msgspec
 from ..core.lease import BATCH_SIZINGS, BatchSizing
 from ..errors import ConfigurationError, RunFailedError
 from ..look.tables import Figures as Figures
+from ..run.compute_devices import usable_cores
 from ..sim import Cluster, Dataset, SimResult, simulate
 from ..sim.clockwork import require_enough_data
 from ..sync import MODELS
@@ -161,7 +161,7 @@ def run_tasks(tasks: Sequence[Task], tell: TellCount = lambda done, of, what: No
     def name_of(task: Task) -> str:
         return run_name(task.sync, task.batch)
 
-    if min(len(tasks), os.cpu_count() or 1) > 1:
+    if min(len(tasks), usable_cores()) > 1:
         return on_all_cores(run_task, tasks, name_of, tell)
     tell(0, len(tasks), "")
     figures = []
@@ -386,6 +386,16 @@ def _has_key(sync: str, key: str) -> bool:
 
 
 def _with_key(sync: str, key: str, value: float) -> str:
+    name, _, kept = without_key(sync, key).partition(":")
+    return f"{name}:{key}={_plain(value)}" + f",{kept}" * bool(kept)
+
+
+def without_key(sync: str, key: str) -> str:
+    """Return a sync model without one of its parameters.
+
+    >>> without_key("ssp:staleness=3,execution=lazy", "staleness"), without_key("ssp:staleness=3", "staleness")
+    ('ssp:execution=lazy', 'ssp')
+    """
     name, _, rest = sync.partition(":")
-    kept = [item for item in rest.split(",") if item and item.partition("=")[0] != key]
-    return f"{name}:{','.join([f'{key}={_plain(value)}', *kept])}"
+    kept = ",".join(item for item in rest.split(",") if item and item.partition("=")[0] != key)
+    return f"{name}:{kept}" if kept else name

@@ -148,10 +148,11 @@ def _parameters(model: type) -> tuple[tuple[str, str], ...]:
 
 # -- The color, dashes and marker of each sync model, in all pictures that compare sync models ---------------
 #
-# A model always has the same color, regardless of its parameters and of the other models in the picture. Its own
-# dashes distinguish it in black and white. Further runs of the same model have other dashes and markers: runs with
-# balanced batches have the next entries of `DASHES` and `MARKERS`, and runs with translated hyper-parameters have the
-# entries after these. No model has the color of a kind of time (`words.COLOR_OF`).
+# A model always has the same color, regardless of its parameters and of the other models in the picture. Its own dashes
+# distinguish it in black and white. Further runs of the same model have other dashes and markers: runs with balanced
+# batches have the next entries of `DASHES` and `MARKERS`, and runs with translated hyper-parameters have the entries
+# after these. When all of `DASHES` are used, further runs have `FURTHER_DASHES`. No model has the color of a kind of
+# time (`words.COLOR_OF`).
 
 
 class Style(NamedTuple):
@@ -171,6 +172,16 @@ class Style(NamedTuple):
 MARKERS = ("o", "s", "D", "^")
 """The marker of a model, followed by the markers of other runs of the same model."""
 
+
+FURTHER_DASHES: tuple[Dashes, ...] = (
+    (0, (8, 2)),
+    (0, (3, 1, 1, 1, 1, 1, 1, 1)),
+    (0, (12, 2, 3, 2)),
+    (0, (2, 3)),
+    (0, (8, 2, 8, 2, 1, 2)),
+    (0, (1, 4)),
+)
+"""The line styles of further runs of the same model. Curves have no markers, so these styles alone distinguish them."""
 
 AUTO_STYLE = Style("#2D004B", DASHES[1])
 """The style of a run that chooses its models itself."""
@@ -196,7 +207,9 @@ Curves in these colors are dashed, so that a curve of another model behind them 
 
 
 def styles_of(names: Iterable[str]) -> dict[str, Style]:
-    """Return the style of each run in a picture: name -> style. No two runs have the same style.
+    """Return the style of each run in a picture: name -> style.
+
+    No two runs have the same color and dashes, except in a picture with more than twelve runs of one color.
 
     Args:
         names: the names of the runs (see `words.run_name`), in the order of the legend.
@@ -224,7 +237,12 @@ def styles_of(names: Iterable[str]) -> dict[str, Style]:
             Style(color, DASHES[(first + number) % len(DASHES)], MARKERS[number % len(MARKERS)])
             for number in range(variant, variant + len(DASHES))
         ]
-        found[name] = next((style for style in choices if style not in found.values()), choices[0])
+        choices += [
+            Style(color, dashes, MARKERS[number % len(MARKERS)])
+            for number, dashes in enumerate(FURTHER_DASHES, variant + len(DASHES))
+        ]
+        taken = {(style.color, style.dashes) for style in found.values()}
+        found[name] = next((style for style in choices if (color, style.dashes) not in taken), choices[0])
     return found
 
 

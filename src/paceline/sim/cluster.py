@@ -171,8 +171,8 @@ class Cluster:
                 unlimited. The recorded times then include the transfers.
 
         Raises:
-            ConfigurationError: the directory does not contain a run, no worker has finished an iteration, or a
-                bandwidth is given for a run that has not recorded how many bytes travelled.
+            ConfigurationError: the directory does not contain a run, machines have joined the run, no worker has
+                finished an iteration, or a bandwidth is given for a run that has not recorded how many bytes travelled.
         """
         return cls(**arguments_of_run(Path(run_dir), read_bandwidth(bandwidth)))
 

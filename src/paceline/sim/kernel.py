@@ -47,6 +47,7 @@ class Kernel:
         self.happened = 0
         self._heap: list[tuple[int, int, int, Callable[..., None], tuple[object, ...]]] = []
         self._number = 0
+        self._in_background = 0  # number of pending calls in the background
         self._until_ticks: float = math.inf
         self.stopped = False
 
@@ -72,6 +73,11 @@ class Kernel:
         """True if no events are pending."""
         return not self._heap
 
+    @property
+    def at_rest(self) -> bool:
+        """True if no events are pending, except for calls in the background."""
+        return len(self._heap) == self._in_background
+
     def at(
         self, due_ticks: int, function: Callable[..., None], *arguments: object, priority: int = MESSAGE
     ) -> None:
@@ -84,6 +90,15 @@ class Kernel:
         self._number = number = self._number + 1
         heapq.heappush(self._heap, (self.now_ticks + delay_ticks, MESSAGE, number, function, arguments))
 
+    def in_background(self, due_ticks: int, function: Callable[..., None], *arguments: object) -> None:
+        """Schedule a function call that is no activity of the simulated job. See `run`."""
+        self._in_background += 1
+        self.at(due_ticks, self._from_background, function, *arguments)
+
+    def _from_background(self, function: Callable[..., None], *arguments: object) -> None:
+        self._in_background -= 1
+        function(*arguments)
+
     def pending(self, priority: int) -> list[object]:
         """Return the first argument of each pending call with this priority."""
         return [arguments[0] for _, each, _, _, arguments in self._heap if each == priority]
@@ -93,8 +108,13 @@ class Kernel:
         self._until_ticks = -1
         self.stopped = True
 
-    def run(self, until_s: Seconds = math.inf) -> None:
+    def run(self, until_s: Seconds = math.inf, goes_on: Callable[[], bool] = lambda: True) -> None:
         """Handle events until none are pending, the virtual time `until_s` is reached, or `stop` is called.
+
+        Args:
+            until_s: virtual time at which to stop.
+            goes_on: called whenever the simulation is at rest (see `at_rest`). The function may schedule events. If it
+                returns False, no further events are handled.
 
         Raises:
             RunFailedError: virtual time does not advance.
@@ -105,7 +125,7 @@ class Kernel:
         self._until_ticks = self.in_ticks(until_s) if math.isfinite(until_s) else math.inf
         happened = 0
         try:
-            while heap and heap[0][0] <= self._until_ticks:
+            while (len(heap) > self._in_background or goes_on()) and heap and heap[0][0] <= self._until_ticks:
                 self.now_ticks, _, _, function, arguments = pop(heap)
                 happened += 1
                 if self.now_ticks != moment:

@@ -26,7 +26,7 @@ import json
 import math
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -187,12 +187,15 @@ def arguments_of_run(run_dir: Path, bandwidth_bps: float) -> dict[str, Any]:
     """Return the arguments of the cluster that describes the machines of a recorded run. See `Cluster.from_run`.
 
     Raises:
-        ConfigurationError: the directory does not contain a run, no worker has finished an iteration, or a bandwidth
-            is given for a run that has not recorded how many bytes travelled.
+        ConfigurationError: the directory does not contain a run, machines have joined the run, no worker has finished
+            an iteration, or a bandwidth is given for a run that has not recorded how many bytes travelled.
     """
     shards = [trace for trace in trace_files(run_dir) if trace.header.host == "shard"]
+    summary = _summary(run_dir)
+    if summary.get("joined") or any(trace.header.machine for trace in shards):
+        raise _joined(run_dir)
     if not shards:
-        if _summary(run_dir).get("traces") == "off":
+        if summary.get("traces") == "off":
             raise ConfigurationError(
                 f"the run in {run_dir} made no traces (--traces off), so the speed of its machines is unknown. Give "
                 "the directory of another run."
@@ -208,14 +211,34 @@ def arguments_of_run(run_dir: Path, bandwidth_bps: float) -> dict[str, Any]:
             "distinguished from other delays. Omit the bandwidth of the run, or record another run with this version "
             "of Paceline."
         )
-    records = [records_in(path) for path in record_files(run_dir)]
+    records = {int(path.stem.rpartition("-")[2]): _records(path) for path in record_files(run_dir)}
     name = run_dir.name if shards[0].header.is_whole else f"{run_dir.name} (its last iterations)"
     arguments = _arguments(records, shards, name, _batch_size(run_dir), sizes, bandwidth_bps)
-    return arguments | {"optimizers": tuple(_summary(run_dir).get("optimizers", ()))}
+    return arguments | {"optimizers": tuple(summary.get("optimizers", ()))}
+
+
+def _records(path: Path) -> Iterator[IterationRecord]:
+    """Yield the records of a worker.
+
+    Raises:
+        ConfigurationError: the machine of the worker has joined the run.
+    """
+    for record in records_in(path):
+        if record.machine:
+            raise _joined(path.parent)
+        yield record
+
+
+def _joined(run_dir: Path) -> ConfigurationError:
+    return ConfigurationError(
+        f"machines have joined the run in {run_dir}, so it cannot be simulated: each machine has recorded times with "
+        "its own clock, and the clocks do not agree closely enough for the times of messages. Give the directory of a "
+        "run on one machine."
+    )
 
 
 def _arguments(
-    records: Iterable[Iterable[IterationRecord]],
+    records: Mapping[int, Iterable[IterationRecord]],
     shards: Sequence[AnyTrace],
     name: str,
     batch_size: int | None,
@@ -225,7 +248,7 @@ def _arguments(
     """Return the arguments of a run's cluster. Workers that finished no iteration are omitted.
 
     Args:
-        records: the iterations of each worker.
+        records: worker -> its iterations.
         shards: the trace of each shard.
         name: name of the cluster.
         batch_size: usual number of samples in a batch, if the run had balanced batches, whose sizes differ.
@@ -241,7 +264,7 @@ def _arguments(
     computed: list[tuple[Recorded, float]] = []
     latencies: list[tuple[Latencies, Latencies]] = []  # to the servers, and from them
     outside: list[_OutsideTimes] = []
-    for worker, iterations in enumerate(records):
+    for worker, iterations in records.items():
         own, at = arrivals[worker], ("worker", worker)
         to_server, from_server = Latencies(), Latencies()
         besides = _OutsideTimes()

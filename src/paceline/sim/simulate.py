@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 ITERATIONS_WITHOUT_LOSS = 5
 """Number of iterations without a loss after which a run that needs losses is ended."""
 
+ITERATIONS_WITHOUT_SAMPLES = 5
+"""Number of iterations without samples after which a run that is limited by its samples is ended."""
+
 NOTHING_TRAINED = ModelSpec(Layout((), (), {}), OptimizerSpec("", (), ()), ())
 
 
@@ -93,7 +96,7 @@ def simulate(
         until_s: virtual time, in seconds, at which the run is stopped.
         until_updates: number of updates of shard 0 after which the run is stopped; None for no limit.
         until_samples: number of samples, in the pushes of all workers, after which the run is stopped; None for no
-            limit.
+            limit. Samples in dropped pushes count, too. Only with `train_fn` or `data`.
         train_fn: training function, which uses `DistributedOptimizer` and `distribute`.
         args: arguments for `train_fn`.
         shards: number of slices into which the parameters are divided. Default: one per server.
@@ -128,7 +131,8 @@ def simulate(
 
     Raises:
         ConfigurationError: an argument is not valid, or the run directory cannot be written. Nothing was computed.
-        UsageError: `needs_losses` is True, and a training function reports no losses.
+        UsageError: `needs_losses` is True, and a training function reports no losses; or `until_samples` is given, and
+            the numbers of samples are unknown.
         RunFailedError: a training function failed, a worker waits for a pull that will never be answered, or the
             guard has stopped the run.
 
@@ -157,7 +161,9 @@ def simulate(
     wire_format.require_usable(str(schedule), common=schedule.lockstep)
     translated = hyperparameters == "translated"
     mode = guard_mode(guard, translated=translated)
-    _require_compatible(cluster, schedule, train_fn, shard_bytes, snapshot_every_s, on_snapshot, data)
+    _require_compatible(
+        cluster, schedule, train_fn, shard_bytes, snapshot_every_s, on_snapshot, data, until_samples
+    )
     first = [worker for worker in range(cluster.workers) if not cluster.joins_late(worker)]
     losses: list[Loss] = []
     snapshots: list[tuple[float, WeightsSnapshot]] = []
@@ -176,11 +182,12 @@ def simulate(
     )
     if schedule.auto:
         batch = "balanced"
-    limits = {"updates": until_updates, "samples": until_samples}
-    for kind, most in limits.items():
-        if most is not None:
-            require_whole(f"until_{kind}", most, 1)
-            recorders.takers.append(_limit(recorders.meter, kind, most, lambda: job.kernel.stop()))
+    if until_updates is not None:
+        require_whole("until_updates", until_updates, 1)
+        recorders.takers.append(_update_limit(recorders.meter, until_updates, lambda: job.kernel.stop()))
+    if until_samples is not None:
+        require_whole("until_samples", until_samples, 1)
+        recorders.takers.append(_sample_limit(recorders.meter, until_samples, lambda: job.kernel.stop()))
     make_job = partial(
         VirtualJob,
         cluster,
@@ -326,13 +333,34 @@ def _loss_recorder(losses: list[Loss], goes_on: Callable[[], bool]) -> TakeRecor
     return take
 
 
-def _limit(meter: Meter, kind: str, most: int, stop: Callable[[], None]) -> TakeRecord:
-    """Return a function that stops the run after an iteration if shard 0 has had `most` "updates" or "samples"."""
+def _update_limit(meter: Meter, most: int, stop: Callable[[], None]) -> TakeRecord:
+    """Return a function that stops the run after an iteration if shard 0 has had `most` updates."""
     shard = meter.state.shards[0]
 
     def check(worker: int, record: IterationRecord) -> None:
-        if getattr(shard, kind) >= most:
+        if shard.updates >= most:
             stop()
+
+    return check
+
+
+def _sample_limit(meter: Meter, most: int, stop: Callable[[], None]) -> TakeRecord:
+    """Return a function that stops the run after an iteration if the pushes to shard 0 have had `most` samples.
+
+    If no samples have been counted after five iterations of a worker, the function raises `UsageError`.
+    """
+    shard = meter.state.shards[0]
+
+    def check(worker: int, record: IterationRecord) -> None:
+        pushed = shard.samples + shard.dropped_samples
+        if pushed >= most:
+            stop()
+        elif not pushed and record.iteration + 1 >= ITERATIONS_WITHOUT_SAMPLES:
+            raise UsageError(
+                f"the run ends after {most} samples, but none were counted in the first {ITERATIONS_WITHOUT_SAMPLES} "
+                f"iterations of worker {worker}. Distribute the loader with paceline.distribute, call step(samples=n), "
+                "or limit the seconds or the updates instead."
+            )
 
     return check
 
@@ -383,9 +411,9 @@ def _take_snapshots(
         if keep(job.kernel.now_s, take()):
             job.kernel.stop()
         elif job.goes_on:
-            job.kernel.at(job.kernel.in_ticks(next(ticks) * every_s), tick)
+            job.kernel.in_background(job.kernel.in_ticks(next(ticks) * every_s), tick)
 
-    job.kernel.at(0, tick)
+    job.kernel.in_background(0, tick)
 
 
 def _require_compatible(
@@ -396,6 +424,7 @@ def _require_compatible(
     snapshot_every_s: float | None,
     on_snapshot: object,
     data: Dataset | None,
+    until_samples: int | None,
 ) -> None:
     """Raise `ConfigurationError` for arguments that cannot be used with, or without, `train_fn`."""
     if data is not None:
@@ -410,6 +439,11 @@ def _require_compatible(
             raise ConfigurationError(
                 "snapshot_every_s or on_snapshot is given without train_fn, but without training there are no "
                 "weights. Give train_fn, or omit these arguments."
+            )
+        if until_samples is not None and data is None:
+            raise ConfigurationError(
+                f"until_samples is {until_samples!r}, but without data or train_fn no samples are counted. Give one of "
+                "them, or omit until_samples."
             )
         return
     if shard_bytes is not None:

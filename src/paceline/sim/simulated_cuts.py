@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from msgspec import structs
 
-from ..core.job_cut import JobCut, LoopCut
+from ..core.job_cut import JobCut, LoopCut, leader
 from ..core.layout import Layout, ShardSlice, joint_counters
 from ..shard.optimizers import counters_in, join_state, slice_state, with_counters
 from ..shard.vectors import Vectors, segment_views, torch_dtype
@@ -114,4 +114,5 @@ class SimCut:
 
     def states_for(self, worker: int) -> tuple[bytes | None, bytes | None]:
         """Return the script states for a worker of a later run. See `Servers.fetch_worker_states`."""
-        return self.workers.get(worker), self.workers[min(self.workers)] if self.workers else None
+        first = leader(self.job.main, self.workers)
+        return self.workers.get(worker), None if first is None else self.workers[first]

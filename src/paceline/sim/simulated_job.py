@@ -51,6 +51,7 @@ from ..core.messages import (
     Started,
     StatesDecided,
     Status,
+    TrainingStopped,
 )
 from ..core.metrics import LOSS, Lap, Settled, Stopwatch
 from ..core.requests import (
@@ -102,7 +103,7 @@ HEADER_BYTES = 64  # size of the header of each message, approximately as in a l
 KINDS = ("push", "pull", "pull again", "control")
 """Kinds of messages. "pull again" carries new weights after an abort; "control" carries no weights or gradients."""
 
-AT_ONCE = {Started, Answer, DataGranted, LoopEntered, Combined}
+AT_ONCE = {Started, Answer, DataGranted, TrainingStopped, LoopEntered, Combined}
 """Messages that a worker can receive before its first weights have arrived."""
 
 COMPUTING, TO_SERVER, FROM_SERVER, ABSENCES, PAUSES, APPLYING, OUTSIDE, BETWEEN_EPOCHS, UPDATING = range(9)
@@ -196,7 +197,6 @@ class VirtualJob:
         self.shard_bytes: Mapping[str, Sequence[int]] = {}
         self._seed = seed
         self._cut_at_s = cut_at_s
-        self._cuts_requested = 0  # number of cuts that the scripts have requested
         self._overlap = overlap
         self._recorders = recorders
         self._servers = [
@@ -213,6 +213,7 @@ class VirtualJob:
         self._coordinator_host = _CoordinatorHost(self)
         interfaces = [NetworkInterface(self.kernel, cluster.bandwidth_bps) for _ in range(cluster.servers)]
         self._to_come = 0  # number of joins that are scheduled or in progress
+        self._changes = 0  # number of joins and losses of workers that are scheduled
         # Messages between the coordinator and the servers that are being delivered: (server, message, to_server).
         self._exchanged: deque[tuple[int, Message, bool]] = deque()
         pauses = [(pause, Pauses(pause, seed, n, PAUSES)) for n, pause in enumerate(cluster.pauses)]
@@ -280,16 +281,14 @@ class VirtualJob:
                 self._schedule_join(self.kernel.in_ticks(self._cluster.presence[worker].joins_at_s), worker)
         self._begin(models)
         for at_s in self._cut_at_s:
-            self.kernel.at(self.kernel.in_ticks(at_s), self._cut)
+            self.kernel.in_background(self.kernel.in_ticks(at_s), self._cut)
         for act in (self._plan_absence, driver.joined):
             for worker in self._first:
                 act(worker)
-        self.kernel.run(until_s)
-        while self._stand_in():
-            self.kernel.run(until_s)
+        self.kernel.run(until_s, lambda: self._stand_in() or not self._stuck)
         for state in self.workers:
             self._record(state)
-        if self.coordinator.members.present and self.kernel.idle:
+        if self._stuck:
             raise RunFailedError("the run", standstill(self._waits(), self.coordinator.collectives.waiting))
         if not self.kernel.idle:  # stopped early
             stopped = self.kernel.stopped
@@ -302,6 +301,14 @@ class VirtualJob:
     def goes_on(self) -> bool:
         """True if any worker is present or will join later."""
         return bool(self.coordinator.members.present) or self._to_come > 0
+
+    @property
+    def _stuck(self) -> bool:
+        """True if workers are present, but nothing is pending that could release them.
+
+        A worker that joins or is lost may release others. A snapshot or a cut of the job releases nobody.
+        """
+        return self.kernel.at_rest and bool(self.coordinator.members.present) and not self._changes
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -520,8 +527,7 @@ class VirtualJob:
         for request in self.workers[worker].core.request_checkpoint():
             assert isinstance(request, Send)
             assert isinstance(request.message, CheckpointRequested)
-            if request.message.number > self._cuts_requested:
-                self._cuts_requested = request.message.number
+            if self.coordinator.request_checkpoint(worker, request.message.number):
                 self._cut()
 
     def request_sync(self, worker: int, models: Sequence[SyncModel], shard: int | None) -> None:
@@ -567,10 +573,16 @@ class VirtualJob:
 
     def _schedule_join(self, due_ticks: int, worker: int) -> None:
         self._to_come += 1
-        self.kernel.at(due_ticks, self._join, worker)
+        self._schedule_change(due_ticks, self._join, worker)
+
+    def _schedule_change(self, due_ticks: int, change: Callable[..., None], *arguments: int) -> None:
+        """Schedule that a worker joins or is lost. `change` counts down the number of changes."""
+        self._changes += 1
+        self.kernel.in_background(due_ticks, change, *arguments)
 
     def _join(self, worker: int) -> None:
         """Let a worker join late or join again."""
+        self._changes -= 1
         state = self.workers[worker]
         self._new_core(worker)
         state.joining = True
@@ -622,11 +634,12 @@ class VirtualJob:
         if presence.preempted_every_s is not None:
             draw = 1.0 - uniform(self._seed, worker, ABSENCES, state.life)
             after_ticks = self.kernel.in_ticks(-ln(draw) * presence.preempted_every_s)
-            self.kernel.after(after_ticks, self._lose, worker, state.life)
+            self._schedule_change(self.kernel.now_ticks + after_ticks, self._lose, worker, state.life)
         elif presence.lost_at_s is not None and not state.life:
-            self.kernel.at(self.kernel.in_ticks(presence.lost_at_s), self._lose, worker, state.life)
+            self._schedule_change(self.kernel.in_ticks(presence.lost_at_s), self._lose, worker, state.life)
 
     def _lose(self, worker: int, life: int) -> None:
+        self._changes -= 1
         state = self.workers[worker]
         if state.life != life or state.core.left:
             return
@@ -810,12 +823,11 @@ class VirtualJob:
     # -- barriers and reductions --------------------------------------------------------------------------
 
     def _stand_in(self) -> bool:
-        """If no event is pending, push without a gradient for the workers that wait in a barrier or a reduction.
+        """Push without a gradient for the workers that wait in a barrier or a reduction.
 
-        Other workers may wait for these pushes. Return False if there was nothing to push.
+        Called when the simulation is at rest, because other workers may wait for these pushes. Return False if there
+        was nothing to push.
         """
-        if not self.kernel.idle:
-            return False
         standing_in = False
         for worker in sorted(self.coordinator.collectives.waiting):
             state = self.workers[worker]

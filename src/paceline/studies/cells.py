@@ -220,11 +220,17 @@ def _outcome(result: SimResult, metric: str) -> Outcome:
     )
 
 
+def cut_off(outcome: Outcome, budget: Budget) -> bool:
+    """Return True if a run has reached a limit of its budget, so it may have ended before it logged the metric."""
+    limits = ((getattr(budget, unit), getattr(outcome, unit)) for unit in UNITS)
+    return any(limit is not None and reached >= limit for limit, reached in limits)
+
+
 IDENTITY = "study.json"
 CELLS = "cells"
 
 TEXTS = {
-    "train": "the text of the training function or script",
+    "train": "the training function or the command of the script, or its text,",
     "imports": "a module with sync models, or its text,",
 }
 """Key of the fingerprints of source texts in the identity of a study -> the name of these texts in messages."""
@@ -278,7 +284,7 @@ class Folder:
                 file.unlink()
 
     def discard(self) -> None:
-        """Remove the folder, which contains only the identity of the study so far."""
+        """Remove the folder, which contains the identity of the study, and perhaps results without the metric."""
         shutil.rmtree(self._cells)
         (self.path / IDENTITY).unlink()
         with contextlib.suppress(OSError):  # the folder may have been there before
@@ -324,9 +330,10 @@ def _decode(content: bytes) -> Outcome:
 # -- The cells of a study: those in which hyper-parameters are chosen, and those evaluated with the choice ---
 #
 # Hyper-parameters are chosen for each model on each cluster, with seeds that the evaluation does not use. The
-# chosen values have the smallest median time to the target over these seeds; the time of a run that never reaches
-# the target counts as infinite. Ties go to the better final value. If the target is the final value of a model,
-# the hyper-parameters of this model are chosen by the final value alone.
+# chosen values have the smallest median time to the target over these seeds; the time of a run that fails or never
+# reaches the target counts as infinite. Ties go to the better final value; with a run that fails, there is no final
+# value. If the target is the final value of a model, the hyper-parameters of this model are chosen by the final value
+# alone. A model with only one combination of values has runs with these seeds only if it sets the target of the others.
 
 Find = Callable[[Cell], Outcome | None]
 """Function that returns the result of a cell; None if the cell has failed."""
@@ -377,12 +384,14 @@ def tuning_cells(study: Study) -> list[Cell]:
 
 
 def _tuned(study: Study) -> list[Contender]:
-    """Return the models whose hyper-parameters are chosen by runs of their own."""
-    return [
-        contender
+    """Return the models that have runs for the choice, in which their values are chosen or the target is set."""
+    chosen = {
+        contender.name
         for contender in study.contenders
         if len(contender.points) > 1 and (study.tuning == "each" or contender.name == study.reference)
-    ]
+    }
+    named = chosen | {study.target.of} if chosen else chosen
+    return [contender for contender in study.contenders if contender.name in named]
 
 
 def _of(study: Study, cluster: str, contender: Contender) -> list[Cell]:
@@ -448,24 +457,27 @@ def _choice(
     """
     if len(contender.points) == 1:
         return ChosenPoint(contender.points[0])
-    outcomes: dict[Point, list[Outcome]] = {}
+    outcomes: dict[Point, list[Outcome | None]] = {}
     for cell in _of(study, cluster, contender):
-        if (outcome := find(cell)) is not None:
-            outcomes.setdefault(cell.point, []).append(outcome)
-    if not outcomes:
+        outcomes.setdefault(cell.point, []).append(find(cell))
+    possible = [point for point, found in outcomes.items() if any(found)]
+    if not possible:
         return None
-    best = min(outcomes, key=lambda point: _score(outcomes[point], study.target, target))
+    best = min(possible, key=lambda point: _score(outcomes[point], study.target, target))
     return ChosenPoint(best, tuple(_edges(best, contender.points)))
 
 
-def _score(outcomes: list[Outcome], target: Target, value: float | None) -> tuple[float, float]:
-    """Return (median time to the target, mean final value, negated if higher is better). The smallest is the best."""
+def _score(outcomes: list[Outcome | None], target: Target, value: float | None) -> tuple[float, float]:
+    """Return (median time to the target, mean final value, negated if higher is better). The smallest is the best.
+
+    `outcomes` contains None for each run that has failed.
+    """
     higher = target.higher_is_better
     times_s = [
-        math.inf if value is None else each.reaches("seconds", value, higher_is_better=higher)
+        math.inf if each is None or value is None else each.reaches("seconds", value, higher_is_better=higher)
         for each in outcomes
     ]
-    finals = [each.final for each in outcomes]
+    finals = [math.nan if each is None else each.final for each in outcomes]
     final = fmean(finals) if all(map(math.isfinite, finals)) else math.nan
     return median(times_s), math.inf if math.isnan(final) else -final if higher else final
 

@@ -85,7 +85,7 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     Attributes:
         seconds: virtual time in seconds.
         updates: number of updates.
-        samples: number of samples of all workers.
+        samples: number of samples in the pushes of all workers, including dropped ones.
     """
 
     seconds: Positive | None = None
@@ -190,7 +190,7 @@ class Study(NamedTuple):
     def identity(self) -> dict[str, Any]:
         """Plain values that two studies must share so that one study can go on with the runs of the other."""
         return {
-            "train": [self.trained.kind, Path(self.trained.name).name, self.trained.digest],
+            "train": [self.trained.kind, self.trained.title, self.trained.digest],
             "arguments": dict(self.arguments),
             "models": [each.identity for each in self.contenders],
             "clusters": {name: _digest(cluster) for name, cluster in self.clusters.items()},

@@ -6,6 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -59,6 +60,16 @@ def pictures_of(result: StudyResult) -> dict[str, Figure]:
     Raises:
         ConfigurationError: matplotlib is not installed.
     """
+    return {name: draw() for name, draw in _drawings(result).items()}
+
+
+def names_of(result: StudyResult) -> list[str]:
+    """Return the names of the figures without drawing them."""
+    return list(_drawings(result))
+
+
+def _drawings(result: StudyResult) -> dict[str, Callable[[], Figure]]:
+    """Return a function for each figure that draws it."""
     study = result.study
     drawn = styles_of(contender.style for contender in study.contenders)
     drawing = Drawing(
@@ -67,18 +78,18 @@ def pictures_of(result: StudyResult) -> dict[str, Figure]:
         study.target.higher_is_better,
     )
     metric = re.sub(r"[^\w.-]+", "-", drawing.metric)
-    figures = {
-        f"{metric}-over-{unit}": _over(result, drawing, unit)
+    drawings: dict[str, Callable[[], Figure]] = {
+        f"{metric}-over-{unit}": partial(_over, result, drawing, unit)
         for unit in UNITS
         if any(getattr(each, unit) for row in result.rows for each in row.outcomes.values())
     }
-    figures["time-to-target"] = _times(result, drawing)
-    figures[f"{metric}-and-time"] = _front(result, drawing)
-    figures["staleness"] = _staleness(result, drawing)
-    figures["time-of-workers"] = _time_of_workers(result)
-    if result.tuning:
-        figures["tuning"] = _tuning(result, drawing)
-    return figures
+    drawings["time-to-target"] = partial(_times, result, drawing)
+    drawings[f"{metric}-and-time"] = partial(_front, result, drawing)
+    drawings["staleness"] = partial(_staleness, result, drawing)
+    drawings["time-of-workers"] = partial(_time_of_workers, result)
+    if axis := _axis(result):
+        drawings["tuning"] = partial(_tuning, result, drawing, axis)
+    return drawings
 
 
 def _panels(result: StudyResult, height_inches: float, **options: Any) -> tuple[Figure, dict[str, Axes]]:
@@ -443,9 +454,14 @@ def _time_of_workers(result: StudyResult) -> Figure:
     return figure
 
 
-def _tuning(result: StudyResult, drawing: Drawing) -> Figure:
-    """Draw the median time to the target over the hyper-parameter with the most values, and mark the choices."""
-    axis = _axis(result)
+def _tuning(result: StudyResult, drawing: Drawing, axis: str) -> Figure:
+    """Draw the median time to the target over the values of a hyper-parameter, and mark the choices.
+
+    If not all values are numbers, they are drawn at equal distances.
+    """
+    values = _values(result)[axis]
+    numeric = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+    place_of = {value: float(value) if numeric else index for index, value in enumerate(values)}
     figure, panels = _panels(result, 2.7)
     handles: dict[str, Any] = {}
     for cluster, axes in panels.items():
@@ -455,8 +471,9 @@ def _tuning(result: StudyResult, drawing: Drawing) -> Figure:
         never = 1.25 * max(finite, default=1.0)
         for name, found in times.items():
             style = drawing.styles[name]
-            x = sorted(found)
-            y = [min(found[value], never) for value in x]
+            known = sorted(found, key=place_of.__getitem__)
+            x = [place_of[value] for value in known]
+            y = [min(found[value], never) for value in known]
             [handles[name]] = axes.plot(
                 x, y, color=style.color, linestyle=style.dashes, linewidth=1.2, marker="o", markersize=3
             )
@@ -465,7 +482,7 @@ def _tuning(result: StudyResult, drawing: Drawing) -> Figure:
             found = times.get(row.contender.name, {})
             if value in found:
                 axes.plot(
-                    [value],
+                    [place_of[value]],
                     [min(found[value], never)],
                     marker="o",
                     markersize=9,
@@ -473,10 +490,11 @@ def _tuning(result: StudyResult, drawing: Drawing) -> Figure:
                     markeredgewidth=1.3,
                     markeredgecolor=drawing.styles[row.contender.name].color,
                 )
-        places = sorted({x for found in times.values() for x in found})
-        if places and places[0] > 0 and places[-1] > 4 * places[0]:
+        shown = sorted({value for found in times.values() for value in found}, key=place_of.__getitem__)
+        places = [place_of[value] for value in shown]
+        if numeric and places and places[0] > 0 and places[-1] > 4 * places[0]:
             axes.set_xscale("log")
-        axes.set_xticks(places, [f"{place:g}" for place in places], minor=False)
+        axes.set_xticks(places, [f"{value:g}" if numeric else str(value) for value in shown], minor=False)
         axes.minorticks_off()
         axes.set_xlabel(axis, fontsize=SMALL)
         if finite and max(finite) > 12 * min(finite):
@@ -503,26 +521,40 @@ def _tuning(result: StudyResult, drawing: Drawing) -> Figure:
 
 
 def _axis(result: StudyResult) -> str:
-    """Return the hyper-parameter with the most values in the runs of the tuning."""
-    values: dict[str, set[Any]] = {}
+    """Return the hyper-parameter with the most values in the runs of the tuning; "" if there is none."""
+    values = _values(result)
+    return max(values, key=lambda key: len(values[key]), default="")
+
+
+def _values(result: StudyResult) -> dict[str, list[Any]]:
+    """Return the values of each hyper-parameter in the runs of the tuning, in the order of the grids."""
+    values: dict[str, dict[Any, None]] = {}
     for cell, _ in result.tuning:
         for key, value in cell.point:
-            values.setdefault(key, set()).add(value)
-    return max(values, key=lambda key: len(values[key]))
+            values.setdefault(key, {})[value] = None
+    return {key: list(found) for key, found in values.items()}
 
 
 def _tuned(
     result: StudyResult, cluster: str, axis: str, seconds: Callable[[Outcome], float]
 ) -> dict[str, dict[Any, float]]:
-    """Return model -> value of `axis` -> the median seconds, with the best choice of the other hyper-parameters."""
+    """Return model -> value of `axis` -> the median seconds, with the best choice of the other hyper-parameters.
+
+    Models that do not have this hyper-parameter are left out. A run that has failed never reaches the target.
+    """
     found: dict[str, dict[Any, dict[Any, list[float]]]] = {}
     for cell, outcome in result.tuning:
-        if cell.cluster == cluster:
-            value = dict(cell.point)[axis]
-            by_value = found.setdefault(cell.contender, {}).setdefault(value, {})
+        point = dict(cell.point)
+        if cell.cluster == cluster and axis in point:
+            by_value = found.setdefault(cell.contender, {}).setdefault(point[axis], {})
             by_value.setdefault(cell.point, []).append(seconds(outcome))
+    count = len(result.study.tuning_seeds)
+
+    def median_s(ended_s: list[float]) -> float:
+        return median([*ended_s, *[math.inf] * (count - len(ended_s))])
+
     return {
-        name: {value: min(map(median, by_point.values())) for value, by_point in by_value.items()}
+        name: {value: min(map(median_s, by_point.values())) for value, by_point in by_value.items()}
         for name, by_value in found.items()
     }
 

@@ -146,7 +146,7 @@ def _cells(row: StudyRow, keys: Sequence[str], missing: str, of: str) -> list[st
         "1"
         if row.ratio is None
         else interval_text(Estimate(*row.ratio[:3])) + MARK * (row.ratio_p <= significant),
-        f"{row.reached}{of}{len(outcomes)}",
+        f"{row.reached}{of}{row.runs}" + f", {row.failed} failed" * bool(row.failed),
         interval_text(row.final) + MARK * (row.lead is not None and row.lead_p <= significant),
         value_text(fmean(each.mean_staleness for each in outcomes)),
         whole_percent(fmean(each.time.get("waiting", 0.0) for each in outcomes)),
@@ -171,11 +171,13 @@ def _sentences(study: Study, rows: Sequence[StudyRow]) -> Iterator[str]:
     if front:
         yield f"Not dominated in time to target and final {study.target.metric}: {'; '.join(front)}."
     for row in rows:
-        if row.reached < len(row.outcomes):
+        if row.failed:
             yield (
-                f"{row.contender.name} never reaches the target in {len(row.outcomes) - row.reached} of "
-                f"{len(row.outcomes)} runs."
+                f"{row.contender.name} fails in {row.failed} of {row.runs} runs; its times and values are those of the "
+                "other runs."
             )
+        if never := len(row.outcomes) - row.reached:
+            yield f"{row.contender.name} never reaches the target in {never} of {row.runs} runs."
     for row in rows:
         if row.choice.edges:
             yield f"{row.contender.name}: {' and '.join(row.choice.edges)}, so a better value may lie outside the grid."

@@ -31,7 +31,8 @@ class StudyRow(NamedTuple):
         contender: the model.
         choice: its hyper-parameters.
         target: the value that is to be reached.
-        outcomes: seed -> the result.
+        outcomes: seed -> the result; without the runs that have failed.
+        failed: number of runs that have failed.
         times: unit (see `UNITS`) -> when each run reached the target, in the order of the seeds.
         time: unit -> the typical time.
         final: the mean final value.
@@ -47,6 +48,7 @@ class StudyRow(NamedTuple):
     choice: ChosenPoint
     target: float
     outcomes: dict[int, Outcome]
+    failed: int
     times: dict[str, list[Time]]
     time: dict[str, Estimate]
     final: Estimate
@@ -60,6 +62,11 @@ class StudyRow(NamedTuple):
     def reached(self) -> int:
         """The number of runs that reached the target."""
         return sum(time.reached for time in self.times["seconds"])
+
+    @property
+    def runs(self) -> int:
+        """The number of runs, including those that have failed."""
+        return len(self.outcomes) + self.failed
 
 
 class StudyResult(NamedTuple):
@@ -140,6 +147,7 @@ def _row(
         choice=choice,
         target=target,
         outcomes=outcomes,
+        failed=len(study.seeds) - len(outcomes),
         times=times,
         time={unit: typical_time(found) for unit, found in times.items()},
         final=mean_interval([each.final for each in outcomes.values()]),

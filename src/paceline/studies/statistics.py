@@ -375,13 +375,18 @@ def _log_ratio(one: float, other: float) -> float:
 
 
 def _by_signs(logs: Sequence[float]) -> Ratio:
-    """Return the median of sorted logarithms, with the interval and the probability of the sign test."""
+    """Return the median of sorted logarithms, with the interval and the probability of the sign test.
+
+    With fewer than six values, even the interval from the smallest to the largest value holds too rarely. The interval
+    then contains all ratios.
+    """
     count = len(logs)
-    # Number of values below the interval, and above it.
-    outside = max(0, int(stats.binom.ppf((1 - CONFIDENCE) / 2, count, 0.5)) - 1)
+    # Number of values below the interval, and above it; -1 if the interval must be larger than that of all values.
+    outside = int(stats.binom.ppf((1 - CONFIDENCE) / 2, count, 0.5)) - 1
+    low, high = (logs[outside], logs[count - 1 - outside]) if outside >= 0 else (-math.inf, math.inf)
     above, below = sum(value > 0 for value in logs), sum(value < 0 for value in logs)
     p = float(stats.binomtest(above, above + below).pvalue) if above + below else 1.0
-    return Ratio(_exp(median(logs)), _exp(logs[outside]), _exp(logs[count - 1 - outside]), p)
+    return Ratio(_exp(median(logs)), _exp(low), _exp(high), p)
 
 
 def _exp(log: float) -> float:
@@ -449,18 +454,22 @@ def not_dominated(points: Mapping[Key, tuple[float, float]], *, higher_is_better
     """Return the keys of the points (cost, value) for which no other point has less cost and a better value.
 
     The keys are in order of the cost. A point with infinite cost is dominated by every point with finite cost whose
-    value is at least as good.
+    value is at least as good. NaN counts as an infinite cost, and as the worst value.
 
     >>> not_dominated({"a": (1.0, 0.8), "b": (2.0, 0.9), "c": (3.0, 0.85)}, higher_is_better=True)
     ['a', 'b']
     """
-    sign = 1.0 if higher_is_better else -1.0
+    sign = -1.0 if higher_is_better else 1.0
+    # The smallest numbers are the best.
+    ranked = {
+        key: (math.inf if math.isnan(cost) else cost, math.inf if math.isnan(value) else sign * value)
+        for key, (cost, value) in points.items()
+    }
 
     def dominated(key: Key) -> bool:
-        cost, value = points[key]
+        cost, value = ranked[key]
         return any(
-            other[0] <= cost and sign * other[1] >= sign * value and other != (cost, value)
-            for other in points.values()
+            other[0] <= cost and other[1] <= value and other != (cost, value) for other in ranked.values()
         )
 
-    return sorted((key for key in points if not dominated(key)), key=lambda key: points[key][0])
+    return sorted((key for key in ranked if not dominated(key)), key=lambda key: ranked[key][0])

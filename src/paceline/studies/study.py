@@ -17,6 +17,7 @@ from .cells import (
     Folder,
     Outcome,
     choose,
+    cut_off,
     evaluated_cells,
     prepare,
     run_cell,
@@ -24,7 +25,7 @@ from .cells import (
     tuning_cells,
 )
 from .description import Study, describe, read_study_file
-from .figures import pictures_of
+from .figures import names_of, pictures_of
 from .pages import curves_csv, runs_csv, summary_md, table_tex
 from .results import StudyResult, make_result
 
@@ -121,8 +122,12 @@ class _Runs:
 
     def make(self, cells: Sequence[Cell]) -> None:
         """Run those of the given cells whose results are missing."""
-        missing = [cell for cell in cells if self._folder.read(cell) is None]
-        self._logged |= len(missing) < len(cells)
+        missing = []
+        for cell in cells:
+            if (outcome := self._folder.read(cell)) is None:
+                missing.append(cell)
+            else:
+                self._logged |= self._study.target.metric in outcome.metrics
         self._done += len(cells) - len(missing)
         self.failures += work_off(
             run_cell,
@@ -138,16 +143,15 @@ class _Runs:
         self._done += len(missing)
 
     def _keep(self, task: CellTask, outcome: Outcome) -> None:
-        """Write a result. In the first result of a study, the metric of the target must have been logged."""
-        if not self._logged:
-            self._require_logged(outcome)
-        self._logged = True
+        """Write a result. End the study if a run has ended by itself, and no run has logged the target's metric."""
+        self._logged |= self._study.target.metric in outcome.metrics
+        if not self._logged and not cut_off(outcome, self._study.budget):
+            self._refuse(outcome)
         self._folder.write(task.cell, outcome)
 
-    def _require_logged(self, outcome: Outcome) -> None:
+    def _refuse(self, outcome: Outcome) -> None:
+        """Discard the folder, and raise `ConfigurationError`, because a run has not logged the metric."""
         metric = self._study.target.metric
-        if metric in outcome.metrics:
-            return
         self._folder.discard()
         logged = f"only {', '.join(outcome.metrics)}" if outcome.metrics else "nothing"
         raise ConfigurationError(
@@ -159,17 +163,17 @@ class _Runs:
 def write(result: StudyResult, out: Path) -> None:
     """Write the tables, the summary and, with matplotlib, the figures of a study into its folder."""
     drawn = can_draw()
-    figures = pictures_of(result) if result.rows and drawn else {}
-    if drawn:
-        (out / "figures").mkdir(exist_ok=True)
-    for name, figure in figures.items():
-        for ending in ("pdf", "png"):
-            save(figure, out / "figures" / f"{name}.{ending}")
+    figures = names_of(result) if result.rows and drawn else []
     for name, text in {
         "runs.csv": runs_csv(result),
         "curves.csv": curves_csv(result),
         "table.tex": table_tex(result),
-        "summary.md": summary_md(result, list(figures), "" if drawn else NO_FIGURES),
+        "summary.md": summary_md(result, figures, "" if drawn else NO_FIGURES),
     }.items():
         with Unfinished(out / name) as place:
             place.write_text(text, encoding="utf-8")
+    if drawn:
+        (out / "figures").mkdir(exist_ok=True)
+    for name, figure in (pictures_of(result) if figures else {}).items():
+        for ending in ("pdf", "png"):
+            save(figure, out / "figures" / f"{name}.{ending}")

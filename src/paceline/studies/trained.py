@@ -65,9 +65,11 @@ class TrainedProblem(msgspec.Struct, frozen=True):
 
     @property
     def title(self) -> str:
-        """The name without folders, which differ between machines."""
-        folders = [f"{folder}/" for folder in self.folders]
-        return functools.reduce(lambda name, folder: name.replace(folder, ""), folders, self.name)
+        """The name without the folder of its file, which differs between machines."""
+        if self.kind == "script":
+            file, *arguments = shlex.split(self.name)
+            return shlex.join([Path(file).name, *arguments])
+        return Path(self.name).name if self.kind == "name" else self.name
 
     def run(self, values: Values, seed: int) -> Run:
         """Return the function to run, with its arguments, for some hyper-parameters and a seed."""
