@@ -145,6 +145,7 @@ def no_imports_of_other_tests(
 def one_core(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulations run in this process, as on a machine with one core: other processes import everything first."""
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0}, raising=False)
 
 
 @pytest.fixture

@@ -13,10 +13,13 @@ from typing import Any
 
 import pytest
 import typer
+from msgspec import structs
 
 import paceline
 from paceline import cli
+from paceline.cli.run import _tell_how_to_join
 from paceline.errors import ConfigurationError
+from paceline.run.job_options import make_job
 from paceline.studies.trained import of_script
 from paceline.sync import MODELS
 from tests.support.marks import chaos
@@ -842,10 +845,31 @@ def test_a_script_runs_alone_as_one_ordinary_process(tmp_path: Path) -> None:
     assert contents(tmp_path) == ["train.py"]
 
 
+def test_serve_quotes_the_file_with_the_secret(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "my run").mkdir()
+    job = make_job(workers=1, joined=True, transport="tcp", dry_run=True)
+    job = structs.replace(job, run_dir=str(tmp_path / "my run"), token="0" * 64)
+    _tell_how_to_join("tls:10.0.0.1:29600", job, None, is_new=True)
+    file = tmp_path / "my run" / "secret"
+    assert f"PACELINE_SECRET=$(cat '{file}') paceline join 10.0.0.1:29600 SCRIPT" in capsys.readouterr().err
+
+
 @pytest.mark.processes
 def test_run_gives_the_script_its_arguments_and_shows_what_worker_0_prints(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    arguments = ["--epochs", "3", "--sync", "x", "--workers=9", "-n", "--help", "--", "-"]
+    arguments = [
+        "--epochs",
+        "3",
+        "--api-key",
+        "open sesame",
+        "--sync",
+        "x",
+        "--workers=9",
+        "-n",
+        "--help",
+        "--",
+        "-",
+    ]
     ended = run_program(
         *("-m", "paceline", "run", "--workers", "2", "--servers", "1", "--sync", "asp", "train.py"),
         *arguments,
@@ -880,6 +904,9 @@ def test_run_gives_the_script_its_arguments_and_shows_what_worker_0_prints(tmp_p
     assert lines[-2:] == [f"weights, traces and logs: {run_dir}", f"report: {run_dir / 'report.html'}"]
     assert (run_dir / "worker-1.log").read_text().startswith(f"worker 1 of 2: {['train.py', *arguments]}\n")
     assert {"summary.json", "weights.safetensors", "trace-shard-0.jsonl"} <= set(contents(run_dir))
+    for description in ("run.json", "summary.json"):  # secrets are hidden there
+        assert "--api-key" in (run_dir / description).read_text()
+        assert "open sesame" not in (run_dir / description).read_text()
 
 
 NAN_SCRIPT = """

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,6 +17,7 @@ from typer.testing import CliRunner, Result
 
 from paceline.checkpoints.buckets import upload
 from paceline.cli import app, resumable
+from paceline.cli.options import OptionalValues
 from paceline.errors import ConfigurationError
 from paceline.run.job import CHECKPOINTS, ResumedFrom
 from paceline.run.job_options import make_job
@@ -82,6 +85,37 @@ def test_the_command_repeats_the_options_and_the_script_unless_they_are_given_an
     assert "train.py --epochs 20" in resume("train.py", "--epochs", "20").output
 
 
+def test_the_paths_of_the_earlier_command_refer_to_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[list[str]] = []
+    parse = OptionalValues.parse_args
+
+    def noted(self: OptionalValues, ctx: Any, args: list[str]) -> list[str]:
+        used.append(args.copy())
+        return parse(self, ctx, args)
+
+    rewrite(command="paceline run --checkpoint-dir ckpts --tensorboard=logs --seed 1 train.py")
+    (tmp_path / "other").mkdir()
+    for folder in (tmp_path, tmp_path / "other"):
+        monkeypatch.chdir(folder)
+        with monkeypatch.context() as patched:
+            patched.setattr(OptionalValues, "parse_args", noted)
+            resume(str(tmp_path / "train.py"), run=str(tmp_path / RUN))
+    repeated = [args[:5] for args in used if "--seed" in args]
+    assert repeated == [
+        ["--checkpoint-dir", "ckpts", "--tensorboard=logs", "--seed", "1"],
+        ["--checkpoint-dir", f"{tmp_path}/ckpts", f"--tensorboard={tmp_path}/logs", "--seed", "1"],
+    ]
+
+
+def test_only_options_that_the_user_gives_after_the_script_are_warned_of() -> None:
+    rewrite(command="paceline run -- train.py --workers 4")
+    warning = "options after train.py are passed to the script: --workers"
+    assert warning not in " ".join(resume().stderr.split())
+    assert warning in " ".join(resume("train.py", "--workers", "5").stderr.split())
+
+
 def test_a_run_without_a_whole_checkpoint_is_not_resumed() -> None:
     (RUN / CHECKPOINTS / LINEAGE / "000001" / "manifest.json").unlink()
     words = refusal()
@@ -104,6 +138,9 @@ def test_a_changed_script_is_refused_with_the_first_difference_unless_the_user_a
 def test_a_finished_run_is_resumed_only_if_its_script_is_given_again() -> None:
     finish()
     assert "the run in run has finished, so nothing is left to resume" in refusal()
+    shutil.copytree(RUN, "my runs/1")
+    words = str(resume(run="my runs/1").exception)
+    assert "give the script with other arguments: paceline run --resume 'my runs/1' SCRIPT ..." in words
     assert resume("train.py", "--epochs", "20").exit_code == 0
 
 
@@ -304,3 +341,11 @@ def test_a_job_that_its_scheduler_starts_again_resumes_a_run_that_has_a_checkpoi
     (RUN / CHECKPOINTS).rename("elsewhere")
     assert not can_resume(RUN)
     assert not can_resume(Path("elsewhere"))
+
+
+def test_the_source_of_a_script_is_kept_in_utf_8_whatever_the_locale_is() -> None:
+    keeps = "keep_source('# \\u00e9t\\u00e9', Path('run'))"
+    program = f"from pathlib import Path; from paceline.run.resuming import keep_source; {keeps}"
+    ascii_only = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    subprocess.run([sys.executable, "-c", program], env={**os.environ, **ascii_only}, check=True)
+    assert (RUN / "script.py").read_text(encoding="utf-8") == "# \u00e9t\u00e9"

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import io
 import os
+import shutil
 import socket
 import struct
 import subprocess
@@ -15,6 +16,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from msgspec import structs
 from rich.console import Console
 
 from benchmarks.overlap.namespaces import NetworkLink, network, why_not
@@ -29,12 +32,12 @@ from paceline.core.messages import (
 )
 from paceline.errors import ConfigurationError, PeerLostError
 from paceline.run.coordinator import CoordinatorHost
-from paceline.run.job import Assignment
+from paceline.run.job import Assignment, ResumedFrom
 from paceline.run.job_options import make_job
 from paceline.run.observer import Observer
 from paceline.shard import foreign
 from paceline.start import local as rejoining
-from paceline.start.join import join
+from paceline.start.join import fetch_checkpoint, join
 from paceline.start.processes import child
 from paceline.start.processes.orders import Descriptors, ProcessOrder, payload_of_server
 from paceline.start.processes.program import EXIT_PEER_LOST, file_of
@@ -46,6 +49,7 @@ from tests.support.hosts import agent_of
 from tests.support.live import await_that, mark
 from tests.support.marks import chaos
 from tests.support.served import ENDLESS_SCRIPT, Served, await_training, enough, output
+from tests.support.sharded import Net, Shards, model_of
 
 __all__ = ["mark"]
 
@@ -285,6 +289,24 @@ def test_a_machine_that_is_lost_while_it_joins_does_not_end_the_run(tmp_path: Pa
     assert coordinator.failure is None
     assert isinstance(answer, MachineAdmitted), answer
     assert answer.workers == {0: 0}
+
+
+def test_a_machine_that_joins_is_refused_if_the_checkpoint_of_the_run_is_gone(tmp_path: Path) -> None:
+    net = Net()
+    shards = Shards(model_of(net, [torch.optim.SGD(net.parameters(), lr=0.1)]), 1, net)
+    checkpoint = shards.write(tmp_path)
+    job = make_job(workers=1, servers=1, joined=True, transport="tcp", run_dir=tmp_path / "run")
+    coordinator = CoordinatorHost.listen(structs.replace(job, resumed=ResumedFrom(str(checkpoint))))
+    coordinator.start()
+    shutil.rmtree(checkpoint)
+    try:
+        with contextlib.closing(agent_of(coordinator)) as stream:
+            words = f"needs the checkpoint {checkpoint}, .* cannot be read: manifest.json: No such file"
+            with pytest.raises(ConfigurationError, match=words):
+                fetch_checkpoint(stream, lambda: str(tmp_path), lambda: None)
+    finally:
+        coordinator.stop()
+    assert coordinator.failure is None
 
 
 def test_the_first_answer_to_a_machine_is_that_to_its_offer(tmp_path: Path) -> None:

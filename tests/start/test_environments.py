@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from msgspec import structs
 
 from paceline.errors import ConfigurationError
-from paceline.start.schedulers import ENVIRONMENTS, JobPlace, expand, listening_address, slurm, torchrun
+from paceline.start import schedulers
+from paceline.start.schedulers import (
+    ENVIRONMENTS,
+    JobPlace,
+    RendezvousStore,
+    expand,
+    listening_address,
+    slurm,
+    torchrun,
+)
 from tests.support.scheduled import SLURM
 
 TORCHRUN = {
@@ -101,6 +112,23 @@ def test_the_first_process_listens_where_the_others_reach_it() -> None:
         ConfigurationError, match=r"'no.such.name.invalid' cannot be reached from this machine"
     ):
         listening_address(structs.replace(place, host="no.such.name.invalid"), "")
+
+
+def test_an_address_of_ip_version_6_is_a_loopback_address_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedulers, "interface_to", lambda host: "::1")
+    place = torchrun({**TORCHRUN, "RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "::1"})
+    assert listening_address(place, "") == "::1"
+    with pytest.raises(
+        ConfigurationError, match=r"means ::1, which the other machines of the job cannot reach"
+    ):
+        listening_address(structs.replace(place, host="a-machine"), "")
+
+
+def test_a_process_may_wait_for_the_store_without_a_limit() -> None:
+    place = RendezvousStore(host="127.0.0.1", port=0, key="job", hosted=True)
+    store = schedulers._store(place, math.inf, serves=True)
+    store.set(place.key, "an address")
+    assert store.get(place.key) == b"an address"
 
 
 @pytest.mark.parametrize("scheduler", ENVIRONMENTS)

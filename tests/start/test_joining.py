@@ -28,6 +28,7 @@ from paceline.trace.clocks import read_clocks
 from paceline.trace.recording import read_records
 from tests.support.closed_door import relay
 from tests.support.live import (
+    DEADLINE_S,
     assert_equal,
     await_that,
     listening_ports,
@@ -301,6 +302,26 @@ def test_an_address_that_cannot_be_reached(
     assert ended.returncode in (1, 2)
     assert words in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("wait_s", ["600", "inf"])
+def test_ctrl_c_ends_a_machine_that_calls_a_silent_server(
+    wait_s: str, mark: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("train.py").write_text(SCRIPT)
+    monkeypatch.setenv("PACELINE_SECRET", "0" * 64)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(DEADLINE_S)
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        joined = start_program("-m", "paceline", "join", "--wait", wait_s, address, "train.py")
+        connection, _ = silent.accept()
+        with connection:
+            joined.send_signal(signal.SIGINT)
+            code, _, stderr = output(joined)
+
+    assert code == 130, stderr
+    assert "no worker was started" in stderr
+    assert "Traceback" not in stderr
 
 
 def test_options_after_the_address_are_not_taken_for_the_script(mark: str) -> None:

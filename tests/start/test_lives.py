@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,8 +22,11 @@ from paceline.run.job import ResumedFrom
 from paceline.run.job_options import make_job
 from paceline.run.resuming import resumed_with
 from paceline.start import run as vacancies
-from paceline.start.local import HostMachine, ProcessPlacement
+from paceline.start.join import Agent
+from paceline.start.local import HostMachine, LocalEngine, ProcessPlacement
+from paceline.start.processes.interruption import Interruption
 from paceline.start.run import RestartPolicy, ShortageWatch, is_loss, on_machines
+from paceline.start.terminal import Channel
 from paceline.sync.schedule import read_schedule
 
 JOB = make_job(workers=4, servers=4, remote_servers=2, joined=True, dry_run=True)
@@ -79,6 +84,40 @@ def test_further_servers_are_on_the_machine_of_the_first() -> None:
 def lost_by(coordinator: Coordinator) -> list[Any]:
     coordinator.servers.invite(1)
     return coordinator.server_lost(1, "its connection ended", certain=True)
+
+
+def test_the_log_of_a_worker_is_continued_in_its_next_life(tmp_path: Path) -> None:
+    (tmp_path / "worker-1.log").write_text("the earlier life\n")
+    continued: dict[str, bool] = {}
+
+    def start(*arguments: object) -> None:
+        raise OSError
+
+    def open_log(name: str, log: Path, *, append: bool) -> Channel:
+        continued[name] = append
+        stream = os.open(os.devnull, os.O_RDWR)
+        return Channel(stream, os.dup(stream), lambda: None, lambda: None)
+
+    starter: Any = SimpleNamespace(start=start)
+    channels: Any = SimpleNamespace(open=open_log)
+    job = structs.replace(JOB, run_dir=str(tmp_path))
+    engine = LocalEngine(job, "tls:127.0.0.1:1", starter, channels, lambda worker, how: None)
+    for worker in (0, 1):
+        with pytest.raises(OSError):  # noqa: PT011 - of `start`
+            engine.start("worker", worker, HostMachine(), b"")
+    assert continued == {"worker 0": False, "worker 1": True}
+
+
+def test_ctrl_z_stops_a_machine_with_its_processes_and_any_other_program_alone() -> None:
+    before = signal.getsignal(signal.SIGTSTP)
+    with Interruption():
+        assert signal.getsignal(signal.SIGTSTP) == before
+    done: list[object] = []
+    interruption = SimpleNamespace(suspend=lambda: done.append("suspended"))
+    process = SimpleNamespace(signal=done.append)
+    agent: Any = SimpleNamespace(_engine=SimpleNamespace(processes=[process]), _interruption=interruption)
+    Agent._suspend(agent)
+    assert done == [signal.SIGSTOP, "suspended", signal.SIGCONT]
 
 
 def test_a_run_that_resumes_does_not_wait_for_another_machine_to_bring_a_server_that_is_lost() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import subprocess
@@ -44,6 +45,29 @@ def test_the_main_function_of_a_module_gets_the_arguments_that_follow(tmp_path: 
     words = [*main_of("paceline.cli"), "--version"]
     with execute(words, environment={"PYTHONPATH": ""}, stdout=subprocess.PIPE, cwd=tmp_path) as started:
         assert started.communicate()[0].decode() == f"paceline {paceline.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "level", "said"),
+    [
+        ("info", logging.INFO, ""),
+        ("", logging.WARNING, ""),
+        ("loud", logging.WARNING, "PACELINE_LOG is 'loud', expected one of "),
+    ],
+)
+def test_the_level_of_the_logs_ends_no_process(
+    given: str, level: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_LOG", given)
+    program = (
+        "import logging; from paceline.start.processes.program import log_to_stderr; log_to_stderr(); "
+        "print(logging.getLogger('paceline').level)"
+    )
+    with execute(["-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as started:
+        stdout, stderr = started.communicate()
+    assert int(stdout) == level
+    assert said in stderr.decode()
+    assert bool(said) == bool(stderr)
 
 
 def test_a_run_counts_the_cores_that_it_may_use(monkeypatch: pytest.MonkeyPatch) -> None:

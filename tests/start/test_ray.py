@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,10 @@ from safetensors.torch import load_file
 import paceline
 from benchmarks.overlap.namespaces import why_not
 from paceline.checkpoints.manifest import numbers_in
-from paceline.errors import ConfigurationError
+from paceline.errors import ConfigurationError, RunFailedError
+from paceline.start.processes.interruption import Interrupted, Interruption
+from paceline.start.ray import RayRun
+from paceline.start.ray_program import HostReport
 from tests.support import live
 from tests.support.live import await_that, mark, of_the_run, processes, run_program, start_program, train
 
@@ -544,6 +548,8 @@ def test_a_lost_server_ends_the_run_without_a_checkpoint(driver: Path, mark: str
         ({"engine": "rey", "workers": 2}, "unknown engine 'rey'; did you mean 'ray'? Choices: local, ray."),
         ({"workers": (2, 4)}, "this needs engine 'ray'"),
         ({"workers": 2, "resources": {"GPU": 1}}, "this needs engine 'ray'"),
+        ({"workers": 2, "snapshot_every_s": -1}, "snapshot_every_s is -1, expected a number of seconds > 0."),
+        ({"workers": 2, "snapshot_every_s": float("nan")}, "snapshot_every_s is nan, expected"),
     ],
 )
 def test_bad_input(options: dict[str, object], words: str, mark: str) -> None:
@@ -556,3 +562,45 @@ def test_ray_is_not_installed(mark: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
     with pytest.raises(ConfigurationError, match=r"ray is not installed: pip install paceline\[ray\]"):
         paceline.launch(train(), args=(1,), workers=2, engine="ray")
+
+
+def test_memory_has_an_option_of_its_own() -> None:
+    options = RayRun._options(Any, {"CPU": 1.0, "memory": 8e9, "ssd": 2.0})  # type: ignore[arg-type]
+    assert (options["num_cpus"], options["memory"], options["resources"]) == (1.0, 8e9, {"ssd": 2.0})
+    assert "memory" not in RayRun._options(Any, {"CPU": 1.0})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["RayActorError", "OutOfMemoryError", "ObjectLostError"])
+def test_an_actor_that_ray_has_lost_is_requested_again(name: str) -> None:
+    names = ("RayActorError", "OutOfMemoryError", "ObjectLostError")
+    errors = SimpleNamespace(**{each: type(each, (Exception,), {}) for each in names})
+    lost: list[tuple[str, str]] = []
+
+    def get(answer: str) -> None:
+        raise getattr(errors, name)("killed\nby Ray")
+
+    ray = SimpleNamespace(exceptions=errors, get=get, wait=lambda asked, **options: (asked, []))
+    run = SimpleNamespace(
+        _ray=ray, _asked={"answer": ("worker 0", "hear")}, _lost=lambda *words: lost.append(words)
+    )
+    RayRun._await_answers(run)  # type: ignore[arg-type]
+    assert lost == [("worker 0", "killed")]
+
+
+@pytest.mark.parametrize("how", ["interrupted", "finished"])
+def test_only_weights_that_exist_are_said_to_be_saved(how: str, tmp_path: Path) -> None:
+    said: list[str] = []
+    run = SimpleNamespace(
+        _server=SimpleNamespace(folder="/tmp/node"),
+        _job=SimpleNamespace(run_dir=str(tmp_path)),
+        _failure=None,
+        _interruption=Interruption(),
+        _say=said.append,
+    )
+    ended = HostReport(how, result=({}, [], ["the disk is full"]))
+    with pytest.raises((Interrupted, RunFailedError)) as raised:
+        RayRun._result(run, ended)  # type: ignore[arg-type]
+    assert said == []
+    if how == "finished":
+        assert f"its weights are not in {tmp_path}" in str(raised.value)
+        assert raised.value.__notes__ == ["the disk is full"]

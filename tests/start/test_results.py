@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import safetensors.torch
 import torch
 
 from paceline.core.metrics import Metric, MetricPoint
 from paceline.shard.store import WeightsSnapshot
 from paceline.sim import Cluster, simulate
-from paceline.start.results import RunResult, save_weights
+from paceline.start.results import RunResult, how_to_resume, save_weights
 from paceline.studies.results import StudyResult
 
 WEIGHT = torch.arange(6.0).reshape(2, 3).T  # not contiguous, as a model's may be
@@ -42,6 +43,25 @@ def test_without_any_weights_no_file_is_made(tmp_path: Path) -> None:
 
     assert (path, said) == (None, ["no weights were saved, because no weights could be read"])
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("command", "joined", "resumes"),
+    [
+        ("paceline run -n 2 train.py", False, ": paceline run --resume 'my runs/1'"),
+        ("paceline serve -n 2", True, ": paceline serve --resume 'my runs/1'"),
+        (
+            "torchrun --nnodes=2 -m paceline.join train.py",
+            True,
+            ", start the job again with --run-dir 'my runs/1'",
+        ),
+        ("srun paceline join --slurm train.py", True, ", start the job again with --run-dir 'my runs/1'"),
+        ("python3 train.py", False, ': paceline.launch(..., resume="my runs/1")'),
+        ("", False, ': paceline.launch(..., resume="my runs/1")'),
+    ],
+)
+def test_a_run_is_resumed_as_it_was_started(command: str, joined: bool, resumes: str) -> None:
+    assert how_to_resume(command, Path("my runs/1"), joined=joined) == resumes
 
 
 def test_a_result_is_shown_in_a_few_words(tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ import torch
 import paceline
 from paceline.checkpoints.manifest import numbers_in
 from paceline.errors import ConfigurationError, RunFailedError
+from paceline.run.job_options import make_job
+from paceline.start.run import begins_anew
 from tests.support.emulated import why_not_emulated
 from tests.support.live import await_that, kill_all, of_the_run, processes, run_program, start_program
 from tests.support.marks import chaos, thorough
@@ -515,6 +517,25 @@ def test_a_lost_server_ends_the_run_if_the_user_wants_it_so_and_a_script_can_ask
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("sync", "before", "differs"),
+    [
+        ("bsp@0,asp@1000", "asp", True),
+        ("bsp", "ssp:staleness=2", True),  # the script has chosen it
+        ("bsp@0,asp@epoch:5", "asp", False),  # the epoch has begun, so the change follows at once
+        ("bsp@0,asp@1000", "bsp", False),
+        ("asp", "", False),
+        ("auto", "asp", False),
+    ],
+)
+def test_a_run_says_whether_it_begins_with_another_model_than_its_checkpoint_has(
+    sync: str, before: str, differs: bool
+) -> None:
+    told = begins_anew(make_job(workers=2, servers=1, sync=sync, dry_run=True), before)
+    assert bool(told) == differs
+    assert f"resume it with --sync '{before}'." in told or not differs
+
+
 def test_a_changed_script_or_model_is_refused_with_the_first_difference(mark: str) -> None:
     killed(started("-n", "1", "--servers", "1"), mark)
     Path("train.py").write_text(SCRIPT.replace("lr=0.05", "lr=0.01"))
@@ -535,7 +556,7 @@ def test_a_changed_script_or_model_is_refused_with_the_first_difference(mark: st
 
 
 @pytest.mark.thorough
-def test_a_job_that_its_scheduler_starts_again_resumes_itself(mark: str) -> None:
+def test_a_job_that_its_scheduler_starts_again_resumes_itself(mark: str, tmp_path: Path) -> None:
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "paceline.join"]
     again = [*torchrun, *options()[3:], "train.py"]
     program = start_program(*again, stderr=subprocess.STDOUT)
@@ -543,7 +564,11 @@ def test_a_job_that_its_scheduler_starts_again_resumes_itself(mark: str) -> None
     killed(program, mark)
     before = checkpoints()[-1]
     Path("go").touch()
-    ended = run_program(*again)
+    with pytest.MonkeyPatch.context() as elsewhere:
+        elsewhere.setenv("XDG_CONFIG_HOME", str(tmp_path / "another"))
+        refused = run_program(*again)
+        assert "would decide about the secret in" in " ".join(refused.stderr.split())
+        ended = run_program(*again[:-1], "--trust", again[-1])
     assert ended.returncode == 0, ended.stdout + ended.stderr
     (resumption,) = summary()["resumptions"]
     assert Path(resumption["checkpoint"]).name == f"{before:06d}"

@@ -9,6 +9,7 @@ import signal
 import sys
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,8 @@ from paceline.shard.optimizers import UNTRACED
 from paceline.start.display import announce_run
 from paceline.start.local import HostMachine, ProcessPlacement
 from paceline.start.processes import spawn as starting
+from paceline.start.processes.fork_server import EXIT_THREADS
+from paceline.start.processes.orders import Descriptors
 from tests.support.live import await_that, meanwhile, processes, run_program
 
 pytestmark = [
@@ -231,6 +234,22 @@ def test_a_fork_server_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, tmp_
     with pytest.raises(RunFailedError, match="exit code 1") as raised:
         paceline.launch(one_step, workers=1, servers=1, progress=False)
     assert "this torch is broken" in raised.value.traceback
+
+
+def test_a_process_that_cannot_be_started_ends_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def execute(self: starting.Child) -> None:
+        raise BlockingIOError("too many processes")
+
+    monkeypatch.setattr(starting.Child, "_execute", execute)
+    server: Any = SimpleNamespace(fork=lambda *order: None, await_end=lambda: EXIT_THREADS)
+    order: Any = SimpleNamespace(title="worker 0")
+    source, sink = os.pipe()
+    with open(source, "rb") as log:
+        child = starting.Child((), {}, order, Descriptors(sink, sink, sink, sink), server)
+        child.await_start()
+        os.close(sink)
+        assert log.read() == b"worker 0 cannot be started: too many processes\n"
+    assert child.await_end() > 0
 
 
 COMPILED = """

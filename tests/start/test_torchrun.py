@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.overlap.namespaces import why_not
+from paceline.start.beside import serving
 from tests.support.live import await_that, mark, processes, run_program, start_program
 from tests.support.marks import chaos
 from tests.support.scheduled import SCRIPT, assert_trained_as_alone, program, summary
@@ -85,6 +87,18 @@ def test_the_others_continue_without_a_worker_that_is_killed(mark: str) -> None:
     assert code == 0, said
     assert summary("run")["lost_workers"] == [1]
     assert "worker 0 was started as rank 0" in said
+
+
+def test_the_process_that_serves_a_job_counts_one_ctrl_c_once(mark: str) -> None:
+    """torchrun signals the process group of rank 0, and rank 0 then interrupts the process that serves the job."""
+    with serving(["--run-dir", "run"], {}) as (_, announced):
+        assert announced() is not None
+        await_that(lambda: Path("run", "running.json").exists(), "the run says which process serves it")
+        launcher = json.loads(Path("run", "running.json").read_text())["launcher"]["process"]["process_id"]
+        assert os.getpgid(launcher) != os.getpgrp()
+        [ignored] = re.findall(r"SigIgn:\s+(\w+)", Path(f"/proc/{launcher}/status").read_text())
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            assert int(ignored, 16) & (1 << (number - 1)), number
 
 
 @pytest.mark.thorough

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import sys
 import time
 import webbrowser
@@ -209,7 +210,8 @@ def replay(
     if model.needs_plans or model.at_coordinator() is not None:
         raise ConfigurationError(
             f"{sync} plans for the whole job, and another plan would have changed the times of the pushes. Simulate it "
-            f"with the recorded times instead: paceline simulate {run_dir} --sync {sync}"
+            "with the recorded times instead: "
+            + shlex.join(["paceline", "simulate", str(run_dir), "--sync", str(sync)])
         )
     shards = [trace for trace in traces if trace.header.host == "shard"]
     if not all(trace.header.is_whole for trace in shards):
@@ -263,8 +265,8 @@ def replay(
     if early:
         console.print(
             f"Under {sync}, workers {', '.join(map(str, early))} would have waited longer, so their later messages "
-            f"would have come later, too. To see how the run would have gone on: paceline simulate {run_dir} "
-            f"--sync {sync}",
+            "would have come later, too. To see how the run would have gone on: "
+            + shlex.join(["paceline", "simulate", str(run_dir), "--sync", str(sync)]),
             highlight=False,
             soft_wrap=not console.is_terminal,
         )

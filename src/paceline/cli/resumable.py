@@ -25,6 +25,9 @@ FLAGS = ("--accept-changes", "--force", "--trust")
 NOT_REPEATED = ("--resume", "--run-dir", "--command", *FLAGS)
 """Options that concern only one start of a run. The `FLAGS` have no value."""
 
+PATHS = ("--checkpoint-dir", "--tensorboard")
+"""Options whose values are paths, or URLs of buckets."""
+
 OWN_TRUSTED = {"listen": "--listen", "observer": "--observer", "announce_to": "--announce"}
 """Options that are not settings, but for which `Setting.trusted` would be True."""
 
@@ -70,11 +73,12 @@ class Resumable(OptionalValues):
             run_dir, bucket = fetch_run(resumed, given.get("run_dir"), force=force)
             further = [f"--checkpoint-dir={bucket}"]
             options = [*_without(options, ("--resume", "--run-dir")), f"--resume={run_dir}"]
+        again = shlex.join(["paceline", ctx.info_name, "--resume", str(run_dir)])
         file = earlier_run(run_dir, force=force)
         if not program and has_finished(run_dir):
             raise ConfigurationError(
                 f"the run in {run_dir} has finished, so nothing is left to resume. To train longer, give the script "
-                f"with other arguments: paceline {ctx.info_name} --resume {run_dir} SCRIPT ..."
+                f"with other arguments: {again} SCRIPT ..."
             )
         words = shlex.split(file.command)
         if words[:2] != ["paceline", ctx.info_name]:
@@ -84,13 +88,14 @@ class Resumable(OptionalValues):
                 "in the same way again, with this directory for `resume`."
             )
         found, before = self._split(ctx, words[2:])
+        if Path(file.folder) != Path.cwd():
+            found, before = self._split(ctx, [*_located(before, Path(file.folder)), *_program(found)])
         trusted = [] if given.get("trust") else _require_trusted(file, run_dir, found, given)
         if not program and (program := _program(found)):
             if HIDDEN in " ".join(program):
                 raise ConfigurationError(
                     f"an argument of the script was secret, so the run directory {run_dir} does not contain it. Give "
-                    f"the script with all of its arguments again: paceline {ctx.info_name} --resume {run_dir} "
-                    f"{program[0]} ..."
+                    f"the script with all of its arguments again: {again} {shlex.quote(program[0])} ..."
                 )
             if Path(file.folder) != Path.cwd():
                 raise ConfigurationError(
@@ -98,12 +103,12 @@ class Resumable(OptionalValues):
                     "to this directory. Resume it there, or give the script with its arguments."
                 )
         kept = [*_without(before), *further]
-        again = shlex.join([*words[:2], *kept, *_without(options), *program])
+        command = shlex.join([*words[:2], *kept, *_without(options), *program])
         return [
             *kept,
             *_without_dashes(options),
             *trusted,
-            f"--command={again}",
+            f"--command={command}",
             *(["--", *program] if program else []),
         ]
 
@@ -182,6 +187,23 @@ def _still_counting(found: Any, given: Any) -> str:
 def _program(found: Mapping[str, Any]) -> list[str]:
     """Return the script and its arguments; [] if there is no script."""
     return [found["script"], *(found.get("arguments") or ())] if found.get("script") else []
+
+
+def _located(options: Sequence[str], folder: Path) -> list[str]:
+    """Return the options with absolute paths. Relative paths refer to `folder`."""
+
+    def located(path: str) -> str:
+        return path if is_bucket(path) else str(folder / path)
+
+    words: list[str] = []
+    for word in options:
+        name, equals, value = word.partition("=")
+        if words and words[-1] in PATHS:
+            word = located(word)
+        elif name in PATHS and equals:
+            word = f"{name}={located(value)}"
+        words.append(word)
+    return words
 
 
 def _without_dashes(options: Sequence[str]) -> list[str]:

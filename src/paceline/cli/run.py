@@ -62,8 +62,11 @@ class RunCommand(Resumable):
         options = {name for parameter in shown for name in parameter.opts if name.startswith("-")}
         options.discard("-m")  # after the script, -m is always an option of the script
         strays = _strays(arguments, options)
+        # With --resume, the script and its arguments may come from the earlier command.
+        last = given[-len(arguments) - 1 :]
+        typed = [str(Path(word)) for word in last[:1]] == [str(script)] and last[1:] == arguments
         separated = given[: len(given) - len(arguments) - 1][-1:] == ["--"]
-        if strays and not separated:
+        if strays and typed and not separated:
             names, command = " ".join(strays), f"paceline {ctx.info_name}"
             print_sentence(
                 plain_console(stderr=True),
@@ -124,7 +127,7 @@ def run(
         job = make_job(workers=assigned.workers, devices=assigned.devices, dry_run=True, **settings)
         job = with_server_devices(job)
         if job.resumed is not None and not settings["accept_changes"]:
-            source = script.read_text(errors="replace")
+            source = script.read_text(encoding="utf-8", errors="replace")
             note = require_same_source(f"the script {script}", source, Path(job.run_dir), "--accept-changes")
             if note:
                 print_sentence(plain_console(stderr=True), f"warning: {note}")
@@ -585,7 +588,7 @@ def secret_of(file: Path | None) -> str:
 def _tell_how_to_join(address: str, job: Job, announce_to: int | None, *, is_new: bool) -> None:
     """Print how machines join a run, and announce the run. If the secret is new (`is_new`), write it to a file."""
     file = Path(job.run_dir, SECRET)
-    known = f"{VARIABLE}=$(cat {file})" if is_new else f"{VARIABLE}=..."
+    known = f"{VARIABLE}=$(cat {shlex.quote(str(file))})" if is_new else f"{VARIABLE}=..."
     if is_new and not file.exists():
         write_secret(job.token, file)
     most = f", and at most {job.workers}" if job.workers > job.least else ""

@@ -276,7 +276,7 @@ def advise(
     trust: Trusted = False,
     as_json: AsJson = False,
 ) -> None:
-    """Recommend sync models for the machines of a run by simulating each model with the times recorded in that run.
+    """Recommend sync models for the machines of a run by simulating several models with the times recorded in that run.
 
     paceline advise runs/20261121-120000
     """

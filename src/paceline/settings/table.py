@@ -405,7 +405,6 @@ class Settings(TypedDict, total=False):
             help="Do what the run directory says: run its command, import its modules, use its paths. Needed if you "
             "did not start its run, or started it with another home directory.",
             panel=RESUMING,
-            commands=(RUN, SERVE),
             field=None,
         ),
     ]

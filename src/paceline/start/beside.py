@@ -28,6 +28,7 @@ from ..look.show_process import Listening, Outlets, ServedSocket, ShowOrder
 from ..run.job import Job
 from ..run.traces import BestEffortFile
 from ..wire.secure import without_secret
+from .processes.interruption import Interruption
 from .processes.program import Companion, end_with_parent, main_of
 from .terminal import plain_console, print_sentence
 
@@ -60,10 +61,11 @@ def serving(
 ) -> Iterator[tuple[Companion, Callable[[], Announcement | None]]]:
     """Start `paceline serve` as a child, for a process that a scheduler has started, and that also serves the job.
 
-    The child ignores SIGTERM, and its servers inherit this. Schedulers send the signal to all processes, but
-    the servers must still receive the last pushes of the workers. If the run is still in progress at the end of the
-    context, it is interrupted as by Ctrl-C. The program ends even if a server is silent, because it does not wait for
-    such a server forever.
+    The child ignores SIGTERM, SIGHUP and SIGQUIT, and its servers inherit this. Schedulers send such signals to all
+    processes, but the servers must still receive the last pushes of the workers. The child has a process group of its
+    own, because it would count a Ctrl-C for this group in addition to the signal below. If the run is still in progress
+    at the end of the context, it is interrupted as by Ctrl-C. The program ends even if a server is silent, because it
+    does not wait for such a server forever.
 
     Args:
         arguments: options of the command.
@@ -78,7 +80,8 @@ def serving(
 
     def prepare() -> None:
         end_with_parent(parent)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     def announced() -> Announcement | None:
@@ -94,6 +97,7 @@ def serving(
                 stdin=subprocess.DEVNULL,
                 environment={**os.environ, **environment},
                 pass_fds=[sink],
+                process_group=0,
                 preexec_fn=prepare,
             )
         finally:
@@ -196,7 +200,7 @@ PROGRAM = main_of("paceline.look.show_process")
 
 
 @contextlib.contextmanager
-def showing(outlets: Outlets, job: Job, address: str) -> Iterator[str]:
+def showing(outlets: Outlets, job: Job, address: str, interruption: Interruption) -> Iterator[str]:
     """Start the process. When the context ends, the process shows the end of the run.
 
     Enter the context when the run directory exists, and leave it when all files in this directory are complete.
@@ -206,6 +210,7 @@ def showing(outlets: Outlets, job: Job, address: str) -> Iterator[str]:
         outlets: where the run is shown. Their sockets are closed here as soon as the process has them.
         job: the configuration of the run.
         address: address of the coordinator.
+        interruption: counter of the signals that ask the run to end.
 
     Returns:
         Address of the live page, with its token; "" if there is none.
@@ -249,12 +254,17 @@ def showing(outlets: Outlets, job: Job, address: str) -> Iterator[str]:
         yield page
     finally:
         program.tell(b"\n")
-        deadline_s = time.monotonic() + END_TIMEOUT_S
-        with contextlib.suppress(KeyboardInterrupt):  # the run has ended, so Ctrl-C ends this wait only
-            if not program.end(lambda: time.monotonic() > deadline_s):
-                _say(
-                    f"note: the process that shows the run did not end within {END_TIMEOUT_S:g} s, and was killed"
-                )
+        deadline_s, before = time.monotonic() + END_TIMEOUT_S, interruption.count
+
+        def over() -> bool:
+            """Return True after the timeout, or after a signal: the run has ended, so Ctrl-C ends this wait only."""
+            signaled = interruption.count > before or interruption.hurried()
+            return signaled or time.monotonic() > deadline_s
+
+        if not program.end(over) and time.monotonic() > deadline_s:
+            _say(
+                f"note: the process that shows the run did not end within {END_TIMEOUT_S:g} s, and was killed"
+            )
         if (code := program.exit_code or 0) > 0:
             _say(f"note: {program.last or f'the process that shows the run has exited with code {code}'}")
         if program.complaint:

@@ -19,8 +19,10 @@ import math
 import select
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from itertools import cycle
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -69,7 +71,7 @@ from ..run.job import Job, ResumedFrom, claim_run_dir, decode_job
 from ..run.listener import Listener
 from ..run.observer import call
 from ..run.run_lock import RunningProcess
-from ..wire.secure import Contexts, contexts
+from ..wire.secure import Contexts, SecureSocket, contexts
 from ..wire.stream import Stream, no_payload
 from ..wire.transports import TCP, is_local, seen_from
 from .local import FIRST_PAUSE_S, MOST_REJOINS, HostMachine, LocalEngine, Process, Rejoins
@@ -80,6 +82,8 @@ from .processes.spawn import Starter
 from .terminal import Channels, PlainScreen, StandardStreams, print_sentence
 
 RETRY_INTERVAL_S = 0.5
+# Maximum duration of one attempt to connect to the coordinator.
+ATTEMPT_S = 60.0
 # Time after which the connection to the coordinator is given up if its machine acknowledges nothing. A suspended
 # coordinator still acknowledges what it receives. If the link is broken, a coordinator that is not suspended has taken
 # this machine out of the run within this time.
@@ -177,7 +181,7 @@ def join(
     """
     rejoining = Rejoins(rejoins)
     folder, wanted = run_dir or "", workers
-    with Interruption() as interruption:
+    with Interruption(suspends=True) as interruption:
         first = True
         reason: PacelineError
         while True:
@@ -191,7 +195,7 @@ def join(
                 count = 0 if servers is None else servers.count
                 unpickles = bool(worker_payload)
                 offer = MachineJoined(version, wanted, tuple(indices), count, installed(), unpickles)
-                checkpoint, admitted = _ask_to_join(stream, address, token, offer, opened)
+                checkpoint, admitted = _ask_to_join(stream, address, token, offer, opened, interruption)
                 if taken := ", ".join(str(index) for index in indices if index not in admitted.workers):
                     print_sentence(console, f"the worker index {taken} is not free")
                 job = decode_job(admitted.job, admitted.now_ticks)
@@ -254,8 +258,7 @@ def join(
             print_sentence(console, f"{reason}; joining again in {pause_s:g} s")
             deadline_s = time.monotonic() + pause_s
             while time.monotonic() < deadline_s:
-                if interruption.asked:
-                    raise interruption.exception("all workers on this machine have ended", {})
+                _look(interruption, "all workers on this machine have ended")
                 time.sleep(POLL_INTERVAL_S)
 
 
@@ -294,10 +297,9 @@ def _call(
     told = False
     while True:
         try:
-            left_s = max(1.0, deadline_s - time.monotonic())
-            stream: Stream[Message] = Stream(
-                call(address, left_s, known), first_phase("coordinator", "agent")
-            )
+            attempt_s = min(ATTEMPT_S, max(1.0, deadline_s - time.monotonic()))
+            sock = _connected(address, attempt_s, known, interruption)
+            stream: Stream[Message] = Stream(sock, first_phase("coordinator", "agent"))
             with contextlib.suppress(OSError):  # if the connection is lost, the first message will fail
                 stream.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_MS)
             return stream
@@ -307,13 +309,54 @@ def _call(
             if time.monotonic() > deadline_s:
                 raise PeerLostError(f"{error}; gave up after {patience_s:g} s") from error
             if not told:
-                print_sentence(console, f"{error}; trying again for {patience_s:g} s")
+                limit = "" if math.isinf(patience_s) else f" for {patience_s:g} s"
+                print_sentence(console, f"{error}; trying again{limit}")
                 told = True
             time.sleep(RETRY_INTERVAL_S)
 
 
+def _connected(
+    address: str, timeout_s: float, known: Contexts, interruption: Interruption
+) -> socket.socket | SecureSocket:
+    """Return a connection to the coordinator, as `call` does, unless a signal asks this program to end.
+
+    A handler that only counts signals does not end a system call. So another thread connects, and this thread watches
+    the count. After a signal, the other thread is left behind, and ends with the program.
+    """
+    connecting: Future[socket.socket | SecureSocket] = Future()
+
+    def connect() -> None:
+        try:
+            connecting.set_result(call(address, timeout_s, known))
+        except BaseException as error:
+            connecting.set_exception(error)
+
+    threading.Thread(target=connect, name="paceline-call", daemon=True).start()
+    while not wait([connecting], POLL_INTERVAL_S).done:
+        _look(interruption)
+    return connecting.result()
+
+
+def _look(interruption: Interruption, words: str = "no worker was started") -> None:
+    """Stop this process if Ctrl-Z was pressed. Raise the exception for a signal that asks this program to end.
+
+    Args:
+        interruption: counter of the signals.
+        words: which processes have ended.
+    """
+    if interruption.suspended:
+        interruption.suspend()
+    if interruption.asked:
+        raise interruption.exception(words, {})
+
+
 def _ask_to_join(
-    stream: Stream[Message], address: str, token: str, offer: MachineJoined, opened: contextlib.ExitStack
+    stream: Stream[Message],
+    address: str,
+    token: str,
+    offer: MachineJoined,
+    opened: contextlib.ExitStack,
+    interruption: Interruption,
 ) -> tuple[Path | None, MachineAdmitted]:
     """Offer to run some processes.
 
@@ -326,7 +369,9 @@ def _ask_to_join(
         # The checkpoint comes before the offer, because fetching it may take long, and an admitted machine must send
         # heartbeats.
         checkpoint = fetch_checkpoint(
-            stream, lambda: opened.enter_context(TemporaryDirectory(prefix="paceline-"))
+            stream,
+            lambda: opened.enter_context(TemporaryDirectory(prefix="paceline-")),
+            lambda: _look(interruption),
         )
         stream.send(offer)
         answer = stream.wait()
@@ -351,7 +396,9 @@ class _Piece(NamedTuple):
     data: bytearray
 
 
-def fetch_checkpoint(stream: Stream[Message], space: Callable[[], str]) -> Path | None:
+def fetch_checkpoint(
+    stream: Stream[Message], space: Callable[[], str], look: Callable[[], None]
+) -> Path | None:
     """Return the directory of the checkpoint with which a run begins; None if there is none.
 
     If this machine does not see the directory of the run, the files are fetched. While the run trains, there are
@@ -361,13 +408,15 @@ def fetch_checkpoint(stream: Stream[Message], space: Callable[[], str]) -> Path 
         stream: a connection to the coordinator on which the greeting has been sent.
         space: called if the files must be fetched. This function creates an empty directory for the files, and returns
             the path.
+        look: called before each piece. This function may raise an exception.
 
     Raises:
         CheckpointError: the files cannot be written, or have not arrived intact.
+        ConfigurationError: the coordinator cannot read the checkpoint.
         DeadlineError: the coordinator does not answer.
         PeerLostError: the connection is lost.
     """
-    pieces = list(_pieces(stream, MANIFEST))
+    pieces = list(_pieces(stream, MANIFEST, look))
     if not (path := pieces[0].about.path):
         return None
     manifest = b"".join(piece.data for piece in pieces)
@@ -384,7 +433,7 @@ def fetch_checkpoint(stream: Stream[Message], space: Callable[[], str]) -> Path 
         for name in found.files:
             (folder / name).parent.mkdir(exist_ok=True)
             with (folder / name).open("wb") as file:
-                for piece in _pieces(stream, name):
+                for piece in _pieces(stream, name, look):
                     file.write(piece.data)
         require_intact(folder, found, Pace())
     except OSError as error:
@@ -394,10 +443,11 @@ def fetch_checkpoint(stream: Stream[Message], space: Callable[[], str]) -> Path 
     return folder
 
 
-def _pieces(stream: Stream[Message], name: str) -> Iterator[_Piece]:
+def _pieces(stream: Stream[Message], name: str, look: Callable[[], None]) -> Iterator[_Piece]:
     """Fetch a file, and yield its pieces. The last piece is empty."""
     begin = 0
     while True:
+        look()
         asked_s = time.monotonic()
         data = bytearray()
 
@@ -409,6 +459,8 @@ def _pieces(stream: Stream[Message], name: str) -> Iterator[_Piece]:
         stream.send(FetchCheckpoint(name, begin))
         about = stream.wait()
         stream.sink = no_payload
+        if isinstance(about, Refused):
+            raise ConfigurationError(about.reason)
         if not isinstance(about, CheckpointPiece):
             raise ProtocolError(f"the coordinator sent {type(about).__name__}, expected CheckpointPiece")
         yield _Piece(about, data)
@@ -561,6 +613,8 @@ class Agent:
                 self._hear()
                 self._report_states()
                 self._report_ends()
+                if self._interruption.suspended and all(each.started for each in engine.processes):
+                    self._suspend()
                 if self._interruption.hurried():
                     break
                 if deadline_s == math.inf and (self._interruption.asked or self._failure is not None):
@@ -589,6 +643,17 @@ class Agent:
             raise self._cut_off
         if self._failure:
             raise RunFailedError("the run", self._failure)
+
+    def _suspend(self) -> None:
+        """Stop all processes on this machine and this process, until this process is continued."""
+        processes = self._engine.processes
+        for process in processes:
+            process.signal(signal.SIGSTOP)
+        try:
+            self._interruption.suspend()
+        finally:
+            for process in processes:
+                process.signal(signal.SIGCONT)
 
     @property
     def _busy(self) -> bool:

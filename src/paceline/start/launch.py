@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import os
 import pickle
 import sys
@@ -25,6 +26,7 @@ from ..run.job import Job
 from ..run.job_options import make_job
 from ..run.resuming import require_same_source
 from ..settings import Settings
+from ..settings.checks import number
 from ..settings.table import shows_settings
 from ..shard.foreign import loaded_optimizers
 from ..shard.optimizer_sources import OptimizerSources, imported_packages
@@ -41,6 +43,8 @@ from .run import start
 from .terminal import StandardStreams, plain_console
 
 log = logging.getLogger("paceline.launch")
+
+_above_zero = number(lambda value: 0 < value < math.inf, "a number of seconds > 0")
 
 
 @shows_settings
@@ -100,6 +104,8 @@ def launch(
         )
     if engine not in ENGINES:
         raise unknown_name("engine", engine, ENGINES)
+    if snapshot_every_s is not None:
+        _above_zero("snapshot_every_s", snapshot_every_s)
     try:
         payload = cloudpickle.dumps(sys.path) + cloudpickle.dumps((function, tuple(args)))
     except (TypeError, pickle.PicklingError, RuntimeError) as error:
@@ -174,7 +180,7 @@ def run_script(
         streams=streams,
         outlets=outlets,
         command=command,
-        source=script.read_text(errors="replace"),
+        source=script.read_text(encoding="utf-8", errors="replace"),
         force=force,
     )
 

@@ -317,7 +317,8 @@ class LocalEngine:
         )
         name = f"{role} {index}"
         log = Path(self._job.run_dir, f"{role}-{index}.log")
-        channel = self._channels.open(name, log, append=incarnation > 0)
+        # After the run has gone on from a checkpoint, the log contains the output of a worker's earlier life.
+        channel = self._channels.open(name, log, append=incarnation > 0 or log.exists())
         passed = None if receiver is None else receiver.detach()
         descriptors = Descriptors(channel.stdin, channel.stdout, channel.stdout, file_of(payload), passed)
         try:

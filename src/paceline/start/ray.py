@@ -264,11 +264,13 @@ class RayRun:
 
     def _options(self, resources: Mapping[str, float], bundle: int | None = None) -> dict[str, Any]:
         """Return the options of an actor. Without the index of a bundle, the actor is not in the placement group."""
-        others = {name: amount for name, amount in resources.items() if name not in ("CPU", "GPU")}
+        named = {"CPU", "GPU", "memory"}  # Ray has options of their own for these
+        others = {name: amount for name, amount in resources.items() if name not in named}
         options: dict[str, Any] = {
             "num_cpus": resources.get("CPU", 0.0),
             "num_gpus": resources.get("GPU", 0.0),
             "resources": others,
+            **({"memory": resources["memory"]} if "memory" in resources else {}),
             "max_concurrency": THREADS,
             "max_restarts": 0,
         }
@@ -310,6 +312,9 @@ class RayRun:
         if not self._asked:
             time.sleep(POLL_INTERVAL_S)
             return
+        errors = self._ray.exceptions
+        # Ray's memory monitor has killed the actor, or the node with the answer has died: the actor is lost, too.
+        losses = (errors.RayActorError, errors.OutOfMemoryError, errors.ObjectLostError)
         ready, _ = self._ray.wait(
             list(self._asked), num_returns=1, timeout=POLL_INTERVAL_S, fetch_local=False
         )
@@ -317,7 +322,7 @@ class RayRun:
             place, method = self._asked.pop(answer)
             try:
                 value = self._ray.get(answer)
-            except self._ray.exceptions.RayActorError as error:
+            except losses as error:
                 self._lost(place, str(error).partition("\n")[0])
                 continue
             if method == "place":
@@ -589,8 +594,14 @@ class RayRun:
                 self._failure.add_note(f"the weights at the time of the failure were saved to {weights}")
             raise self._failure
         if ended.how == "interrupted":
-            self._say(f"the weights at the time of the signal were saved to {weights}")
+            if weights.exists():
+                self._say(f"the weights at the time of the signal were saved to {weights}")
             raise self._interruption.exception("all processes of the run have ended", summary)
+        if not weights.exists():
+            failure = RunFailedError("the run", f"it has finished, but its weights are not in {run_dir}")
+            for problem in problems:
+                failure.add_note(problem)
+            raise failure
         return RunResult(load_file(weights), summary, run_dir, snapshots, tuple(problems))
 
     def _say(self, line: str) -> None:

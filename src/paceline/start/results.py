@@ -189,9 +189,6 @@ def summarize(
             figures = msgspec.to_builtins(measures, str_keys=True)
             pushes = figures.pop("pushes")
             if resumed is not None:
-                # The traces count versions of shards, which include the updates before the run was resumed.
-                made = figures["updates"] - resumed.shards[0].version
-                figures |= {"updates": made, "updates_per_s": made / (figures["duration_s"] or 1.0)}
                 pushes = {name: count + getattr(resumed.pushes, name, 0) for name, count in pushes.items()}
             uses = time_use(meter.presences(), spent, TICKS_PER_S)
             figures["wasted_s"] = fsum(use.wasted_s for use in uses.values())
@@ -207,7 +204,7 @@ def summarize(
         **({"failure": failure} if failure else {}),
         "sync": job.sync,
         "hyperparameters": job.hyperparameters,
-        "program": list(program),
+        "program": _without_secrets(program),
         "workers": job.workers,
         "least_workers": job.least,
         "servers": job.servers,
@@ -498,6 +495,28 @@ def command_of(arguments: Sequence[str] | None = None, environment: Mapping[str,
     return shlex.join(_without_secrets(words))
 
 
+def how_to_resume(command: str, run_dir: Path, *, function: bool = False, joined: bool = False) -> str:
+    """Return how a user resumes a run, as the end of a sentence.
+
+    Args:
+        command: the command line that repeats the run; see `command_of`.
+        run_dir: the directory of the run.
+        function: True if the workers call a function.
+        joined: True if machines join the run.
+
+    >>> how_to_resume("paceline run train.py", Path("my runs/1"))
+    ": paceline run --resume 'my runs/1'"
+    >>> how_to_resume("srun paceline join --slurm train.py", Path("runs/1"), joined=True)
+    ', start the job again with --run-dir runs/1'
+    """
+    words = shlex.split(command)[:2]
+    if words in (["paceline", "run"], ["paceline", "serve"]) and not function:
+        return f": {shlex.join([*words, '--resume', str(run_dir)])}"
+    if joined:  # a scheduler has started the run
+        return f", start the job again with {shlex.join(['--run-dir', str(run_dir)])}"
+    return f': paceline.launch(..., resume="{run_dir}")'
+
+
 def _without_run_dir(command: str, run_dir: Path) -> str:
     """Return a command line without the name of the run directory, because another run must not use this directory."""
     words = shlex.split(command)
@@ -645,8 +664,10 @@ def _progress_in(folder: Path, file: RunFile | None) -> _Progress | None:
     except (ConfigurationError, OSError, MsgspecError) as error:
         log.info("the traces in %s cannot be read: %s", folder, error)
         return None
-    end_s = max(shard.now for shard in digest.meter.state.shards) / TICKS_PER_S
-    return _Progress(measures.updates, samples + measures.samples, elapsed_s + end_s)
+    shards = digest.meter.state.shards
+    end_s = max(shard.now for shard in shards) / TICKS_PER_S
+    updates = shards[0].earlier_updates + measures.updates
+    return _Progress(updates, samples + measures.samples, elapsed_s + end_s)
 
 
 # -- Threads that take snapshots of the weights during a run, over connections of their own, as readers do ---

@@ -44,7 +44,7 @@ from ..shard.store import WeightsSnapshot, remove_frozen
 from ..sync import Conditions
 from ..sync.plugins import local_conditions
 from ..trace.recording import EARLIER
-from ..trace.report import Resumption, RunFile, write_run_file
+from ..trace.report import RunFile, write_run_file
 from ..trace.run_dir import REPORT, require_usable
 from ..wire.memory import PassedSockets
 from ..wire.preface import COORDINATOR
@@ -64,6 +64,7 @@ from .results import (
     Sampler,
     averages_line,
     description_of,
+    how_to_resume,
     make_room,
     samples_line,
     save_weights,
@@ -152,7 +153,7 @@ def start(
     restarts = RestartPolicy()
     announced = False  # True once `listening` was called: once is enough, because the address never changes
     # After the loss of a server, the run is started again in this loop. A signal between two starts ends the run, too.
-    with Interruption() as interruption, contextlib.ExitStack() as held:
+    with Interruption(suspends=True) as interruption, contextlib.ExitStack() as held:
         lock: RunLock | None = None
         while True:
             sock, address = CoordinatorHost.listen_for(job, placement.coordinator)
@@ -175,7 +176,7 @@ def start(
             # If the output of all processes is shown, line by line, no process gets a terminal of its own.
             terminal = None if streams.show_all or job.joined else Terminal.here()
             with (
-                showing(outlets or Outlets(), job, address) as page,
+                showing(outlets or Outlets(), job, address, interruption) as page,
                 published(Path(job.run_dir), address, job.token, page),
                 terminal or contextlib.nullcontext(),
                 starter or Starter(placement.prefixes()) as starter,
@@ -195,7 +196,7 @@ def start(
                     patience_s,
                     listener,
                     restarts,
-                    described.resumptions,
+                    described,
                     lock,
                 )
                 try:
@@ -303,7 +304,7 @@ class LiveRun:
         patience_s: see `start`.
         listener: the listener of this machine, if its processes do not listen themselves.
         restarts: decides whether the run goes on after the loss of a server.
-        resumptions: the interruptions of the run, in order.
+        described: the description of the run, as `run.json` contains it.
         lock: the lock on the run directory.
     """
 
@@ -321,13 +322,14 @@ class LiveRun:
         patience_s: float | None,
         listener: Listener | None,
         restarts: RestartPolicy,
-        resumptions: Sequence[Resumption],
+        described: RunFile,
         lock: RunLock,
     ) -> None:
         self._job = job
         self._lock = lock
         self._restarts = restarts
-        self._resumptions = resumptions
+        self._command = described.command
+        self._resumptions = described.resumptions
         self._run_dir = Path(job.run_dir)
         self._coordinator = coordinator
         self._placement = placement
@@ -345,7 +347,7 @@ class LiveRun:
             listener=listener,
         )
         self._waiting = Waiting(coordinator, self._engine, job.stall_timeout_s, self._say, terminal)
-        again = bool(resumptions and resumptions[-1].why)
+        again = bool(self._resumptions and self._resumptions[-1].why)
         shortage = ShortageWatch(coordinator, patience_s, self._say, again=again) if job.joined else None
         self._shortage = shortage
         self._sampler = Sampler(coordinator, snapshot_every_s) if snapshot_every_s else None
@@ -387,6 +389,8 @@ class LiveRun:
         next_life: Job | None = None
         if self._resumptions:
             self._say(self._resumptions[-1].words)
+        if (cut := coordinator.core.resumed) is not None and (begins := begins_anew(self._job, cut.sync)):
+            self._say(begins)
         with self._progress:
             try:
                 try:
@@ -689,7 +693,8 @@ class LiveRun:
         if not coordinator.started.is_set():
             return
         self._keep_weights(None)
-        if self._hurried():
+        # Without workers, no cut can be made: the state of the scripts is in an earlier checkpoint.
+        if self._hurried() or not coordinator.core.members.present:
             return
         # This makes a cut of the job now. The files of the checkpoint are written while summary and report are written.
         coordinator.call(coordinator.checkpoints.request_last)
@@ -851,10 +856,9 @@ class LiveRun:
             path = None if self._newest.checkpoint is None else self._newest.checkpoint.path
         if path is None:
             return ""
-        command = f"paceline {'serve' if self._job.joined else 'run'} --resume {self._run_dir}"
-        if self._program[:1] == ["function"]:
-            command = f'paceline.launch(..., resume="{self._run_dir}")'
-        return f"checkpoint {path.name} is whole; to go on from it: {command}"
+        function, joined = self._program[:1] == ["function"], self._job.joined
+        how = how_to_resume(self._command, self._run_dir, function=function, joined=joined)
+        return f"checkpoint {path.name} is whole; to go on from it{how}"
 
     def _interrupted(self, scripts: str = "") -> BaseException:
         """Write the summary, and return the exception for the signal that ended the run.
@@ -941,6 +945,27 @@ def on_machines(job: Job, left: MachinesLeft) -> Job:
         return job
     least = max(1, job.pause_below, min(job.least, left.workers))
     return replace(job, least=least, remote_servers=min(job.remote_servers, left.servers))
+
+
+def begins_anew(job: Job, before: str) -> str:
+    """Return a sentence that says that a resumed run begins with another sync model than its checkpoint has; or "".
+
+    If the schedule names an epoch for the checkpoint's model, the result is "": this epoch has begun, so the run
+    changes to the model at once.
+
+    Args:
+        job: the configuration of the run.
+        before: the sync model at the checkpoint, in the notation of the command line; "" if it is unknown.
+    """
+    first, *others = job.schedule.steps
+    follows = any(step.sync == before for step in others if step.epoch is not None)
+    if job.schedule.auto or follows or before in ("", first.sync):
+        return ""
+    return (
+        f"The run begins with the sync model {first.sync}, and its schedule counts iterations from 0. At the "
+        f"checkpoint, the model was {before}. To go on with that model, end the run, and resume it with --sync "
+        f"'{before}'."
+    )
 
 
 class RestartPolicy:

@@ -226,6 +226,8 @@ def expand(nodes: str) -> list[str]:
 POLL_INTERVAL_S = 0.2
 # Time that the other workers have to leave after the worker of the first process has left.
 LEAVE_TIMEOUT_S = 5.0
+# Maximum time in seconds that the store accepts: torch counts milliseconds in 32 bits.
+MOST_STORE_S = 1e6
 EXIT_FINISHED = (0, 3)  # exit codes of a run that has finished
 
 ANYWHERE = ("0.0.0.0", "::", "[::]")
@@ -245,12 +247,17 @@ def listening_address(place: JobPlace, listen: str) -> str:
     if listen and listen not in ANYWHERE:
         return listen
     address = interface_to(place.host)
-    if is_local(f"tcp:{address}:0") and not (place.alone or is_local(f"tcp:{place.host}:0")):
+    if _is_loopback(address) and not (place.alone or _is_loopback(place.host)):
         raise ConfigurationError(
             f"on this machine, the name {place.host!r} means {address}, which the other machines of the job cannot "
             "reach. Use --listen to name the address on which these machines reach this machine."
         )
     return address
+
+
+def _is_loopback(host: str) -> bool:
+    """Return True if a host is a loopback address."""
+    return is_local(f"tcp:[{host}]:0" if ":" in host else f"tcp:{host}:0")
 
 
 def join_job(
@@ -394,12 +401,13 @@ def _store(store: RendezvousStore, patience_s: float, *, serves: bool) -> TCPSto
     """Return a connection to the store of a job. The store contains no secrets, because anybody may connect to it."""
     from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
+    timeout_s = min(MOST_STORE_S, max(1.0, patience_s))
     try:
         return TCPStore(
             store.host,
             store.port,
             is_master=store.hosted and serves,
-            timeout=timedelta(seconds=max(1.0, patience_s)),
+            timeout=timedelta(seconds=timeout_s),
         )
     except DistError as error:
         raise PeerLostError(

@@ -61,16 +61,21 @@ class Interruption:
     Signals that the program ignores, or handles itself, are not counted. Outside the main thread, no signals are
     counted, because Python handles signals only in the main thread.
 
+    Args:
+        suspends: True if the program looks at `suspended`, and then calls `suspend`. Otherwise, Ctrl-Z stops this
+            process as usual.
+
     Attributes:
         count: number of signals received.
         since_s: time on the monotonic clock at which the first signal was received.
         suspended: True if Ctrl-Z has asked the run to stop until it is continued. See `suspend`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, suspends: bool = False) -> None:
         self.count = 0
         self.since_s = 0.0
         self.suspended = False
+        self._suspends = suspends
         self._number: int | None = None
         self._before: dict[signal.Signals, Any] = {}
 
@@ -79,7 +84,7 @@ class Interruption:
             for number, default in DEFAULTS.items():
                 if signal.getsignal(number) == default:
                     self._before[number] = signal.signal(number, self._note)
-            if signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL:
+            if self._suspends and signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL:
                 self._before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._note_suspension)
         return self
 

@@ -68,8 +68,11 @@ def log_to_stderr() -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
     logger.addHandler(handler)
-    logger.setLevel(os.environ.get("PACELINE_LOG", "WARNING"))
     logger.propagate = False
+    level, levels = os.environ.get("PACELINE_LOG") or "WARNING", logging.getLevelNamesMapping()
+    logger.setLevel(levels.get(level.upper(), logging.WARNING))
+    if level.upper() not in levels:
+        logger.warning("PACELINE_LOG is %r, expected one of %s; WARNING is used", level, ", ".join(levels))
 
 
 def execute(

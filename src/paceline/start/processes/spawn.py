@@ -150,10 +150,17 @@ class Child:
                 "longer (see 'How the processes start' in the guide)",
                 order.title,
             )
-            self._execute()
-        else:  # the log of the process says why it was not started
-            with contextlib.suppress(OSError):
-                os.write(descriptors.stderr, self._server.words())
+            try:
+                self._execute()
+            except OSError as error:
+                self._say_why(f"{order.title} cannot be started: {error}\n".encode())
+        else:
+            self._say_why(self._server.words())
+
+    def _say_why(self, words: bytes) -> None:
+        """Write to the log of the process why it was not started."""
+        with contextlib.suppress(OSError):
+            os.write(self._asked[3].stderr, words)
 
     def await_end(self) -> int:
         """Wait until the process has ended, and return its exit code.
