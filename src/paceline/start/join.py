@@ -324,17 +324,34 @@ def _connected(
     the count. After a signal, the other thread is left behind, and ends with the program.
     """
     connecting: Future[socket.socket | SecureSocket] = Future()
+    arguments = connecting, address, timeout_s, known
+    threading.Thread(target=_connect, args=arguments, name="paceline-call", daemon=True).start()
+    del arguments
+    try:
+        while not wait([connecting], POLL_INTERVAL_S).done:
+            _look(interruption)
+        return connecting.result()
+    except BaseException:
+        connecting.add_done_callback(_close)
+        raise
+    finally:
+        del connecting  # its exception has this frame, and would keep itself alive
 
-    def connect() -> None:
-        try:
-            connecting.set_result(call(address, timeout_s, known))
-        except BaseException as error:
-            connecting.set_exception(error)
 
-    threading.Thread(target=connect, name="paceline-call", daemon=True).start()
-    while not wait([connecting], POLL_INTERVAL_S).done:
-        _look(interruption)
-    return connecting.result()
+def _connect(
+    connecting: Future[socket.socket | SecureSocket], address: str, timeout_s: float, known: Contexts
+) -> None:
+    try:
+        connecting.set_result(call(address, timeout_s, known))
+    except BaseException as error:
+        connecting.set_exception(error)
+    finally:
+        del connecting
+
+
+def _close(connecting: Future[socket.socket | SecureSocket]) -> None:
+    if connecting.exception() is None:
+        connecting.result().close()
 
 
 def _look(interruption: Interruption, words: str = "no worker was started") -> None:
