@@ -322,8 +322,8 @@ def test_a_worker_that_becomes_the_main_worker_while_it_saves_saves_the_states_o
 ) -> None:
     require("lightning")
     program = script(epochs=1, callbacks='ModelCheckpoint(dirpath="saved", filename="state")')
-    # The worker does not know yet that it is the main worker.
-    unaware = "type(trainer.strategy).is_global_zero = property(lambda strategy: False)\n"
+    # A worker that does not know yet that it is the main worker gives no states.
+    unaware = "trainer.strategy.optimizer_state = lambda optimizer: {}\n"
     run(tmp_path, program.replace("module = Module()\n", f"module = Module()\n{unaware}"), workers=1)
     [state] = torch.load(tmp_path / "saved" / "state.ckpt", weights_only=False)["optimizer_states"]
     assert len(state["state"]) == 4
