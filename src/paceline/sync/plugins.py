@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import re
 import runpy
 import traceback
@@ -285,7 +284,7 @@ def _find(name: str) -> Condition:
 # simulation with a `UserCodeError`, which says what was called, where, and for which event. The traceback has
 # only the user's frames, as it has for an error in a script.
 
-PACKAGE = str(Path(__file__).parent.parent) + os.sep  # another package may be named paceline_...
+PACKAGE = f"{Path(__file__).parent.parent}/"  # another package may be named paceline_...
 # Python's own modules through which Paceline calls code of the user: context managers, `runpy`, and threads.
 CALLERS = (
     PACKAGE,
