@@ -36,12 +36,15 @@ from paceline.core.messages import (
 )
 from paceline.core.requests import COORDINATOR, Apply, Request, Send, server_peer, worker_peer
 from paceline.core.server import Server
+from paceline.errors import PeerLostError
 from paceline.run.coordinator import CoordinatorHost
 from paceline.run.hub import Caller, Hub
 from paceline.run.job_options import make_job
 from paceline.run.server import ServerHost
+from paceline.run.worker import WorkerSession
 from paceline.sync import BSP
 from paceline.sync.schedule import Schedule, ScheduleStep
+from paceline.train import session as sessions
 from paceline.wire.stream import Stream
 from paceline.wire.transports import connect
 from tests.conftest import RunOnThreads
@@ -161,6 +164,59 @@ def test_a_server_that_is_asked_for_the_final_weights_first_reads_the_goodbyes(
     assert asked == [{0, 1}]
     assert answered == [set()]
     assert run.state_dict["weight"].item() == 0.0
+
+
+def test_a_server_without_a_goodbye_is_told_that_the_worker_is_lost() -> None:
+    core = Coordinator(Schedule((ScheduleStep((BSP(),)),)), workers=2, servers=2, shards=2)
+    for server in (0, 1):
+        core.connected(server_peer(server), 0)
+    for worker in (0, 1):
+        core.connected(worker_peer(worker), 0)
+    done = core.handle(worker_peer(0), messages.WorkerFinished(early=True, unreached=(1,)), 0)
+    told = [each for each in done if isinstance(each, Send) and isinstance(each.message, messages.WorkerLost)]
+    assert told == [Send(server_peer(1), messages.WorkerLost(0))]
+    assert core.members.fate(0) == "left"
+    report = PushesReported(0, 0, (4,), (True,), ((),))
+    assert core.handle(server_peer(1), report, 0) == [Send(server_peer(1), LossSettled(0, 0, 4))]
+
+
+def test_a_worker_whose_goodbye_does_not_reach_a_server_holds_nobody_up(
+    run_on_threads: RunOnThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Worker 1 is asked to leave while it waits in a barrier, so a shard of each server holds its push."""
+    goodbyes: list[str] = []
+    send = Stream.send
+
+    def send_most(stream: Stream[Any], message: Any, *args: Any, **options: Any) -> Any:
+        if isinstance(message, messages.WorkerFinished) and paceline.worker_index() == 1:
+            goodbyes.append(str(message.unreached))
+            if len(goodbyes) == 1:
+                raise PeerLostError("the connection was cut")
+        return send(stream, message, *args, **options)
+
+    monkeypatch.setattr(Stream, "send", send_most)
+
+    def train() -> None:
+        session = sessions.current()
+        assert isinstance(session, WorkerSession)
+        model = nn.Linear(2, 1, bias=False)
+        nn.init.ones_(model.weight)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), model=model)
+        for iteration in range(4):
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            if iteration == 2 and session.worker == 1:
+                session.links.asked_to_leave = True  # noticed while this worker waits
+            elif iteration == 2:
+                await_that(lambda: len(goodbyes) == 3, "worker 1 has left")
+            try:
+                optimizer.step()
+            except SystemExit:
+                return
+
+    run = run_on_threads(train, workers=2, servers=2, transport="tcp")
+    assert goodbyes == ["()", "()", "(0,)"]
+    assert run.state_dict["weight"].tolist() == [[-1.0, -1.0]]
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])

@@ -621,7 +621,10 @@ class Coordinator:
                 return self._begin_if_complete(now_ticks)
             case messages.WorkerFinished():
                 self._note_time(worker, message.spent, now_ticks)
-                return self._leave(worker, WorkerFinished, now_ticks, message.drawn, early=message.early)
+                requests = self._lose_at(message.unreached, worker)
+                return requests + self._leave(
+                    worker, WorkerFinished, now_ticks, message.drawn, early=message.early
+                )
             case Failed() if worker in self.members.invited or worker in self.members.gone:
                 # The worker takes no part in the run yet, or has been refused, so the run does not fail.
                 reason = f"worker {worker} could not join the run: {message.reason}"
@@ -1048,6 +1051,15 @@ class Coordinator:
         if self.reconfigurations.left(worker):
             return requests + self._end_join(now_ticks)
         return requests + self._join_next()
+
+    def _lose_at(self, unreached: Sequence[int], worker: int) -> list[Request]:
+        """Tell servers that received no goodbye from a worker to treat it as lost, and to wait for nothing from it.
+
+        Such a server fences the worker once their connection has ended. Its report leads to the verdict that its shards
+        keep the pushes that they hold (see `Losses.reported`).
+        """
+        lost = messages.WorkerLost(worker, self.members.incarnation(worker))
+        return [Send(server_peer(each), lost) for each in unreached if each in self.servers.addresses]
 
     @property
     def awaited(self) -> set[int]:

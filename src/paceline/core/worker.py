@@ -504,7 +504,10 @@ class Worker:
         self._await("answers")
 
     def finish(self, *, early: bool = False, spent: TimeSpent | None = None) -> list[Request]:
-        """Leave the run, because the script has finished or, if `early`, because the worker was asked to leave."""
+        """Leave the run, because the script has finished or, if `early`, because the worker was asked to leave.
+
+        The last of the requests is the goodbye to the coordinator.
+        """
         self.waiting_for, self.left = "", True
         goodbye = WorkerFinished(self.data.end(), early, spent)
         peers = [*dict.fromkeys(self._servers), COORDINATOR]

@@ -24,6 +24,7 @@ from typing import Any, ClassVar, Final, Protocol, TypeVar, cast
 import numpy as np
 import safetensors.torch
 import torch
+from msgspec import structs
 
 from ..core.job_sync import EarlyPause
 from ..core.layout import (
@@ -407,19 +408,29 @@ class Links(Host):
 
 
 class _Goodbyes(Host):
-    """Sends the last messages of a worker to the peers that still receive messages."""
+    """Sends the last messages of a worker to the peers that still receive messages.
+
+    The last message of all is the goodbye to the coordinator. This goodbye names the servers that were not reached,
+    because such a server may have lost only its connection to this worker.
+    """
 
     def __init__(self, links: Links) -> None:
         self._links = links
+        self._unreached: list[int] = []
 
     def send(self, to: Peer, message: Message) -> None:
         links = self._links
         if to is not COORDINATOR and not links.servers:
             return
+        if to is COORDINATOR and self._unreached:
+            message = structs.replace(message, unreached=tuple(self._unreached))
         stream: Stream[Any] = links.coordinator if to is COORDINATOR else links.servers[to.index]
-        with contextlib.suppress(PeerLostError, DeadlineError):  # a lost peer need not be notified
+        try:
             stream.send(message)
             stream.drain()
+        except (PeerLostError, DeadlineError):
+            if to is not COORDINATOR:  # nobody can be told that the coordinator was not reached
+                self._unreached.append(to.index)
 
 
 # -- Finds out in the first iterations of a worker whether its link to the servers is too slow for the model

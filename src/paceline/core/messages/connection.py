@@ -187,11 +187,13 @@ class WorkerFinished(Message):
             (see `Pushed`).
         early: True if the worker has been asked to leave before it has finished its work.
         spent: what the worker has spent its time on; None if it is unknown.
+        unreached: servers to which the worker could not send this message. Only the coordinator receives this list.
     """
 
     drawn: tuple[PackedPushed, ...] = ()
     early: bool = False
     spent: TimeSpent | None = None
+    unreached: tuple[int, ...] = ()
 
 
 @sent("coordinator", to="server")
