@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from pathlib import Path
+
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
+import paceline
+from paceline.core.layout import BufferSpec
 from paceline.errors import UsageError
+from paceline.shard.store import BufferSlots
 from paceline.shard.vectors import digest_of
+from paceline.sim import Cluster, simulate
+from paceline.sim.times import Presence
 from paceline.train.job_model import Buffers, JointModel
 
 ACCELERATOR = torch.accelerator.current_accelerator()
@@ -108,3 +118,67 @@ def test_a_buffer_that_becomes_another_is_refused(change: object) -> None:
         UsageError, match=r"'1.running_mean' was float32\[16\] .* now (float64\[16\]|float32\[3\])"
     ):
         buffers.changed()
+
+
+# -- the buffers of workers that have left before they finished ----------------------------------------------
+
+
+def test_a_worker_that_has_left_early_has_no_part_in_the_pool_until_it_is_replaced() -> None:
+    slots = BufferSlots([BufferSpec("place", (), "float32")], [torch.tensor(0.0)])
+    slots.leave_out(0)
+    assert slots.pooled()["place"] == 0
+    for worker in range(3):
+        slots.put(worker, {0: torch.tensor(float(worker))})
+    slots.leave_out(2)
+    assert slots.pooled()["place"] == 0.5
+    slots.leave_out(1)
+    slots.leave_out(0)
+    assert slots.pooled()["place"] == 1  # nobody else has sent any
+    slots.put(1, {0: torch.tensor(5.0)})
+    assert slots.pooled()["place"] == 5
+
+
+class Marked(nn.Module):
+    """A model with a buffer that tells which workers have changed it."""
+
+    place: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+        self.register_buffer("place", torch.tensor(0.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.place.fill_(1.0 + paceline.worker_index())
+        out: torch.Tensor = self.linear(x)
+        return out
+
+
+def train_marked() -> None:
+    torch.manual_seed(0)
+    model = Marked()
+    optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+    for iteration in range(6):
+        optimizer.zero_grad()
+        model(torch.randn(4, 4) + paceline.worker_index()).square().mean().backward()
+        if iteration == 3 and paceline.worker_index() == 2 and "PACELINE_LOSES" in os.environ:
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("sync", ["bsp", "asp"])
+def test_a_lost_worker_has_no_part_in_the_buffers_of_a_simulated_run(sync: str) -> None:
+    cluster = Cluster(compute_s=[1.0] * 3, presence={2: Presence(lost_at_s=3.5)})
+    weights = simulate(cluster, sync, train_fn=train_marked).state_dict
+    assert weights is not None
+    assert weights["place"] == 1.5
+
+
+@pytest.mark.processes
+def test_a_lost_worker_has_no_part_in_the_buffers_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_LOSES", "1")
+    result = paceline.launch(train_marked, workers=3, servers=2, run_dir=tmp_path / "run", progress=False)
+    assert result.summary["lost_workers"] == [2]
+    assert safetensors.torch.load_file(tmp_path / "run" / "weights.safetensors")["place"] == 1.5

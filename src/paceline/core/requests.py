@@ -191,6 +191,16 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     joint: bool = False
 
 
+class LeaveOut(HostRequest):
+    """Leave the buffers of a worker out of the pool of the model's buffers, unless no other worker has sent any.
+
+    The worker has left before it finished. Its BatchNorm statistics, for example, no longer change, while the weights
+    do. Only the server of shard 0 makes this request.
+    """
+
+    worker: int
+
+
 class TakeCut(HostRequest):
     """Copy the weights, the optimizer state and the buffers of a shard as they are now, for a cut of the job.
 
@@ -300,6 +310,7 @@ Request = (
     | Overwrite
     | Discard
     | Preserve
+    | LeaveOut
     | TakeCut
     | SaveCut
     | CompleteCut
@@ -353,6 +364,7 @@ METHODS: dict[type[Request], str] = {
     Overwrite: "overwrite",
     Discard: "discard",
     Preserve: "preserve",
+    LeaveOut: "leave_out",
     TakeCut: "take_cut",
     SaveCut: "save_cut",
     CompleteCut: "complete_cut",
@@ -440,6 +452,9 @@ class Host:
     def preserve(self, push: Preserve) -> None:
         """Copy the gradient of a held push."""
         self.stores[push.shard].preserve(push.worker, push.iteration)
+
+    def leave_out(self, request: LeaveOut) -> None:
+        """Leave the buffers of a worker out of the pool. A host that keeps no buffers does nothing."""
 
     def take_cut(self, request: TakeCut) -> None:
         """Copy the state of a shard for a cut of the job."""

@@ -67,7 +67,7 @@ from .messages import (
     WorkerWelcomed,
 )
 from .paces import PaceMeter
-from .requests import COORDINATOR, EntryRecorder, Peer, Request, Send, Timer, worker_peer
+from .requests import COORDINATOR, EntryRecorder, LeaveOut, Peer, Request, Send, Timer, worker_peer
 from .shard import Shard
 
 RecorderOf = Callable[[int], EntryRecorder | None]
@@ -243,7 +243,8 @@ class Server:
             case MeanAwaited():
                 return self.shard(message.shard).ask(message.pushes)
             case messages.WorkerFinished():
-                return self._leave(WorkerFinished(now_ticks=now_ticks, worker=worker))
+                finished = WorkerFinished(now_ticks=now_ticks, worker=worker)
+                return self._leave(finished, early=message.early)
             case messages.WorkerLost():
                 return self._lose(message, now_ticks)
             case JoinProposed():
@@ -422,7 +423,7 @@ class Server:
         worker, count = message.worker, message.count
         requests: list[Request] = []
         if worker in self.expected:  # another server has refused the earlier c_p
-            requests = self._leave(WorkerLost(now_ticks=now_ticks, worker=worker))
+            requests = self._leave(WorkerLost(now_ticks=now_ticks, worker=worker), early=False)
         if not all(shard.sync.may_join(count) for shard in self.shards.values()):
             return [*requests, self._offer(worker, message.incarnation)]
         event = WorkerJoined.of(message, now_ticks, worker, pulls=True)
@@ -469,7 +470,7 @@ class Server:
         if worker not in self.expected or worker in self._fenced:
             return []
         if not any(shard.sync.holds(worker) for shard in self.shards.values()):
-            return self._leave(WorkerLost(now_ticks=now_ticks, worker=worker))
+            return self._leave(WorkerLost(now_ticks=now_ticks, worker=worker), early=True)
         self._fenced.add(worker)
         return self._tell_all(WorkerFenced(now_ticks=now_ticks, worker=worker))
 
@@ -479,14 +480,20 @@ class Server:
         if worker not in self._fenced or message.incarnation != self._incarnations.get(worker, 0):
             return []
         self._fenced.remove(worker)
-        return self._leave(WorkerLost(now_ticks=now_ticks, worker=worker, kept=message.kept))
+        return self._leave(WorkerLost(now_ticks=now_ticks, worker=worker, kept=message.kept), early=True)
 
-    def _leave(self, event: WorkerFinished | WorkerLost) -> list[Request]:
-        """Handle a worker that has left. If the departure is reported twice, the second report has no effect."""
+    def _leave(self, event: WorkerFinished | WorkerLost, *, early: bool) -> list[Request]:
+        """Handle a worker that has left. If the departure is reported twice, the second report has no effect.
+
+        Args:
+            event: the departure.
+            early: True if the worker had not finished its work.
+        """
         if event.worker not in self.expected:
             return []
         self.expected.remove(event.worker)
-        return self._tell_all(event) + self._answer_coordinator()
+        left_out = [LeaveOut(event.worker)] if early and 0 in self.shards else []
+        return [*left_out, *self._tell_all(event), *self._answer_coordinator()]
 
     def _tell_all(self, event: AnyEvent) -> list[Request]:
         """Pass an event to all shards."""

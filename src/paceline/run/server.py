@@ -75,6 +75,7 @@ from ..core.requests import (
     COORDINATOR,
     Apply,
     Host,
+    LeaveOut,
     Peer,
     Request,
     TakeCut,
@@ -508,6 +509,9 @@ class ServerHost(Host):
         ended_s = time.perf_counter()
         if (timed := self._steps.note(update.shard, sets, begun_s, ended_s)) is not None:
             self._hub.send(self._coordinator, timed)
+
+    def leave_out(self, request: LeaveOut) -> None:
+        self._require_memory().leave_out(request.worker)
 
     def take_cut(self, request: TakeCut) -> None:
         memory = self._require_memory()

@@ -359,6 +359,11 @@ class ServerMemory:
             changed = zip(commit.content.buffers, payload, strict=True)
             self._slots.put(worker, {index: unpack(buffers[index], part) for index, part in changed})
 
+    def leave_out(self, worker: int) -> None:
+        """Leave the buffers of a worker that has left before it finished out of the pool."""
+        if self._slots is not None:
+            self._slots.leave_out(worker)
+
     # -- reading ------------------------------------------------------------------------------------------
 
     def weights_to_send(

@@ -323,6 +323,7 @@ class BufferSlots:
         self._specs = specs
         self._first = {spec.name: tensor for spec, tensor in zip(specs, first, strict=True)}
         self._slots: dict[int, dict[str, torch.Tensor]] = {}
+        self._left: set[int] = set()  # the workers whose slots no longer change
         self.added = dict(self._first)
         self._checksum = -1  # of `added`; -1 if not computed yet
 
@@ -351,15 +352,24 @@ class BufferSlots:
 
     def put(self, worker: int, buffers: Mapping[int, torch.Tensor]) -> None:
         """Replace some of a worker's buffers (index -> tensor), and take ownership of the new tensors."""
+        if worker in self._left:  # another process has taken the worker's place
+            self._left.remove(worker)
+            del self._slots[worker]
         slot = self._slots.setdefault(worker, dict(self._first))
         for index, tensor in buffers.items():
             slot[self._specs[index].name] = tensor
 
+    def leave_out(self, worker: int) -> None:
+        """Leave a worker that has left before it finished out of the pool, unless no other worker has sent buffers."""
+        if worker in self._slots:
+            self._left.add(worker)
+
     def pooled(self) -> dict[str, torch.Tensor]:
         """Return the buffers, pooled over the workers that have sent any; the initial values if no worker has."""
-        if not self._slots:
+        workers = self._slots.keys() - self._left or self._slots.keys()
+        if not workers:
             return self._first
-        return self._first | pool([self._slots[worker] for worker in sorted(self._slots)])
+        return self._first | pool([self._slots[worker] for worker in sorted(workers)])
 
 
 # -- A snapshot of the weights and buffers of the model, by their names in the script's `state_dict()` -------

@@ -63,6 +63,7 @@ from ..core.requests import (
     EndWithout,
     Fail,
     Host,
+    LeaveOut,
     Peer,
     Proceed,
     Rehearse,
@@ -1005,6 +1006,9 @@ class _ServerHost(Host):
     def take_cut(self, request: TakeCut) -> None:
         self._job._driver.take_cut(request.shard, request.number)
 
+    def leave_out(self, request: LeaveOut) -> None:
+        self._job._driver.leave_out(request.worker)
+
     def set_timer(self, timer: Timer) -> None:
         self._job.kernel.at(timer.due_ticks, self._fire, timer, priority=TIMER)
 
@@ -1242,6 +1246,9 @@ class Driver:
 
     def complete_cut(self, request: CompleteCut) -> None:
         """Called when the workers have given the states of their scripts for the cut that was saved last."""
+
+    def leave_out(self, worker: int) -> None:
+        """Called when the buffers of a worker that has left before it finished no longer count."""
 
     def lost(self, worker: int) -> None:
         """Called when the worker is lost. The worker's later actions have no effect."""

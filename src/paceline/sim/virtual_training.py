@@ -391,6 +391,10 @@ class Training(Driver):
         """Store the buffers that a worker sent with its commit."""
         self._slots.put(worker, {index: tensor.clone() for index, tensor in buffers.items()})
 
+    def leave_out(self, worker: int) -> None:
+        """Leave the buffers of a worker that has left before it finished out of the pool."""
+        self._slots.leave_out(worker)
+
     def pooled_buffers(self) -> dict[str, torch.Tensor]:
         """Return copies of the model's buffers, pooled over the workers."""
         return {name: tensor.clone() for name, tensor in self._slots.pooled().items()}
