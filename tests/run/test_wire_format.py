@@ -836,9 +836,9 @@ def test_the_codec_of_the_weights_depends_on_the_sync_model(
         assert replay(trace) == []
 
 
-COMING_AND_GOING = {
-    0: Presence(lost_at_s=4400.3, back_after_s=9.0),
-    1: Presence(lost_at_s=20.3, back_after_s=3000.0),
+COMING_AND_GOING = {  # before a parameter is added: later, no worker can join a simulated run
+    0: Presence(lost_at_s=1400.3, back_after_s=9.0),
+    1: Presence(lost_at_s=20.3, back_after_s=1000.0),
     2: Presence(joins_at_s=30.1),
 }
 
