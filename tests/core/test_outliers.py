@@ -38,6 +38,7 @@ class Push(NamedTuple):
     updates: int
     loss: float
     gradient: float
+    samples: int = 0
 
 
 def classification(generator: torch.Generator) -> Task:
@@ -101,8 +102,9 @@ class Fault(NamedTuple):
 class Data:
     """Hands out the samples of a task to workers."""
 
-    def __init__(self, task: Task, workers: int, batch: int, split: str, chance: random.Random) -> None:
-        self._count, self._workers, self._batch, self._split = len(task.data[0]), workers, batch, split
+    def __init__(self, task: Task, batches: Sequence[int], split: str, chance: random.Random) -> None:
+        workers = len(batches)
+        self._count, self._workers, self._batches, self._split = len(task.data[0]), workers, batches, split
         self._chance = chance
         order = list(range(self._count))
         if split == "sorted":  # half of each worker's data has similar labels
@@ -117,19 +119,17 @@ class Data:
         self._left: list[list[int]] = [[] for _ in range(workers)]
 
     def draw(self, worker: int) -> list[int]:
+        batch = self._batches[worker]
         if self._split == "random":
-            return self._chance.sample(range(self._count), self._batch)
-        if len(self._left[worker]) < self._batch:
+            return self._chance.sample(range(self._count), batch)
+        while len(self._left[worker]) < batch:
             if self._split == "epoch":
                 order = self._chance.sample(range(self._count), self._count)
                 for each, left in enumerate(self._left):
                     left += order[each :: self._workers]
             else:
                 self._left[worker] += self._chance.sample(self._own[worker], len(self._own[worker]))
-        drawn, self._left[worker] = (
-            self._left[worker][: self._batch],
-            self._left[worker][self._batch :],
-        )
+        drawn, self._left[worker] = self._left[worker][:batch], self._left[worker][batch:]
         return drawn
 
 
@@ -140,12 +140,14 @@ def train(
     workers: int,
     sync: str = "bsp",
     updates: int = 100,
-    batch: int = 8,
+    batch: int | Sequence[int] = 8,
     split: str = "epoch",
     adam: bool = False,
     fault: Fault | None = None,
 ) -> list[Push]:
     """Train, and return all pushes. `sync` is "bsp", "asp", or "uneven" for asp with workers of unequal speeds.
+
+    `batch` is the size of the batches of all workers, or of each worker.
 
     Under asp, each worker makes `updates` / `workers` pushes for one of the others' updates.
     """
@@ -157,7 +159,8 @@ def train(
     optimizer = (
         torch.optim.Adam(parameters, lr=rate) if adam else torch.optim.SGD(parameters, lr=rate, momentum=0.9)
     )
-    data = Data(task, workers, batch, split, chance)
+    batches = [batch] * workers if isinstance(batch, int) else batch
+    data = Data(task, batches, split, chance)
     pushes: list[Push] = []
 
     def push(worker: int, version: int, now: int) -> list[torch.Tensor]:
@@ -170,7 +173,7 @@ def train(
         factor = WRONG_FACTOR if wrong and fault is not None and fault.name == "factor" else 1.0
         gradient = [factor * each for each in torch.autograd.grad(loss, parameters)]
         norm = torch.stack([each.norm() for each in gradient]).norm().item()
-        pushes.append(Push(worker, version, loss.item(), norm))
+        pushes.append(Push(worker, version, loss.item(), norm, batches[worker]))
         return gradient
 
     def apply(gradient: Sequence[torch.Tensor]) -> None:
@@ -182,7 +185,8 @@ def train(
     if sync == "bsp":
         for update in range(updates):
             found = [push(worker, update, update) for worker in range(workers)]
-            apply([torch.stack(each).mean(0) for each in zip(*found, strict=True)])
+            shares = torch.tensor(batches) / sum(batches)
+            apply([torch.tensordot(shares, torch.stack(each), 1) for each in zip(*found, strict=True)])
         return pushes
     copies = [[p.detach().clone() for p in parameters] for _ in range(workers)]
     versions = [0] * workers
@@ -205,7 +209,7 @@ def judge(pushes: Sequence[Push], workers: int) -> list[tuple[int, GuardVerdict]
     """Return what a guard says of the workers, with the number of the push at which it does."""
     guard, said = Guard("tell"), []
     for number, push in enumerate(pushes):
-        seen = Observation(push.updates, push.loss, push.gradient, 5.0)
+        seen = Observation(push.updates, push.loss, push.gradient, 5.0, samples=push.samples)
         verdicts = guard.take(push.worker, seen, present=range(workers), sync="", lockstep=False)
         said += [(number, verdict) for verdict in verdicts if "differs" in verdict.words]
     return said
@@ -257,6 +261,26 @@ def test_no_worker_of_two_hundred_healthy_runs_is_accused() -> None:
     found, last = accused(range(200))
     assert found == []
     assert sum(loss < 1e-3 for loss in last) > len(last) / 4
+
+
+@pytest.mark.parametrize(
+    ("make", "split", "batches"),
+    [(language, "random", (40, 4)), (language, "random", (24, 24, 3)), (contrastive, "epoch", (40, 4))],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_no_worker_is_accused_because_of_the_size_of_its_batches(
+    make: Callable[[torch.Generator], Task], split: str, batches: tuple[int, ...]
+) -> None:
+    pushes = train(make, 0, workers=len(batches), updates=300, batch=batches, split=split)
+    assert judge(pushes, len(batches)) == []
+    assert judge([push._replace(samples=0) for push in pushes], len(batches)) != []
+
+
+def test_a_fault_of_a_worker_with_small_batches_is_found() -> None:
+    pushes = train(regression, 1, workers=3, updates=61, batch=(16, 16, 5), fault=Fault("factor", 40))
+    said = judge(pushes, 3)
+    assert [verdict.words.partition(" differs")[0] for _, verdict in said] == ["Worker 2"]
+    assert 40 * 3 <= said[0][0] < 61 * 3
 
 
 BAD = [

@@ -544,6 +544,9 @@ def _stays_above(bound: float, values: Sequence[float]) -> bool:
 #   exponentially. The scale of this decrease is that of the tail of the logarithms, by Hill's estimator: the
 #   more the values of the other worker scatter, the less a large value says. The largest p over all other
 #   workers counts, so a worker that resembles another worker is no outlier.
+# - **Batches of unequal sizes.** A value is a mean over a batch. If the batches of the other worker are k times as
+#   large, only the k-th part of the value is compared, because a sum over fewer samples is usually not larger. The same
+#   holds if they are k times as small, because some losses, such as contrastive ones, grow with the batch.
 # - **Many pushes.** If the worker's values have the same distribution as the values of the other workers, then
 #   1 / (2 sqrt(p)) has a mean of at most 1, for any distribution (a p-to-e calibrator [1]). So each product of
 #   these numbers over consecutive pushes is a test martingale. The largest product that ends at the latest push
@@ -613,9 +616,9 @@ class Outliers:
     def take(self, worker: int, seen: Observation) -> None:
         """Record a push with a finite gradient."""
         if seen.gradient is not None:
-            self._gradients.take(worker, seen.gradient)
+            self._gradients.take(worker, seen.gradient, seen.samples)
         if seen.loss is not None and not math.isnan(seen.loss):
-            self._losses.take(worker, seen.loss)
+            self._losses.take(worker, seen.loss, seen.samples)
 
     def forget(self, worker: int) -> None:
         """Forget a worker that has left."""
@@ -648,8 +651,14 @@ class Values:
         self._latest: dict[int, Latest] = {}
         self._evidence: dict[int, float] = {}  # worker -> logarithm of the product, if it is larger than 0
 
-    def take(self, worker: int, value: float) -> None:
-        """Record a value of a worker, and compare it with the latest values of all other workers."""
+    def take(self, worker: int, value: float, samples: int) -> None:
+        """Record a value of a worker, and compare it with the latest values of all other workers.
+
+        Args:
+            worker: the worker.
+            value: the mean over a batch.
+            samples: number of samples in this batch; 0 if unknown.
+        """
         if len(self._first) < FIRST_COMPARED:
             self._first.append(value)
         begun = median(self._first)
@@ -657,9 +666,9 @@ class Values:
         if level > 0:
             own = math.log(min(max(value, level), HUGE))
             if len(self._first) == FIRST_COMPARED:
-                added = self._compare(worker, own - math.log(FACTOR)) if value > level else -math.inf
+                added = self._compare(worker, own - math.log(FACTOR), samples) if value > level else -math.inf
                 self._evidence[worker] = max(0.0, self._evidence.get(worker, 0.0) + added)
-            self._latest.setdefault(worker, Latest()).take(value, own)
+            self._latest.setdefault(worker, Latest()).take(value, own, samples)
 
     def forget(self, worker: int) -> None:
         self._latest.pop(worker, None)
@@ -684,10 +693,11 @@ class Values:
     def _known(self) -> list[int]:
         return [worker for worker, latest in self._latest.items() if latest.is_known]
 
-    def _compare(self, worker: int, y: float) -> float:
+    def _compare(self, worker: int, y: float, samples: int) -> float:
         """Return log(1 / (2 sqrt(p))), or 0 if fewer than half of the other workers are known.
 
-        Here, p is the largest p-value of `y` with respect to any other known worker.
+        Here, p is the largest p-value of `y`, from a batch of this number of samples, with respect to any other known
+        worker.
         """
         smallest, known, others = MOST, 0, 0
         for other, latest in self._latest.items():
@@ -696,7 +706,9 @@ class Values:
             others += 1
             if latest.is_known:
                 known += 1
-                smallest = min(smallest, -latest.log_p(y) / 2 - math.log(2))
+                known_sizes = samples > 0 and latest.samples > 0
+                larger = abs(math.log(latest.samples / samples)) if known_sizes else 0.0
+                smallest = min(smallest, -latest.log_p(y - larger) / 2 - math.log(2))
                 if smallest < 0:  # the value resembles those of this other worker, as nearly all values do
                     return smallest
         return smallest if known and 2 * known >= others else 0.0
@@ -704,14 +716,20 @@ class Values:
 
 @stateful()
 class Latest:
-    """The latest values of one worker, and the tail of their logarithms."""
+    """The latest values of one worker, and the tail of their logarithms.
+
+    Attributes:
+        samples: number of samples in the batch of the last value; 0 if unknown.
+    """
 
     def __init__(self) -> None:
+        self.samples = 0
         self._values: deque[float] = deque(maxlen=WINDOW)
         self._logs: deque[float] = deque(maxlen=WINDOW)
         self._tail = LEAST_TAIL
 
-    def take(self, value: float, log: float) -> None:
+    def take(self, value: float, log: float, samples: int) -> None:
+        self.samples = samples
         self._values.append(value)
         self._logs.append(log)
         largest = sorted(self._logs, reverse=True)

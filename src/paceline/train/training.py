@@ -427,7 +427,13 @@ class WorkerTraining:
         if session.observes or name is not None or set_index in self._had_nan:
             weights = sampled_norm(of_set(session.weights, selected).values())
             observed = Observation(
-                session.core.updates, logged.loss, norm, weights, (name or "")[:MOST_PARAMETER], set_index
+                session.core.updates,
+                logged.loss,
+                norm,
+                weights,
+                (name or "")[:MOST_PARAMETER],
+                set_index,
+                session.core.data.samples or 0,
             )
         observed = self._in_turn(observed, logged, is_nan=name is not None)
         if name is None:

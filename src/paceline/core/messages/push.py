@@ -384,6 +384,7 @@ class Observation(msgspec.Struct, frozen=True, array_like=True):
             inf if one of these weights is NaN or inf.
         parameter: name of the first parameter whose gradient contains NaN or inf; "" if there is none.
         set_index: the parameter set that is pushed.
+        samples: number of samples in the push; 0 if unknown.
     """
 
     updates: Number
@@ -392,6 +393,7 @@ class Observation(msgspec.Struct, frozen=True, array_like=True):
     weights: float | None = None
     parameter: Annotated[str, msgspec.Meta(max_length=MOST_PARAMETER)] = ""
     set_index: Number = 0
+    samples: Number = 0
 
 
 @sent("worker", to="coordinator", during="training")
