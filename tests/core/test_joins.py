@@ -33,6 +33,7 @@ from paceline.core.requests import (
     Peer,
     Request,
     Send,
+    Warn,
     server_peer,
     worker_peer,
 )
@@ -220,6 +221,24 @@ def test_a_worker_with_another_model_is_refused_and_the_run_goes_on() -> None:
     assert kinds(requests) == [Refused]
     assert worker not in run.core.members.live
     assert not run.core.members.lost
+
+
+def test_a_worker_with_batches_of_another_size_is_refused_and_the_run_goes_on() -> None:
+    core = Run().core
+    orders = [DataOrder(24, size, False, "static", "") for size in (4, 3)]
+    asks = [messages.DataRequested(0, "loader", 0, order, 0, 0) for order in orders]
+    assert kinds(core.handle(worker_peer(0), asks[0], 0)) == [messages.DataGranted]
+    core.invite(1)
+    core.connected(worker_peer(2), 0)
+    [refused] = core.handle(worker_peer(2), asks[1], 0)
+    assert isinstance(refused, Send)
+    assert isinstance(refused.message, Refused)
+    assert "its batch size is 3 instead of 4" in refused.message.reason
+    [warned] = core.handle(worker_peer(2), messages.Failed(refused.message.reason, ""), 0)
+    assert isinstance(warned, Warn)
+    assert warned.words.startswith("worker 2 could not join the run: distribute() cannot split the data")
+    assert core.members.live == {0, 1}
+    core.validate()
 
 
 def test_the_loss_of_a_server_settles_the_lost_workers_that_only_it_had_yet_to_report() -> None:

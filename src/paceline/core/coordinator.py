@@ -822,9 +822,13 @@ class Coordinator:
     def _register_late(self, worker: int, message: Register, now_ticks: int) -> list[Request]:
         """Handle an invited worker that is about to compute its first gradient."""
         if reason := self._difference(message.model):
-            return [Send(worker_peer(worker), Refused(reason)), *self._leave(worker, WorkerLost, now_ticks)]
+            return self._turn_away(worker, reason, now_ticks)
         self._registered[worker] = message
         return self.admit(worker, now_ticks)
+
+    def _turn_away(self, worker: int, reason: str, now_ticks: int) -> list[Request]:
+        """Refuse an invited worker, which takes no part in the run yet. The run goes on without this worker."""
+        return [Send(worker_peer(worker), Refused(reason)), *self._leave(worker, WorkerLost, now_ticks)]
 
     def _join_next(self) -> list[Request]:
         """Begin the next join. If no worker is waiting to join, begin the cut that is wanted, if any."""
@@ -1105,6 +1109,8 @@ class Coordinator:
                 lockstep=lockstep,
             )
         except ConfigurationError as error:
+            if worker in self.members.invited:
+                return self._turn_away(worker, str(error), now_ticks)
             return self._refuse([worker], str(error), f"worker {worker}")
         granted = DataGranted(message.loader, message.epoch, grant.leases, grant.last)
         requests = [*changes, Send(worker_peer(worker), granted)]
