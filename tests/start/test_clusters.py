@@ -126,5 +126,6 @@ def test_a_job_of_4_that_loses_2_and_gets_2_others(sync: str, mark: str, alone: 
     assert len(summary("run")["lost_workers"]) == 2
     said = "".join(said for _, said, _ in ends)
     # While there are two workers, a joint batch is half as large, and an epoch has twice as many updates. So the
-    # accuracy may be higher than that of the undisturbed job.
-    assert accuracy(said, f"4 workers under {sync}, of which 2 were replaced") >= alone - 1
+    # accuracy may be higher than that of the undisturbed job. On a busy machine, gradients may be staler than usual.
+    least = alone - (1 if sync == "bsp" else 5)
+    assert accuracy(said, f"4 workers under {sync}, of which 2 were replaced") >= least
