@@ -508,11 +508,13 @@ def how_to_resume(command: str, run_dir: Path, *, function: bool = False, joined
     ": paceline run --resume 'my runs/1'"
     >>> how_to_resume("srun paceline join --slurm train.py", Path("runs/1"), joined=True)
     ', start the job again with --run-dir runs/1'
+    >>> how_to_resume("python driver.py", Path("runs/1"), function=True, joined=True)  # on a Ray cluster
+    ': paceline.launch(..., resume="runs/1")'
     """
     words = shlex.split(command)[:2]
     if words in (["paceline", "run"], ["paceline", "serve"]) and not function:
         return f": {shlex.join([*words, '--resume', str(run_dir)])}"
-    if joined:  # a scheduler has started the run
+    if joined and not function:  # a scheduler has started the run
         return f", start the job again with {shlex.join(['--run-dir', str(run_dir)])}"
     return f': paceline.launch(..., resume="{run_dir}")'
 
