@@ -284,6 +284,42 @@ def test_more_busy_processes_than_cores_are_named_before_transfers_are_blamed() 
         assert "cores" not in first.words
 
 
+LINKS = (LinkTotal("this machine", "10.0.0.2", 400_000_000),)
+
+
+@pytest.mark.parametrize(
+    ("queued_s", "words"),
+    [
+        ((40.0, 40.0, 40.0), "Workers 0 to 2 waited for a core for 40 % of the time (120 s together)"),
+        ((40.0, 5.0, 40.0), "Workers 0 and 2 waited for a core for 40 % of the time (80 s together)"),
+        ((5.0, 5.0, 40.0), "Worker 2 waited for a core for 40 % of the time (40 s together)"),
+    ],
+)
+def test_workers_that_lacked_a_core_are_named_in_a_run_that_machines_have_joined(
+    queued_s: tuple[float, ...], words: str
+) -> None:
+    workers = [
+        worker(index, computing=60.0, transfer=10.0, waiting=30.0, awaited_s=30.0) for index in range(3)
+    ]
+    workers[2] = structs.replace(workers[2], machine="10.0.0.2")
+    known = evidence(*workers, joined=True, links=LINKS, queued_s=dict(enumerate(queued_s)))
+    cause = only(causes_of(known))
+    assert cause.words.startswith(
+        f"{words}: too many processes, perhaps of other programs, were busy on 10.0.0.2"
+    )
+    assert " waited for a core for 40 % of the time." in headline_of(known, [cause])
+
+
+def test_a_link_that_takes_longer_than_the_waits_for_a_core_is_named_with_them() -> None:
+    workers = [worker(index, computing=40.0, transfer=60.0) for index in range(2)]
+    known = evidence(*workers, joined=True, links=LINKS, queued_s={0: 20.0, 1: 20.0})
+    link, cores = causes_of(known)
+    assert link.words.startswith("Gradients and weights were on their way for 60 % of the workers' time")
+    assert cores.words.startswith("Workers 0 and 1 waited for a core for 20 % of the time")
+    for few in ({}, {0: 5.0, 1: 5.0}):
+        assert only(causes_of(structs.replace(known, queued_s=few))) == link
+
+
 def test_a_slow_loader_is_told_from_a_slow_machine() -> None:
     known = evidence(
         *(worker(index, computing=30.0, waiting=60.0, loading=1.0) for index in range(2)),

@@ -74,11 +74,11 @@ def causes_of(evidence: Evidence) -> tuple[Cause, ...]:
         awaited = None
     steps = None if explained == "transfer" else steps_of(evidence)
     told = {explained, *(["transfer"] if steps else [])}
-    further = [
-        _of_kind(evidence, name)
-        for name, (kind, _) in KINDS_OF_CAUSES.items()
-        if kind not in told and not (crowded and name == "exchanges")
-    ]
+    if crowded is not None and not (
+        evidence.links and evidence.total_s("transfer") > (crowded.lost_s or 0.0)
+    ):
+        told.add("transfer")  # pushes and pulls take longer because processes wait for a core
+    further = [_of_kind(evidence, name) for name, (kind, _) in KINDS_OF_CAUSES.items() if kind not in told]
     found = [crowded, awaited, _idle(evidence), steps, *further]
     slow = sorted((each for each in found if each is not None), key=lambda each: -(each.lost_s or 0.0))
     said: set[str] = set()  # each remedy is named once
@@ -437,6 +437,12 @@ ROWS = {
         "have gone on, but had no core. Computations, pushes and pulls take longer then.",
         "{processes} busy processes shared {cores}",
     ),
+    "cores of machines": Row(
+        "{Who} waited for a core for {share} of the time ({lost}): too many processes, perhaps of other programs, were "
+        "busy on {machines}. Computations, pushes and pulls take longer then.",
+        "{who} waited for a core for {share} of the time",
+        (MORE_CORES,),
+    ),
     "links": Row(
         "Gradients and weights were on their way for {share} of the workers' time ({lost}), {each} in each "
         "iteration. {bytes}",
@@ -666,7 +672,12 @@ def _fewer_bytes(evidence: Evidence, workers: Collection[int]) -> list[str]:
 
 
 def _cores(evidence: Evidence) -> Cause | None:
-    """Return how long workers waited for a core, because the run has more busy processes than there are cores."""
+    """Return how long workers waited for a core, because the run has more busy processes than there are cores.
+
+    The number of cores of a machine that has joined is unknown, so only the workers that often waited are named.
+    """
+    if evidence.joined:
+        return _cores_of_machines(evidence)
     lost_s = sum(evidence.queued_s.values())
     processes = len(evidence.workers) + evidence.servers
     if not 0 < evidence.cores < processes or not evidence.matters(lost_s, LEAST_OUTSIDE):
@@ -680,6 +691,27 @@ def _cores(evidence: Evidence) -> Cause | None:
         Who=f"{counted(len(evidence.workers), 'worker')} and {counted(evidence.servers, 'server')}".capitalize(),
         cores=counted(evidence.cores, "core"),
         processes=str(processes),
+    )
+
+
+def _cores_of_machines(evidence: Evidence) -> Cause | None:
+    """Return how long workers waited for a core in a run that machines have joined."""
+    queued_s = {
+        worker: queued_s
+        for worker, queued_s in sorted(evidence.queued_s.items())
+        if queued_s >= LEAST_OUTSIDE * evidence.present_s([worker]) > 0.0
+    }
+    lost_s = sum(queued_s.values())
+    if not evidence.matters(lost_s, LEAST_OUTSIDE):
+        return None
+    who = listed([*queued_s])
+    return evidence.cause(
+        "cores of machines",
+        lost_s,
+        share=evidence.percent(lost_s, queued_s),
+        who=who,
+        Who=who.capitalize(),
+        machines=", ".join(sorted({each.machine for each in evidence.workers if each.worker in queued_s})),
     )
 
 
