@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from matplotlib.figure import Figure
 from rich.console import Console
 
+import paceline
 from paceline.cli import main
 from paceline.core.lease import BatchSizing
 from paceline.errors import ConfigurationError
@@ -413,6 +415,37 @@ def test_where_machines_are_equal_bsp_is_advised(tmp_path: Path) -> None:
 def test_a_model_that_such_a_job_cannot_have_is_left_out(tmp_path: Path) -> None:
     report = advise(saved(tmp_path, EQUAL), ["drop-stragglers:quorum=9", "asp"])
     assert {row.sync for row in report.rows} == {"bsp", "asp"}
+
+
+@pytest.mark.usefixtures("one_core")
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_model_that_refuses_to_clip_is_left_out_for_a_script_that_clips(
+    tmp_path: Path, clips: bool
+) -> None:
+    def train() -> None:
+        model = torch.nn.Linear(2, 1)
+        optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+        for _ in range(30):
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            if clips:
+                optimizer.clip_grad_norm(1.0)
+            optimizer.step()
+
+    run_dir = simulate(STRAGGLER, train_fn=train, record=True).save(tmp_path / "run")
+    path = run_dir / "summary.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "split": "auto"}))  # as in a live run
+    report = advise(run_dir)
+    assert report.recommendation is not None
+    assert any("--sync drop-stragglers" in finding for finding in report.findings) != clips
+    assert any("drop-stragglers" in each.sync for each in report.advice) != clips
+    assert "drop-stragglers" not in report.recommendation.text
+    left_out = {row.sync: row.failure for row in report.rows if row.failure}
+    assert left_out.keys() == ({"drop-stragglers:quorum=3"} if clips else set())
+    console = Console(width=200, record=True)
+    show(report, console)
+    said = "drop-stragglers:quorum=3: left out, because it does not allow optimizer.clip_grad_norm(), which the script"
+    assert (said in console.export_text()) == clips
 
 
 # -- the commands ----------------------------------------------------------------------------------------------

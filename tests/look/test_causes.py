@@ -52,6 +52,10 @@ def test_a_straggler_is_named_with_the_time_that_the_others_waited_for_it() -> N
     assert cause.lost_s == 192.0
     assert cause.share == pytest.approx(192 / 388)
     assert cause.remedies[0].startswith("Try --batch balanced")
+    assert "--sync drop-stragglers:quorum=3" in cause.remedies[1]
+    # drop-stragglers would refuse a script that clips the joint gradient.
+    clipped = only(causes_of(structs.replace(known, clips=True)))
+    assert clipped.remedies == (cause.remedies[0], *cause.remedies[2:])
     assert cause.remedies[-1].endswith(
         "paceline simulate runs/1 --script train.py --sync bsp,asp,elastic-bsp"
     )

@@ -58,6 +58,7 @@ NEWER = (
     "worker_gradients",
     "dropped_samples",
     "clipped_alone",
+    "clips",
     "barriers",
     "sync_cost_s",
     "predicted_sync_cost_s",

@@ -30,7 +30,7 @@ from ..look.tables import Figures, ranking_table
 from ..sim import Cluster, Dataset, simulate
 from ..start.terminal import print_sentence
 from ..sync.events import WorkerFinished, WorkerJoined, WorkerLost
-from ..sync.model import EFFECTS, Effect, agree_on_means, backup_quorum, effect_of
+from ..sync.model import EFFECTS, Effect, backup_quorum, effect_of
 from ..sync.schedule import read_schedule
 from ..trace.digest import Digest
 from ..trace.findings import find, how_to_check
@@ -47,6 +47,10 @@ SLOW = 1.5  # a worker is slow if its iterations take this many times as long as
 ONLY_RECENT = (
     "The run has kept only the end of its traces and records (--traces recent), so the simulation repeats its last "
     "iterations."
+)
+REFUSED = (
+    "left out, because it does not allow optimizer.clip_grad_norm(), which the script of the run calls. Such a script "
+    "would fail under this model."
 )
 ROUGH = 0.1  # recommendations are called rough if the simulation deviates from the run by more than this
 
@@ -153,6 +157,8 @@ def advise(
     cluster = changes.made(recorded)
     run_wire = summary.get("wire", "float32")
     wire = wire or run_wire
+    measures = _measures(run_dir)
+    summary["clips"] = measures.clips  # the summary of a run by an earlier version lacks it
     iterations = max(20, min(int(count) for count in summary["iterations"].values()))
     own = summary["sync"]
     traces = [trace for trace in trace_files(run_dir) if trace.header.host == "shard"]
@@ -169,24 +175,27 @@ def advise(
         data = msgspec.structs.replace(data, epochs=min(data.epochs, math.ceil(iterations / rounds)))
     measured_per_s, simulated_per_s = together.gradients / together_s, again.measures.gradients / together_s
     deviation = simulated_per_s / measured_per_s - 1 if measured_per_s else 0.0
+    runnable = _runnable(syncs if tuple(syncs) != EVERY_MODEL else _with_backups(cluster), cluster)
+    refused = [sync for sync in runnable if measures.clips and not read_schedule(sync).agrees_on_means]
     rows = rank(
         cluster,
-        _runnable(syncs if tuple(syncs) != EVERY_MODEL else _with_backups(cluster), cluster),
+        [sync for sync in runnable if sync not in refused],
         iterations=iterations,
         wire=wire,
         data=data,
         balances=summary.get("divisible", True),
         tell=tell,
     )
+    rows += [Figures(sync=sync, failure=REFUSED) for sync in refused]
     changed = {"workers": changes.workers, "servers": changes.servers, "shards": changes.servers}
     numbers = {name: value for name, value in changed.items() if value is not None}
     return MachineReport(
         sync=own,
         emulated=cluster.emulated,
         findings=find(
-            _measures(run_dir),
+            measures,
             lost_time=_lost_time(summary, str(run_dir), changes),
-            clippable=agree_on_means(read_schedule(own).models),
+            clippable=read_schedule(own).agrees_on_means,
         ),
         measured_updates_per_s=together.updates / together_s,
         simulated_updates_per_s=again.updates / together_s,

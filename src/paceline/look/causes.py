@@ -184,6 +184,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
         overlap: False if the run had the option `--overlap off`.
         program: what each worker ran, as in `ProcessOrder.arguments`.
         joint_batch: True if the batch size of the script's loader is the size of the joint batch.
+        clips: True if the script clips the gradient that is applied.
         run_dir: the run directory, to be named in commands; "" if some records are on other machines.
         noticed: what was noticed while the run was in progress, in sentences; see `findings.find`.
         unapplied: a sentence about pushes that were never applied; "" if there is none.
@@ -216,6 +217,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     overlap: bool = True
     program: tuple[str, ...] = ()
     joint_batch: bool = False
+    clips: bool = False
     run_dir: str = ""
     noticed: tuple[str, ...] = ()
     unapplied: str = ""
@@ -295,7 +297,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
         if handout.may_balance and (slow or (self.lockstep and equal_shares)):
             hints.append(BALANCED_LOCKSTEP if self.lockstep else BALANCED)
         if self.lockstep and lost:
-            quorum = backup_quorum(len(self.workers), slow) if slow else None
+            # drop-stragglers does not allow a script to clip the gradient that is applied
+            quorum = backup_quorum(len(self.workers), slow) if slow and not self.clips else None
             if quorum is not None:
                 hints.append(BACKUP.format(quorum=quorum))
             omitted = [OMIT] * (handout.split == "static") + ["--overlap off"] * (not self.overlap)
@@ -801,7 +804,18 @@ def evidence_of(summary: Mapping[str, Any], run_dir: str, **known: Any) -> Evide
     sync = known.setdefault("sync", str(summary.get("sync", "")))
     joined = known.setdefault("joined", bool(summary.get("joined", summary.get("links"))))
     lockstep, auto = read_model(sync)
-    names = ("failure", "duration_s", "samples", "updates", "restarts", "servers", "cores", "wire", "vectors")
+    names = (
+        "failure",
+        "duration_s",
+        "samples",
+        "updates",
+        "restarts",
+        "servers",
+        "cores",
+        "wire",
+        "vectors",
+        "clips",
+    )
     found = {name: summary[name] for name in names if name in summary}
     found["joint_batch"] = bool(summary.get("joint_batch"))
     found |= {name: tuple(summary[name]) for name in ("program", "noticed", "optimizers") if name in summary}

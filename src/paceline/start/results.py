@@ -46,7 +46,7 @@ from ..run.resuming import SOURCE, cut_of
 from ..run.run_lock import is_lock
 from ..settings import SETTINGS
 from ..shard.store import WeightsSnapshot
-from ..sync.model import Samples, agree_on_means, samples_words
+from ..sync.model import Samples, samples_words
 from ..sync.ticks import TICKS_PER_S
 from ..sync.translation import averages_words
 from ..trace.activity_cells import time_shares, time_use
@@ -256,7 +256,7 @@ def summarize(
             measures,
             found=found,
             lost_time=sentences_of(evidence) if evidence is not None else (),
-            clippable=agree_on_means(job.schedule.models),
+            clippable=job.schedule.agrees_on_means,
         )
     return summary
 

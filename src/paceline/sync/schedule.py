@@ -18,7 +18,7 @@ import msgspec
 
 from ..errors import ConfigurationError
 from .bsp import BSP
-from .model import SyncModel
+from .model import SyncModel, agree_on_means
 from .notation import AUTO, notation, parse_shards, require_registered, require_shards
 
 OVERLAPS = ("shards", "off")
@@ -76,6 +76,11 @@ class Schedule(msgspec.Struct, frozen=True):
     def lockstep(self) -> bool:
         """True if all workers always read the same versions of the weights. See `SyncModel.lockstep`."""
         return not self.auto and all(model.lockstep for model in self.models)
+
+    @property
+    def agrees_on_means(self) -> bool:
+        """True if the shards agree on means in each step, so that a script may clip the joint gradient."""
+        return all(agree_on_means(step.models) for step in self.steps)
 
     def require_runnable(self, workers: int, shards: int) -> None:
         """Raise `ConfigurationError` if a step cannot run with this many workers and shards."""

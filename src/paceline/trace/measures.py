@@ -232,6 +232,7 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True):
             pushes as the largest update contains are not counted either.
         clipped_alone: number of averaged pushes whose worker had clipped its own gradient with
             `torch.nn.utils.clip_grad_norm_`.
+        clips: True if the script clips the gradient that is applied, with `optimizer.clip_grad_norm`.
     """
 
     duration_s: float
@@ -266,6 +267,7 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True):
     pushes: PushFates
     unapplied: int
     clipped_alone: int
+    clips: bool
 
 
 def measure(shards: Sequence[AnyTrace], coordinator: AnyTrace | None = None) -> Measures:
@@ -405,7 +407,7 @@ class Meter:
         in_progress = first.largest_update if first.current else 0
         own = ("updates", "gradients", "samples", "sampled_gradients", "barriers", "dropped_samples")
         return Measures(
-            **{name: getattr(first, name) for name in (*own, "restarts", "clipped_alone")},
+            **{name: getattr(first, name) for name in (*own, "restarts", "clipped_alone", "clips")},
             **{f"{name}_per_s": getattr(first, name) / (duration_s or math.inf) for name in own[:3]},
             duration_s=duration_s,
             present_s=present / ticks_per_s,
@@ -595,6 +597,7 @@ class _ShardMeter(msgspec.Struct, dict=True):
     without_gradient: dict[int, int] = msgspec.field(default_factory=dict)
     dropped_samples: int = 0
     clipped_alone: int = 0
+    clips: bool = False
     # (worker, iteration) of pushes that are neither applied nor dropped yet: of edits, of pushes that were clipped
     # alone, and of all pushes whose number of samples is known.
     edits: set[tuple[int, int]] = msgspec.field(default_factory=set)
@@ -702,6 +705,7 @@ class _ShardMeter(msgspec.Struct, dict=True):
         if push.edit is not None:
             self.edits.add((push.worker, push.iteration))
             self.without_gradient[push.worker] = self.without_gradient.get(push.worker, 0) + 1
+        self.clips = self.clips or push.clip is not None
         if push.clipped:
             self.clipped.add((push.worker, push.iteration))
         if counted := push.counted:
