@@ -18,6 +18,7 @@ from paceline.errors import (
     PeerLostError,
     ProtocolError,
     RunFailedError,
+    SyncRefusedError,
     TakenOutError,
     UsageError,
     UserCodeError,
@@ -28,6 +29,7 @@ from paceline.errors import (
 SAMPLES: list[PacelineError] = [
     PacelineError("something"),
     ConfigurationError("workers is 0, expected at least 1"),
+    SyncRefusedError("clip_grad_norm() is refused under conditions"),
     UsageError("step() was called after finish()"),
     WeightsChangedError("conv.weight was moved"),
     NonFiniteGradientError(2, 17, "conv.weight"),

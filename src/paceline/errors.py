@@ -2,6 +2,7 @@
 
     PacelineError
     ├── ConfigurationError        the input is not valid; nothing was started (exit code 2)
+    │   └── SyncRefusedError      the sync model does not allow what the script asks for
     ├── UsageError                the library was used incorrectly during the run
     │   ├── WeightsChangedError   weights were changed outside step()
     │   └── NonFiniteGradientError  a gradient contains NaN or inf
@@ -35,6 +36,7 @@ __all__ = [
     "PeerLostError",
     "ProtocolError",
     "RunFailedError",
+    "SyncRefusedError",
     "TakenOutError",
     "UsageError",
     "UserCodeError",
@@ -54,6 +56,10 @@ class ConfigurationError(PacelineError):
 
     The message states the value, what was expected, and what to do.
     """
+
+
+class SyncRefusedError(ConfigurationError):
+    """The sync model does not allow what the script asks for, such as to clip the joint gradient."""
 
 
 class UsageError(PacelineError):

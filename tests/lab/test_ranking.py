@@ -682,6 +682,24 @@ def test_simulate_trains_a_script_under_each_model(
     assert asp["figures"]["mean_staleness"] > 0 == bsp["figures"]["mean_staleness"]
 
 
+@pytest.mark.usefixtures("copied_pools")
+def test_a_model_that_the_script_cannot_use_is_left_out_and_the_others_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clips = SCRIPT.replace("return loss", "optimizer.clip_grad_norm(1.0)\n        return loss")
+    (tmp_path / "train.py").write_text(clips)
+    out, refusing = tmp_path / "out", "drop-stragglers:quorum=3"
+    arguments = ["--script", f"{tmp_path / 'train.py'} 6", "--sync", f"bsp,{refusing},asp", "--out", str(out)]
+    assert run(monkeypatch, "simulate", "elastic-bsp", *arguments) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    reason = "left out, because this model does not allow what the script asks for: clip_grad_norm() needs"
+    assert f"{refusing}: {reason}" in printed
+    assert "asp: " in printed
+    rows = json.loads((out / "training.json").read_text())["rows"]
+    assert [row["figures"]["sync"] for row in rows] == ["bsp", refusing, "asp"]
+    assert [bool(row["curve"]) for row in rows] == [True, False, True]
+
+
 @pytest.mark.usefixtures("one_core")
 @pytest.mark.parametrize(
     ("options", "saved"),

@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from msgspec import structs
 
-from ..errors import ConfigurationError, ProtocolError, TakenOutError
+from ..errors import ConfigurationError, ProtocolError, SyncRefusedError, TakenOutError
 from ..state import stateful
 from ..sync.events import Change, Edit, PushFlags, Stop, maker
 from ..sync.model import SyncModel, agree_on_means
@@ -522,7 +522,7 @@ class Worker:
         """Handle the script's wish to clip the gradient that is applied.
 
         Raises:
-            ConfigurationError: the norm of this gradient is not known under the sync model in force, or under a model
+            SyncRefusedError: the norm of this gradient is not known under the sync model in force, or under a model
                 that the schedule or the script has requested.
         """
         for models in (self._models, self._wanted, *(step.models for _, step in self._steps)):
@@ -536,7 +536,7 @@ class Worker:
             ConfigurationError: the job cannot use this model, or chooses its models itself.
         """
         if self._schedule.auto:
-            raise ConfigurationError(
+            raise SyncRefusedError(
                 f"the script requests the sync model {notation(models)}, but this run chooses its sync models itself "
                 "(--sync auto). Remove the call of paceline.set_sync, or start the run with another --sync."
             )
@@ -723,9 +723,9 @@ class Worker:
 
 
 def _require_clippable(models: Sequence[SyncModel]) -> None:
-    """Raise `ConfigurationError` if the shards may disagree about the pushes in a mean under these models."""
+    """Raise `SyncRefusedError` if the shards may disagree about the pushes in a mean under these models."""
     if not agree_on_means(models):
-        raise ConfigurationError(
+        raise SyncRefusedError(
             f"clip_grad_norm() needs the norm of the mean of the workers' gradients, but under {notation(models)}, "
             "the shards may average the gradients of different workers, so this norm is not known. Use bsp, "
             "elastic-bsp or a model that applies each gradient on arrival, such as asp, for all shards; or clip each "

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from ..core.lease import BATCH_SIZINGS, BatchSizing
-from ..errors import ConfigurationError, RunFailedError
+from ..errors import ConfigurationError, RunFailedError, SyncRefusedError
 from ..look.tables import Figures as Figures
 from ..run.compute_devices import usable_cores
 from ..sim import Cluster, Dataset, SimResult, simulate
@@ -113,9 +113,14 @@ def figures_of(
 def failed(sync: str, error: RunFailedError, batch: BatchSizing = "equal") -> Figures:
     """Return figures that contain no results, for a simulation that failed because of its sync model.
 
+    This includes a model that does not allow what the script asks for.
+
     Raises:
         RunFailedError: the failure has another cause, so it would be the same under each model.
     """
+    if isinstance(error.__cause__, SyncRefusedError):
+        refused = f"left out, because this model does not allow what the script asks for: {error.__cause__}"
+        return Figures(sync=sync, batch=batch, failure=refused)
     if error.process != "the run":  # a script has failed, or virtual time does not advance
         raise error
     return Figures(sync=sync, batch=batch, failure=f"{error.reason}\n{error.traceback}".rstrip())

@@ -338,7 +338,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             The L2 norm of this worker's own gradient.
 
         Raises:
-            ConfigurationError: under the run's synchronization model, shards may average different gradients, so the
+            SyncRefusedError: under the run's synchronization model, shards may average different gradients, so the
                 norm of their mean is not known.
             UsageError: `max_norm` is not a number >= 0.
 
