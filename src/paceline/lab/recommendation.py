@@ -3,7 +3,8 @@
 Changes that keep the result of training come first: balanced batches, and more servers if transfers take much of the
 time. If a model changes the result (see `sync.model`), the recommendation describes this effect. It also contains the
 command that measures the effect or, if a script was trained, the measured loss. A difference of less than 10 % is not
-worth a change.
+worth a change. A model with stale gradients is recommended only if its loss was measured, or if it is `ENOUGH` times as
+fast as bsp. Otherwise, it is only named.
 """
 
 from __future__ import annotations
@@ -166,13 +167,15 @@ def recommend(
         sentences = [f"Recommended: {exact.name}: {_gain(exact)}, and {SAME_RESULT}.", wire.sentence()]
     elif wire.more is not None:
         sentences, times = [f"Recommended: bsp with faster transfers. {wire.sentence()}"], wire.more.times
-    elif relaxed is not None:
-        pick, times = relaxed, relaxed.times
-        sentences = [f"Recommended: {_with_its_price(relaxed)}{_caution(relaxed)}", wire.sentence()]
-    else:
+    elif relaxed is None:
         sentences = [f"Recommended: stay with bsp. {_no_gain(bsp, candidates)}", wire.sentence()]
+    elif _caution(relaxed):
+        sentences = ["Recommended: stay with bsp.", wire.sentence()]
+    else:
+        pick, times = relaxed, relaxed.times
+        sentences = [f"Recommended: {_with_its_price(relaxed)}", wire.sentence()]
     if relaxed is not None and pick is not relaxed:
-        sentences.append(f"Or {_with_its_price(relaxed)}")
+        sentences.append(f"Or {_with_its_price(relaxed)}{_caution(relaxed)}")
     sentences.append(steps)
     if relaxed is not None and not distributes:
         sentences.append(DISTRIBUTE)
@@ -196,14 +199,15 @@ def _better(found: Sequence[Candidate], than: Candidate) -> Candidate:
 def _relaxed(candidates: Sequence[Candidate], times: float) -> Candidate | None:
     """Return the best candidate that changes the result of training; None if no such candidate is worth it.
 
-    A model without stale gradients is preferred, unless a model with stale gradients is clearly faster.
+    A model without stale gradients is preferred, unless a model with stale gradients is clearly faster and can be
+    recommended.
     """
     best = None
     for effect in ("fresh", "stale"):
         found = [each for each in candidates if each.effect == effect and each.times >= WORTH_IT * times]
-        if found:
-            best = max(found, key=lambda each: each.times)
-            times = best.times
+        fastest = max(found, key=lambda each: each.times, default=None)
+        if fastest is not None and (best is None or not _caution(fastest)):
+            best, times = fastest, fastest.times
     return best
 
 
@@ -282,7 +286,7 @@ def _with_its_price(candidate: Candidate) -> str:
 
 
 def _caution(candidate: Candidate) -> str:
-    """Return why a recommended model may train more slowly; "" if it is fast enough, or its loss was measured."""
+    """Return why a model is not recommended, but only named; "" if it is fast enough, or its loss was measured."""
     if candidate.measured or candidate.effect != "stale" or round(candidate.times, 1) >= ENOUGH:
         return ""
     return f" Below about {ENOUGH:g} times the speed of bsp, staleness may cost more time than is saved."
