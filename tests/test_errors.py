@@ -40,6 +40,7 @@ SAMPLES: list[PacelineError] = [
     DeadlineError("no answer within 5 s"),
     CheckpointError("the disk is full"),
     RunFailedError("worker 2", "ValueError: no", "Traceback (most recent call last):\n  ..."),
+    RunFailedError("worker 2", "ValueError: no", machine="10.0.0.2"),
     RunFailedError("the run", "every worker was lost"),
     UserCodeError(
         "the sync model mine raised KeyError: 'x' at shard 0", "Traceback (most recent call last):\n  ..."
@@ -86,8 +87,12 @@ def test_a_gradient_that_is_not_finite_is_named_with_worker_iteration_and_parame
     assert all(part in message for part in ("worker 2", "iteration 17", "'conv.weight'", "--on-nan skip"))
 
 
-def test_a_failed_run_shows_the_process_its_reason_and_its_own_traceback() -> None:
+def test_a_failed_run_shows_the_process_its_machine_its_reason_and_its_own_traceback() -> None:
     error = RunFailedError("worker 2", "ValueError: no", "Traceback ...\n")
+    assert (
+        str(RunFailedError("worker 2", "it is lost", machine="10.0.0.2"))
+        == "worker 2 on 10.0.0.2 failed: it is lost"
+    )
     assert str(error) == "worker 2 failed: ValueError: no\nTraceback ..."
     assert str(RunFailedError("the run", "every worker was lost")) == "the run failed: every worker was lost"
 

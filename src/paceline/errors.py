@@ -128,16 +128,19 @@ class RunFailedError(PacelineError):
         reason: description of the error.
         traceback: traceback of the process; "" if there is none.
     """
+        machine: name of the machine of the process, if this machine has joined the run; "" otherwise.
 
-    def __init__(self, process: str, reason: str, traceback: str = "") -> None:
-        super().__init__(process, reason, traceback)
+    def __init__(self, process: str, reason: str, traceback: str = "", machine: str = "") -> None:
+        super().__init__(process, reason, traceback, machine)
         self.process = process
         self.reason = reason
         self.traceback = traceback
 
+        self.machine = machine
     def __str__(self) -> str:
         shown = f"\n{self.traceback.rstrip()}" if self.traceback else ""
-        return f"{self.process} failed: {self.reason}{shown}"
+        where = f" on {self.machine}" if self.machine else ""
+        return f"{self.process}{where} failed: {self.reason}{shown}"
 
 
 class UserCodeError(RunFailedError):

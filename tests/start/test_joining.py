@@ -283,6 +283,20 @@ def test_a_machine_says_that_its_run_was_interrupted_on_another_one(mark: str) -
     assert "it was interrupted on the machine that serves it" in stderr
 
 
+def test_a_worker_that_fails_is_named_with_its_machine_and_with_its_log_there(mark: str) -> None:
+    served = Served("--workers", "1")
+    Path("train.py").write_text("raise ValueError('the labels are missing')")
+    joined = served.join(options=["--run-dir", "theirs"])
+    messages = served.failure()
+    code, _, stderr = output(joined)
+
+    assert "worker 0 on 127.0.0.1 failed: ValueError: the labels are missing" in messages
+    assert "the log of worker 0 is on the machine 127.0.0.1, which prints the path of the log" in messages
+    assert code == 1
+    assert f"the output of worker 0 is in {Path('theirs', 'worker-0.log').absolute()}" in stderr
+    assert "the labels are missing" in Path("theirs", "worker-0.log").read_text()
+
+
 @pytest.mark.parametrize(
     ("address", "words"),
     [

@@ -332,7 +332,7 @@ class Agents:
         if self.stopping or server not in self._machines.servers[agent]:
             return
         name = self._machines.names[agent]
-        if ends := self._core.server_lost(server, f"{how} (machine {name})", output, certain=True):
+        if ends := self._core.server_lost(server, how, output, certain=True):
             self._perform(ends)
             return
         log.warning("server %d of machine %s has left before the run has begun: %s", server, name, how)
@@ -453,6 +453,12 @@ class Machines:
     def machine_of_server(self) -> dict[int, str]:
         """Server that a machine has brought -> name of the machine."""
         return {server: self.names[agent] for agent, servers in self.servers.items() for server in servers}
+
+    def host_of(self, process: str) -> str:
+        """Return the name of the machine of a process such as "worker 2"; "" if no machine has brought the process."""
+        workers = {f"worker {worker}": name for worker, name in self.machine_of.items()}
+        servers = {f"server {server}": name for server, name in self.machine_of_server.items()}
+        return (workers | servers).get(process, "")
 
     def agents_of(self, role: str, index: int) -> list[int]:
         """Return the agents that have started this server, or any incarnation of this worker."""

@@ -857,7 +857,8 @@ class CoordinatorHost(Host):
 
     def end_run(self, failure: Fail) -> None:
         self._publish()
-        self.fail(RunFailedError(failure.where, failure.reason, failure.traceback))
+        machine = self.machines.host_of(failure.where)
+        self.fail(RunFailedError(failure.where, failure.reason, failure.traceback, machine))
 
     def end_without(self, loss: EndWithout) -> None:
         self.gone_servers.setdefault(loss.server, loss.reason)

@@ -652,9 +652,9 @@ class Agent:
             raise self._interruption.exception("all processes on this machine have ended", {})
         if self._cut_off is not None and self._cut_off.resumes:
             raise self._cut_off
-        if self._failed_server is not None:
-            raise self._failed_server
-        if failed := engine.failed_worker():
+        if failed := self._failed_server or engine.failed_worker():
+            log = Path(self._job.run_dir, f"{failed.process.replace(' ', '-')}.log")
+            failed.add_note(f"the output of {failed.process} is in {log}")
             raise failed
         if self._cut_off is not None:
             raise self._cut_off

@@ -835,8 +835,14 @@ class LiveRun:
             ):
                 failure.add_note(f"worker {worker}: {ending}")
         log_path = self._run_dir / f"{failure.process.replace(' ', '-')}.log"
-        where = f"the output of {failure.process} is in {log_path}"
-        failure.add_note(where if log_path.exists() else f"the logs are in {self._run_dir}")
+        if failure.machine:
+            failure.add_note(
+                f"the log of {failure.process} is on the machine {failure.machine}, which prints the path of the log"
+            )
+        elif log_path.exists():
+            failure.add_note(f"the output of {failure.process} is in {log_path}")
+        else:
+            failure.add_note(f"the logs are in {self._run_dir}")
         if hint := self._how_to_resume():
             failure.add_note(hint)
         elif failure.process.startswith("server ") and self._job.on_server_loss == "resume":
