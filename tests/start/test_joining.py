@@ -271,14 +271,16 @@ def test_a_worker_joins_in_mid_run(sync: str, mark: str) -> None:
     assert all(replay(trace) == [] for trace in traces)
 
 
-def test_a_machine_says_that_its_run_was_interrupted_on_another_one(mark: str) -> None:
+def test_an_interrupted_run_is_summarized_and_its_machines_say_where_it_was_interrupted(mark: str) -> None:
     served = Served("--workers", "1")
     joined = served.join("1000", "0.02")
     await_training(1)
     served.program.send_signal(signal.SIGINT)
+    printed, _ = served.program.communicate()
     served.failure(code=130)
     code, _, stderr = output(joined)
 
+    assert ["ended", "interrupted"] in [line.split() for line in printed.splitlines()]
     assert code == 1
     assert "it was interrupted on the machine that serves it" in stderr
 

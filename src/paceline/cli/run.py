@@ -6,7 +6,8 @@ import os
 import shlex
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Unpack
@@ -142,7 +143,6 @@ def run(
         return
     from ..start.display import announce_run
     from ..start.local import ProcessPlacement
-    from ..start.processes.interruption import Interrupted, Terminated
     from ..start.processes.program import importing
     from ..start.processes.spawn import Starter
 
@@ -152,7 +152,7 @@ def run(
         with importing():
             from ..start.launch import run_script
 
-        try:
+        with _summarized():
             result = run_script(
                 job,
                 script,
@@ -166,11 +166,20 @@ def run(
                 command=command,
                 force=settings["force"],
             )
-        except (Interrupted, Terminated) as end:
-            if end.summary:
-                _print_summary(end.summary)
-            raise
     _tell_result(result)
+
+
+@contextmanager
+def _summarized() -> Iterator[None]:
+    """If a signal ends the run, print the summary of the run, if there is one."""
+    from ..start.processes.interruption import Interrupted, Terminated
+
+    try:
+        yield
+    except (Interrupted, Terminated) as end:
+        if end.summary:
+            _print_summary(end.summary)
+        raise
 
 
 def _tell_result(result: RunResult) -> None:
@@ -404,7 +413,7 @@ def serve(
 
     console = plain_console(stderr=True)
     placement = ProcessPlacement(listen, (HostMachine(listen),) * job.local_servers, ())
-    with interruptible(), outlets:
+    with interruptible(), outlets, _summarized():
         result = start(
             job,
             [],
