@@ -204,6 +204,9 @@ def test_a_worker_that_was_stopped_joins_again(mark: str) -> None:
     assert [code for code, *_ in ends] == [0, 0], said
     assert "worker 1 was taken out of the run: the process of worker 1 on machine" in said
     assert "worker 1 was cut off from the run; joining again in 1 s\njoined as worker 1" in said
+    shown = ends[1][1]
+    assert "worker 1 has finished" in shown
+    assert "TakenOutError" not in said + shown
     log = Path("again", "worker-1.log").read_text()
     assert "TakenOutError: worker 1 was taken out of the run: the process of worker 1" in log
     assert "worker 1 has finished" in log

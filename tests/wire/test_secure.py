@@ -119,6 +119,23 @@ def test_a_lost_connection_is_noticed(ends: tuple[SecureSocket, SecureSocket]) -
         receiver.wait(DEADLINE_S)
 
 
+def test_a_connection_that_is_lost_while_data_is_sent_is_described_in_words(
+    ends: tuple[SecureSocket, SecureSocket],
+) -> None:
+    sender: Stream[Message] = Stream(ends[0], SNAPSHOTS)
+    sender.send(Snapshot(0, 0))
+    Stream[Snapshot](ends[1], SNAPSHOTS).wait(DEADLINE_S)  # the handshake is complete
+    ends[1].close()
+
+    def send_all() -> None:
+        while True:
+            sender.send(Snapshot(0, 1), [memoryview(bytes(100_000))])
+            sender.flush()
+
+    with pytest.raises(PeerLostError, match="the other side has closed it"):
+        send_all()
+
+
 @pytest.fixture
 def house() -> Iterator[House]:
     with contextlib.closing(House()) as made:

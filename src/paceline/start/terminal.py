@@ -28,6 +28,7 @@ from rich.text import Text
 
 from ..errors import InternalError
 from ..words import wrapped
+from .processes.program import CUT_OFF
 
 
 class StandardStreams(NamedTuple):
@@ -119,7 +120,12 @@ class Channels:
         """Return the function that shows a line of this process."""
         if self._streams.show_all:
             return lambda line: self._screen.print(f"{name} | {line}")
-        return lambda line: self._screen.print(line) if name in self._shown else None
+
+        def show(line: str) -> None:
+            if name in self._shown and not line.startswith(CUT_OFF):
+                self._screen.print(line)
+
+        return show
 
 
 # -- Copies the output of a process to its log and to the screen ---------------------------------------------

@@ -180,6 +180,9 @@ class SecureSocket:
         except BLOCKED as blocked:
             if not count:
                 raise BlockingIOError from blocked
+        except LOST as error:
+            if not count:
+                raise BrokenPipeError("the other side has closed it") from error
         except OSError:
             if not count:
                 raise

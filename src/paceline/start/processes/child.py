@@ -32,7 +32,7 @@ from ...sync.plugins import load_models, local_conditions, script_traceback
 from ...train import session as sessions
 from ...train.training import watch_script
 from .orders import Descriptors, ProcessOrder
-from .program import EXIT_INTERRUPTED, EXIT_PEER_LOST, log_to_stderr, open_file
+from .program import CUT_OFF, EXIT_INTERRUPTED, EXIT_PEER_LOST, log_to_stderr, open_file
 
 MEMORY_ADVICE = (
     "Reduce the batch size. If only balanced batches are too large, limit their size in all workers with "
@@ -120,7 +120,7 @@ def main(order: ProcessOrder, descriptors: Descriptors) -> int:
         words = with_advice(first_line(reason), causes)
         if job.joined:
             shown = told if words == first_line(reason) else f"{told.rstrip()}\npaceline: {words}"
-            print(f"paceline: {words}" if consequence else shown, file=sys.stderr, flush=True)
+            print(f"{CUT_OFF}{words}" if consequence else shown, file=sys.stderr, flush=True)
         session.fail(words, told, consequence=consequence)
         return EXIT_PEER_LOST if consequence else 1
     session.finish()

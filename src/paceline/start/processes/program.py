@@ -290,6 +290,12 @@ CRASHES = frozenset(
 EXIT_PEER_LOST = 75
 """Exit code of a worker that could not continue because another process of the run was lost."""
 
+CUT_OFF = "paceline: cut off from the run: "
+"""Beginning of the line that says in a worker's log why the worker could not continue.
+
+The screen does not show this line, because the agent of the machine says what has happened to the run.
+"""
+
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 """Exit code of a worker whose script was ended by SIGINT, although the script has caught the `KeyboardInterrupt`."""
 
