@@ -805,6 +805,15 @@ def test_a_trace_of_another_version_is_refused(tmp_path: Path) -> None:
             "records of 3 workers, but summary.json lists 4 workers",
         ),
         (
+            lambda folder: [
+                (folder / "worker-1.jsonl").unlink(),
+                (folder / "summary.json").write_text(
+                    json.dumps({**json.loads((folder / "summary.json").read_text()), "joined": True})
+                ),
+            ],
+            "machines have joined the run in .*, so it cannot be simulated",
+        ),
+        (
             lambda folder: (folder / "summary.json").write_text('{"sync": "bsp"}'),
             "does not contain iterations and",
         ),

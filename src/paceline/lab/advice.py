@@ -148,12 +148,12 @@ def advise(
     """
     load_kept_models(run_dir)
     summary = _summary(run_dir)
+    recorded = load_cluster(str(run_dir), changes.recorded_bandwidth)
     if (logs := len(list(run_dir.glob("worker-*.jsonl")))) != summary["workers"]:
         raise ConfigurationError(
-            f"{run_dir} has records of {logs} workers, but summary.json lists {summary['workers']} workers. If "
-            "machines have joined a run, they keep the records of their workers, so the run cannot be simulated."
+            f"{run_dir} has records of {logs} workers, but summary.json lists {summary['workers']} workers. Put the "
+            "missing files worker-<index>.jsonl back, or give the directory of another run."
         )
-    recorded = load_cluster(str(run_dir), changes.recorded_bandwidth)
     cluster = changes.made(recorded)
     run_wire = summary.get("wire", "float32")
     wire = wire or run_wire
