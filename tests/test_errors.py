@@ -54,9 +54,8 @@ def test_the_samples_are_the_whole_tree() -> None:
         kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)
     }
     assert {type(sample) for sample in SAMPLES} == defined
-    assert {kind.__name__ for kind in defined} | {"first_line", "refused_by_system", "unknown_name"} == set(
-        errors.__all__
-    )
+    functions = {"first_line", "nearest", "refused_by_system", "unknown_name"}
+    assert {kind.__name__ for kind in defined} | functions == set(errors.__all__)
 
 
 @pytest.mark.parametrize("error", SAMPLES, ids=lambda error: type(error).__name__)
@@ -89,11 +88,11 @@ def test_a_gradient_that_is_not_finite_is_named_with_worker_iteration_and_parame
 
 def test_a_failed_run_shows_the_process_its_machine_its_reason_and_its_own_traceback() -> None:
     error = RunFailedError("worker 2", "ValueError: no", "Traceback ...\n")
+    assert str(error) == "worker 2 failed: ValueError: no\nTraceback ..."
     assert (
         str(RunFailedError("worker 2", "it is lost", machine="10.0.0.2"))
         == "worker 2 on 10.0.0.2 failed: it is lost"
     )
-    assert str(error) == "worker 2 failed: ValueError: no\nTraceback ..."
     assert str(RunFailedError("the run", "every worker was lost")) == "the run failed: every worker was lost"
 
 

@@ -42,6 +42,7 @@ __all__ = [
     "UserCodeError",
     "WeightsChangedError",
     "first_line",
+    "nearest",
     "refused_by_system",
     "unknown_name",
 ]
@@ -127,19 +128,19 @@ class RunFailedError(PacelineError):
         process: name of the process that failed, for example ``"worker 2"``.
         reason: description of the error.
         traceback: traceback of the process; "" if there is none.
-    """
         machine: name of the machine of the process, if this machine has joined the run; "" otherwise.
+    """
 
     def __init__(self, process: str, reason: str, traceback: str = "", machine: str = "") -> None:
         super().__init__(process, reason, traceback, machine)
         self.process = process
         self.reason = reason
         self.traceback = traceback
-
         self.machine = machine
+
     def __str__(self) -> str:
-        shown = f"\n{self.traceback.rstrip()}" if self.traceback else ""
         where = f" on {self.machine}" if self.machine else ""
+        shown = f"\n{self.traceback.rstrip()}" if self.traceback else ""
         return f"{self.process}{where} failed: {self.reason}{shown}"
 
 
@@ -206,9 +207,18 @@ def first_line(error: BaseException) -> str:
     return f"{name}: {message}" if message else name
 
 
+def nearest(name: str, choices: Iterable[str]) -> str:
+    """Return the choice that is most similar to a name; "" if none is similar.
+
+    >>> nearest("elastic-bps", ["asp", "elastic-bsp"])
+    'elastic-bsp'
+    """
+    return next(iter(get_close_matches(name, choices, n=1, cutoff=0.5)), "")
+
+
 def unknown_name(kind: str, name: object, choices: Iterable[str]) -> ConfigurationError:
     """Return the error for a name that is not in `choices`. The message lists the choices and may suggest one."""
     known = sorted(choices)
-    near = get_close_matches(str(name), known, n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    near = nearest(str(name), known)
+    hint = f"; did you mean {near!r}?" if near else ""
     return ConfigurationError(f"unknown {kind} {name!r}{hint or '.'} Choices: {', '.join(known)}.")

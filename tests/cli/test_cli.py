@@ -749,7 +749,8 @@ WRONG_PLACES = {
     ),
     "a cluster file that does not exist": (
         ["simulate", "elastic-bps"],
-        "error: the cluster file elastic-bps cannot be read: No such file or directory. Give the path",
+        "error: the cluster file elastic-bps cannot be read: No such file or directory. Did you mean 'elastic-bsp'? "
+        "Give the path of a TOML file",
     ),
 }
 

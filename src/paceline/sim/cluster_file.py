@@ -45,7 +45,7 @@ from typing import Any, get_args
 
 import msgspec
 
-from ..errors import ConfigurationError, unknown_name
+from ..errors import ConfigurationError, nearest, unknown_name
 from ..settings.checks import converted, read_toml
 from .times import (
     Constant,
@@ -234,7 +234,8 @@ def read_cluster_file(path: str | os.PathLike[str]) -> dict[str, Any]:
             f"{path} is not a TOML file. If it contains measured times, name it in a cluster file: "
             f'delays = "{Path(path).name}".'
         )
-    hint = f"Give the path of a TOML file, or the name of a cluster from the papers: {', '.join(PRESETS)}."
+    meant = f"Did you mean {near!r}? " if (near := nearest(os.fspath(path), PRESETS)) else ""
+    hint = f"{meant}Give the path of a TOML file, or the name of a cluster from the papers: {', '.join(PRESETS)}."
     table = read_toml(Path(path), "the cluster file", hint)
     return _parse(table, os.fspath(path), Path(path).stem, Path(path).parent)
 
