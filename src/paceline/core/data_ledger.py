@@ -230,7 +230,7 @@ class LoopPositions:
         if loop > self._begun[0]:
             self._begun, self.limits, self.start = (loop, now_ticks), limits, start
         elif loop == self._begun[0] and limits not in (None, self.limits):
-            # A resumed script may have other limits. If the loop was stopped, perhaps it had reached an earlier limit.
+            # A resumed script may have other limits, so the loop goes on even if its earlier limits have stopped it.
             self.limits = limits
             self.stopped.discard(loop)
 

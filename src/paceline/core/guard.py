@@ -569,7 +569,7 @@ LEAST = 5
 """Number of values that must be known of a worker before other workers are compared with it."""
 
 FIRST_COMPARED = 8
-"""Number of the first values, of all workers, whose median is the value at the beginning."""
+"""The median of this many values, the first ones from all workers together, is the value at the beginning."""
 
 FACTOR = 2.0
 """Factor by which the values of healthy workers may differ, because their data differ."""

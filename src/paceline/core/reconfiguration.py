@@ -366,7 +366,8 @@ class Join:
 #
 # A worker keeps the weights of the earlier parameters that it has pulled before the extension: if a script calls
 # `encoder(x)` and then `new_head(...)`, the graph already holds the weights of the encoder. The worker takes newer
-# weights only if it has made empty pushes while it waited, and has called no module with trained parameters before.
+# weights only if it has made empty pushes while it waited, and if its script had called no module with trained
+# parameters yet in this iteration, so that no graph holds the earlier weights.
 #
 # In a run that resumes a cut, the scripts again add the parameters that the earlier run had added. The servers then
 # take the values of these parameters from the cut. A cut may also have been made before an extension, while some

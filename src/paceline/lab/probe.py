@@ -41,9 +41,9 @@ PATIENCE = 10
 """A script may make this many times as many steps if it still has to step a scheduler with a metric."""
 
 LEAST_COMPARED = 4
-"""Minimum number of samples that a loss must compare.
+"""Minimum size of a batch in which a loss is recognized as one that compares the samples with one another.
 
-With fewer samples, the labels of any loss may be 0, 1, 2, ... by chance.
+The labels of such a loss are 0, 1, 2, ... In a smaller batch, other losses may have these labels by chance.
 """
 
 WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_APPEND

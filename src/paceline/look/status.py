@@ -222,7 +222,7 @@ def _number(value: float | None, form: str) -> str:
 # -- Sentences about the state of a job: how far it has come, how fast it goes on, and for whom it waits -----
 
 FEW_WORKERS = 8
-"""With at most this many workers, all in ordinary states, the line of progress does not count the states."""
+"""With at most this many workers, all in ordinary states, the line of progress does not say how many are in each."""
 
 ORDINARY = frozenset({"computing", "waiting", "pulling"})
 """The states through which a worker passes in each iteration."""

@@ -240,11 +240,11 @@ class Settings(TypedDict, total=False):
         Setting(
             default=None,
             doc='what happens if training diverges: "off" for nothing, "tell" to print a message, or "stop" to end the '
-            'run and keep the last good weights. Default: "tell" if hyper-parameters are translated, else "off". NaN '
-            'in the weights is reported in any case. "temper", a mode of earlier versions, means "tell".',
+            'run and keep the last good weights. Default: with translated hyper-parameters "tell", otherwise "off". '
+            'NaN in the weights is reported in any case. "temper", a mode of earlier versions, means "tell".',
             help="What happens if training diverges. tell: a message reports this, and says what to do. stop: the "
             "run ends, and the last good weights are kept. off: nothing, except that NaN in the weights is reported. "
-            "Default: tell if hyper-parameters are translated, else off.",
+            "Default: with translated hyper-parameters, tell; otherwise, off.",
             metavar="<off|tell|stop>",
             check=lambda name, value: guard_mode(value, translated=True),
         ),

@@ -95,7 +95,7 @@ class WorkerState(Pooled):
 
     Attributes:
         phase: what the worker is doing.
-        core: number of the worker's core (see `Interned`).
+        core: number of the state of the worker's core, as `Interned` numbers states.
         orders: messages from the coordinator that the worker has not received yet.
         v_train: the latest round that an answer has named since the worker's last push; None if no answer has named
             one. The core receives all answers together, when the last answer arrives.

@@ -62,7 +62,7 @@ MOST_BARRIERS = 10_000
 MOST_PROGRESS = 2_000
 MOST_HAPPENINGS = 2_000
 MOST_ERAS = 200
-MOST_OPEN = 1_000  # maximum number of iterations of one worker that are kept because something is unknown
+MOST_OPEN = 1_000  # number of iterations of one worker that may await an answer of a shard, or a record
 
 
 class _Span(msgspec.Struct, frozen=True, array_like=True):
