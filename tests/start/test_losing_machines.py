@@ -13,7 +13,7 @@ import pytest
 from benchmarks.overlap.namespaces import NetworkLink, network, why_not
 from paceline.sync.events import PushReceived, WorkerJoined, WorkerLost
 from paceline.trace import read_run, replay
-from tests.support.added_device import ADDED
+from tests.support.added_device import ADDED, needs_added_device
 from tests.support.live import await_that, mark, processes, times_in
 from tests.support.marks import chaos
 from tests.support.served import ENDLESS_SCRIPT, Served, await_training, enough, output, trained
@@ -182,6 +182,7 @@ def test_a_worker_that_keeps_sending_nan_does_not_join_again(mark: str) -> None:
     assert len(summary["lost_workers"]) == 1  # type: ignore[arg-type]
 
 
+@needs_added_device
 def test_a_worker_that_was_stopped_joins_again(mark: str) -> None:
     served = Served("--workers", "1:2", "--sync", "bsp")
     Path("train.py").write_text(CALLS_AGAIN)

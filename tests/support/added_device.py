@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-__all__ = ["ADDED"]
+import pytest
+import torch.utils.backend_registration
+
+__all__ = ["ADDED", "needs_added_device"]
+
+needs_added_device = pytest.mark.skipif(
+    not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"),
+    reason="this version of torch knows no kinds of devices that are written in Python",
+)
 
 # Each question to the device is recorded with the process that asked. There are two such devices.
 ADDED = """

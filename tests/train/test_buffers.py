@@ -20,7 +20,7 @@ from paceline.sim import Cluster, simulate
 from paceline.sim.times import Presence
 from paceline.train.job_model import Buffers, JointModel
 
-ACCELERATOR = torch.accelerator.current_accelerator()
+ACCELERATOR = torch.accelerator.current_accelerator(check_available=True)
 DEVICES = [
     torch.device("cpu"),
     pytest.param(ACCELERATOR, marks=pytest.mark.skipif(ACCELERATOR is None, reason="no accelerator")),
