@@ -775,6 +775,25 @@ def test_bad_input_in_a_process_of_its_own_ends_with_2(tmp_path: Path) -> None:
     assert contents(tmp_path) == ["train.py"]
 
 
+NEEDS_TORCH = ["run --dry-run", "run --devices cpu", "join 127.0.0.1:1", "serve", "demo --quick", "check"]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("command", NEEDS_TORCH)
+def test_without_torch_a_command_says_for_which_python_to_install_it(command: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    program = "import sys; sys.modules['torch'] = None; from paceline import cli; cli.main()"
+    script = [] if command.startswith(("serve", "demo")) else ["train.py"]
+    ended = run_program("-c", program, *command.split(), *script, folder=tmp_path)
+
+    assert (ended.code, ended.stdout) == (2, "")
+    assert ended.stderr == (
+        f"error: torch is not installed for {sys.executable}, the Python that runs this command; run: "
+        f"{sys.executable} -m pip install torch\n"
+    )
+    assert contents(tmp_path) == ["train.py"]
+
+
 # -- options in the wrong place ------------------------------------------------------------------------------
 
 STRAYS = {

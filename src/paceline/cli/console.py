@@ -62,6 +62,15 @@ def run_app(app: typer.Typer) -> None:
         for line in (*details, *getattr(error, "__notes__", ())):
             print(line, file=sys.stderr)
         sys.exit(EXIT_BAD_INPUT if is_input else EXIT_FAILED)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        print_sentence(
+            plain_console(stderr=True),
+            f"error: torch is not installed for {sys.executable}, the Python that runs this command; run: "
+            f"{shlex.quote(sys.executable)} -m pip install torch",
+        )
+        sys.exit(EXIT_BAD_INPUT)
 
 
 def keep_streams_usable() -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from ..errors import ConfigurationError
+from ..run.installed import folder_of_torch
 from ..run.job_options import make_job, require_script
 from ..start.processes.program import describe_ending, execute
 from ..wire.secure import without_secret
@@ -53,8 +54,10 @@ def check_script(
 
     Raises:
         ConfigurationError: an argument is not valid; nothing was started.
+        ModuleNotFoundError: torch is not installed; nothing was started.
     """
     require_script(script)
+    folder_of_torch()  # without torch, the script would fail, and the script is not to blame
     for name, value, least in (
         ("workers", workers, 2),
         ("iterations", iterations, 1),

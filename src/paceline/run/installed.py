@@ -105,6 +105,19 @@ def _version_of_torch() -> str:
         return ""
 
 
+def folder_of_torch() -> Path:
+    """Return the folder with the files of torch, without importing torch.
+
+    Raises:
+        ModuleNotFoundError: torch is not installed. The command line prints this error, and the same error of
+            `import torch`, as a sentence (see `cli.console.run_app`).
+    """
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+    return Path(spec.origin).parent
+
+
 def _optimizers_of_torch() -> list[str]:
     """Return the names that `torch.optim` exports, from its source; [] if the source cannot be read."""
     spec = find_spec("torch")

@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from importlib.metadata import entry_points
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +24,7 @@ from msgspec import structs
 
 from ...errors import ConfigurationError
 from ...run.compute_devices import CPU, Device
+from ...run.installed import folder_of_torch
 from ...run.job import Job
 from ...settings import SETTINGS
 from ...sync.plugins import load_models
@@ -403,11 +403,12 @@ def alone(devices: Sequence[Device]) -> list[Device]:
 
 
 def torch_build() -> Build:
-    """Return the accelerators that torch was built for, without importing torch."""
-    spec = find_spec("torch")
-    assert spec is not None
-    assert spec.origin is not None
-    version = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
+    """Return the accelerators that torch was built for, without importing torch.
+
+    Raises:
+        ModuleNotFoundError: torch is not installed.
+    """
+    version = runpy.run_path(str(folder_of_torch() / "version.py"))
     rocm = version.get("hip") is not None
     kinds = {kind for kind in BUILT_IN if version.get(kind) is not None}
     return Build(frozenset(kinds | ({"cuda"} if rocm else set())), rocm)
