@@ -15,7 +15,16 @@ from torch import nn
 
 import paceline
 from paceline import DistributedOptimizer, simulate, worker_index
-from paceline.core.layout import Layout, Parameter, ShardSlice, WireAdvice, WireFormat, advise_wire
+from paceline.core.layout import (
+    Layout,
+    ModelSpec,
+    OptimizerSpec,
+    Parameter,
+    ShardSlice,
+    WireAdvice,
+    WireFormat,
+    advise_wire,
+)
 from paceline.core.messages import Answer, BaseRequested, Commit, Message, Stage
 from paceline.errors import ConfigurationError
 from paceline.run import worker as worker_module
@@ -28,6 +37,7 @@ from paceline.shard.store import Push, Store
 from paceline.shard.vectors import Vectors
 from paceline.sim import Cluster, Presence
 from paceline.sim.virtual_training import Training
+from paceline.start.results import wire_line
 from paceline.sync.events import Edit
 from paceline.trace import replay
 from paceline.wire.preface import Sending
@@ -928,10 +938,46 @@ def test_between_processes_that_share_memory_nothing_is_rounded(
 def test_a_format_that_has_no_effect_is_said(wire: str, tmp_path: Path) -> None:
     job = make_job(workers=1, servers=1, transport="shm", wire=wire, run_dir=tmp_path / "run")
     assert ("bf16 has no effect" in describe(job)["wire"]) == (wire == "bf16")
-    assert bool(job.wire_in_vain) == (wire == "bf16")
+    assert bool(job.wire_in_vain()) == (wire == "bf16")
     over_tcp = make_job(workers=1, servers=1, transport="tcp", wire=wire, run_dir=tmp_path / "other")
-    assert over_tcp.wire_in_vain == ""
+    assert over_tcp.wire_in_vain() == ""
     assert wire in describe(over_tcp)["wire"]
+
+
+@pytest.mark.parametrize(
+    ("vectors", "said"),
+    [
+        (
+            ["float64", "float64/1"],
+            "all parameters of the model are float64, so gradients and weights travel as",
+        ),
+        (["float32", "float64/1"], ""),
+        ([], ""),
+    ],
+)
+def test_a_format_that_encodes_no_value_of_the_model_is_said(vectors: list[str], said: str) -> None:
+    job = make_job(workers=1, servers=1, transport="tcp", wire="int4", dry_run=True)
+    assert said in job.wire_in_vain(vectors)
+    assert bool(job.codecs(vectors)) == (not job.wire_in_vain(vectors)) == (not said)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "wire", "sync", "advised"),
+    [
+        ("Muon", "int4", "bsp", "gradients=int8,weights=int4"),
+        ("moonlight:Muon", "int4", "asp", "int8"),
+        ("Muon", "gradients=int8,weights=int4", "bsp", ""),
+        ("AdamW", "int4", "bsp", ""),
+    ],
+)
+def test_gradients_in_a_format_that_their_optimizer_does_not_bear_are_said(
+    optimizer: str, wire: str, sync: str, advised: str
+) -> None:
+    job = make_job(workers=2, transport="tcp", wire=wire, sync=sync, dry_run=True)
+    layout = Layout.of([Parameter(("bias",), (2,), "float32"), Parameter(("weight",), (2, 2), "float32", 1)])
+    model = ModelSpec(layout, OptimizerSpec("AdamW", (), (0,)), (), (OptimizerSpec(optimizer, (), (0,)),))
+    assert wire_line(job, model).endswith(f"Try --wire {advised}." if advised else "")
+    assert bool(wire_line(job, model)) == bool(advised)
 
 
 # -- in virtual time ----------------------------------------------------------------------------------------

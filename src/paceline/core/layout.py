@@ -807,6 +807,11 @@ class WireFormat(msgspec.Struct, frozen=True):
         }
 
     @property
+    def encoded_dtypes(self) -> set[str]:
+        """The dtypes that at least one codec of a run encodes."""
+        return {dtype for codec in self.codecs for dtype in CODECS[codec].dtypes}
+
+    @property
     def block(self) -> int:
         """Number of values in a block. A block is encoded as a whole, so shards are cut only between blocks."""
         return math.lcm(*(CODECS[codec].block for codec in self.codecs))
@@ -911,6 +916,19 @@ def advise_wire(
     if sum(after) >= sum(before):
         return None
     return WireAdvice(str(wire), reason, after[0] / before[0], sum(after) / sum(before))
+
+
+def doubt_wire(optimizers: Sequence[str], wire: WireFormat, *, common: bool) -> str:
+    """Return a sentence if an optimizer is known to need less rounding than the wire format of a run; "" otherwise.
+
+    The arguments are those of `advise_wire`.
+    """
+    if wire.gradients != "int4" or "Muon" not in [name.rpartition(":")[2] for name in optimizers]:
+        return ""
+    return (
+        f"--wire {wire} rounds gradients to int4, but Muon makes small errors of gradients larger. Try --wire "
+        f"{_harmless('Muon', common=common)[0]}."
+    )
 
 
 def _harmless(optimizer: str, *, common: bool) -> tuple[WireFormat, str]:

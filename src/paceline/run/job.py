@@ -232,23 +232,35 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         Args:
             vectors: names of the model's vectors, if known. The result then also names the dtypes that are not encoded.
         """
-        if self.carrier.shares_memory or self.wire.exact:
+        if self.wire.exact or self.wire_in_vain(vectors):
             return ""
         weights = self.wire.codec_of_weights(common=self.schedule.lockstep)
         how = ", as differences to what the workers have" if CODECS[weights].based else ""
-        encoded = {dtype for codec in self.wire.codecs for dtype in CODECS[codec].dtypes}
-        others = sorted({dtype_of(vector) for vector in vectors} - encoded)
+        others = sorted({dtype_of(vector) for vector in vectors} - self.wire.encoded_dtypes)
         said = f"; {' and '.join(others)} values as they are" if others else ""
         return f"gradients as {self.wire.gradients}, weights as {weights}{how}{said}"
 
-    @property
-    def wire_in_vain(self) -> str:
-        """A sentence that says that `wire` has no effect, because nothing travels; "" if `wire` has an effect."""
-        if not self.carrier.shares_memory or self.wire.exact:
+    def wire_in_vain(self, vectors: Iterable[str] = ()) -> str:
+        """Return a sentence that says why `wire` has no effect; "" if `wire` has an effect.
+
+        Args:
+            vectors: names of the model's vectors, if known.
+        """
+        if self.wire.exact:
+            return ""
+        if self.carrier.shares_memory:
+            return (
+                f"--wire {self.wire} has no effect, because all processes of the run share memory (transport "
+                f"{self.transport!r}), so gradients and weights do not travel. With --transport tcp, they would be "
+                "rounded."
+            )
+        dtypes = {dtype_of(vector) for vector in vectors}
+        if not dtypes or dtypes & self.wire.encoded_dtypes:
             return ""
         return (
-            f"--wire {self.wire} has no effect, because all processes of the run share memory (transport "
-            f"{self.transport!r}), so gradients and weights do not travel. With --transport tcp, they would be rounded."
+            f"--wire {self.wire} has no effect, because all parameters of the model are "
+            f"{' or '.join(sorted(dtypes))}, so gradients and weights travel as they are. With float32 parameters, "
+            "they would be rounded."
         )
 
     @property

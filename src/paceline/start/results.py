@@ -32,7 +32,7 @@ from .. import VERSION
 from ..core.data_ledger import DataLedger
 from ..core.guard import GoodWeights, guard_mode
 from ..core.job_cut import JobCut
-from ..core.layout import ModelSpec
+from ..core.layout import ModelSpec, doubt_wire
 from ..core.metrics import MetricHistory
 from ..errors import ConfigurationError, PacelineError
 from ..files import Unfinished, write_json
@@ -164,7 +164,6 @@ def summarize(
     job = coordinator.job
     faults = list(faults)
     python = program[:1] == ["function"]
-    vain = [job.wire_in_vain] if job.wire_in_vain else []
     core, watch, report = coordinator.core, coordinator.watch, coordinator.report
     model = report.model
     resumed, data, spent, devices, machines, links = coordinator.ask(
@@ -178,7 +177,7 @@ def summarize(
         )
     )
     dropped_before = 0 if resumed is None else resumed.pushes.dropped_samples
-    found = [*vain, *report.findings, *find_moved(data.moved, python=python)]
+    found = [*filter(None, [wire_line(job, model)]), *report.findings, *find_moved(data.moved, python=python)]
     figures: dict[str, Any] = {}
     measures: Measures | None = None
     pushes: dict[str, int] = {}
@@ -313,6 +312,14 @@ def averages_line(job: Job, model: ModelSpec | None) -> str:
     if model is None or job.hyperparameters != "translated" or job.schedule.lockstep or job.workers < 2:
         return ""
     return averages_words([each.name for each in model.optimizers])
+
+
+def wire_line(job: Job, model: ModelSpec | None) -> str:
+    """Return a sentence that says why `--wire` has no effect, or should be changed; "" otherwise."""
+    if model is None:
+        return job.wire_in_vain()
+    common, names = job.schedule.lockstep, [each.name for each in model.optimizers]
+    return job.wire_in_vain(model.layout.sizes) or doubt_wire(names, job.wire, common=common)
 
 
 def _departures(departed: Sequence[Departed]) -> dict[str, Any]:

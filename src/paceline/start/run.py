@@ -71,6 +71,7 @@ from .results import (
     server_device_line,
     step_cost_of,
     summarize,
+    wire_line,
     write_report,
     write_summary,
 )
@@ -542,8 +543,9 @@ class LiveRun:
             yield "averages", averages_line(self._job, report.model)
             if "codecs" not in self._told and self._job.codecs():
                 vectors = {vector for bounds, _ in report.shards for vector in bounds.bounds}
-                yield "codecs", f"on their way: {self._job.codecs(vectors)}"
-            yield "wire", self._job.wire_in_vain
+                codecs = self._job.codecs(vectors)
+                yield "codecs", codecs and f"on their way: {codecs}"
+            yield "wire", wire_line(self._job, report.model)
             yield "device", server_device_line(self._job, report.model)
             if "steps" not in self._told and report.steps is not self._timed:
                 self._timed = report.steps
