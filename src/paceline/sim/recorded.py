@@ -231,9 +231,9 @@ def _records(path: Path) -> Iterator[IterationRecord]:
 
 def _joined(run_dir: Path) -> ConfigurationError:
     return ConfigurationError(
-        f"machines have joined the run in {run_dir}, so it cannot be simulated: each machine has recorded times with "
-        "its own clock, and the clocks do not agree closely enough for the times of messages. Give the directory of a "
-        "run on one machine."
+        f"machines have joined the run in {run_dir}, so it cannot be simulated: the time that a message takes is "
+        "read from the clocks of two machines, and may be shorter than the error of these clocks. The report of the "
+        "run says what would help. To simulate these machines, describe them in a file: paceline simulate CLUSTER.toml"
     )
 
 
