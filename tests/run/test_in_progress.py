@@ -33,12 +33,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run_dir(name: str, written_s: float | None = None, **others: object) -> Path:
+def run_dir(name: str, written_s: float | None = None, *, address: str = "unix:x", **others: object) -> Path:
     """The directory of a run of this process that is in progress, unless its file says otherwise."""
     path = Path("runs", name)
     path.mkdir(parents=True)
     launcher = msgspec.structs.replace(Holder.here(), **others)
-    content = RunInProgress("unix:x", "token", launcher)
+    content = RunInProgress(address, "token", launcher)
     file = path / FILE_NAME
     file.write_bytes(msgspec.json.encode(content))
     if written_s is not None:
@@ -120,10 +120,15 @@ def test_a_directory_without_the_file_is_explained(
         run_in(Path("run"))
 
 
-def test_a_run_whose_launcher_was_killed_has_been_cut_off(folder: Path) -> None:
-    said = f"the run in runs/a was cut off: its launcher, process {os.getpid()}, has ended without"
-    with pytest.raises(PeerLostError, match=said):
-        run_in(run_dir("a", process=ENDED))
+@pytest.mark.parametrize(("address", "command"), [("unix:x", "run"), ("tls:10.0.0.1:29600", "serve")])
+def test_a_run_whose_launcher_was_killed_has_been_cut_off_and_may_be_resumed(
+    address: str, command: str, folder: Path
+) -> None:
+    said = (
+        f"the run in runs/a was cut off: its launcher, process {os.getpid()}, has ended without .*: paceline"
+    )
+    with pytest.raises(PeerLostError, match=f"{said} {command} --resume runs/a$"):
+        run_in(run_dir("a", process=ENDED, address=address))
 
 
 def test_a_run_on_another_machine_is_never_called_cut_off(folder: Path) -> None:

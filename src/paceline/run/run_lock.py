@@ -29,6 +29,7 @@ import logging
 import os
 import re
 import secrets
+import shlex
 import socket
 import threading
 import time
@@ -721,9 +722,11 @@ def run_in(run_dir: Path) -> RunInProgress:
     if found is None:
         raise _absence(run_dir)
     if life_of(found.launcher) == "dead":
+        command = "serve" if found.address.startswith("tls:") else "run"
         raise PeerLostError(
             f"the run in {run_dir} was cut off: its launcher, process {found.launcher.process.process_id}, has ended "
-            "without saving its results"
+            "without saving its results. If the run has written a checkpoint, go on from it: "
+            f"{shlex.join(['paceline', command, '--resume', str(run_dir)])}"
         )
     return found
 
