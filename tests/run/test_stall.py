@@ -277,7 +277,7 @@ class Served:
         """Do what happens when a machine is admitted, except that no heartbeats are expected of it."""
         machines = self.coordinator.machines
         agent = machines.add()
-        machines.names[agent] = f"10.0.0.{agent}"
+        machines.names[agent] = machines.hosts[agent] = f"10.0.0.{agent}"
         for server in self.core.servers.invite(servers):
             self.watch.expect("server", server)
         invited = self.core.invite(workers)

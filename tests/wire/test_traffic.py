@@ -5,12 +5,17 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from paceline.core.liveness import FORGET_S, Direction, LinkTraffic, TrafficMeter
-from paceline.core.messages import Message, first_phase
+from paceline.core.messages import ConnectionTraffic, Message, Waits, first_phase
+from paceline.core.status import LOCAL
+from paceline.run.agents import JobWatch, Machines
+from paceline.run.job_options import make_job
 from paceline.wire.preface import COORDINATOR, Preface, Traffic, sending_of, traffic_of
 from paceline.wire.secure import SecureSocket, contexts, new_secret
 from paceline.wire.stream import Stream
@@ -100,6 +105,41 @@ def test_a_connection_that_has_ended_is_forgotten() -> None:
     assert meter.links(FORGET_S + 1) == {THERE: LinkTraffic(600, None)}
     meter.note(2, THERE, 700, 3 * FORGET_S)
     assert meter.links(3 * FORGET_S) == {THERE: LinkTraffic(700, None)}
+
+
+def test_a_link_is_one_link_however_often_its_machines_have_joined(tmp_path: Path) -> None:
+    core: Any = None  # it has no part in this
+    machines = Machines()
+    watch = JobWatch(make_job(workers=4, servers=2, run_dir=tmp_path), core, machines)
+
+    def joins(
+        address: str, workers: dict[int, int], servers: Sequence[int] = (), reached: str = "10.0.0.1"
+    ) -> None:
+        machines.admit(machines.add(), address, reached, workers, servers, 0)
+
+    def carries(server: int, worker: int, sent_bytes: int, received_bytes: int) -> None:
+        traffic = (ConnectionTraffic(worker, sent_bytes, received_bytes),)
+        watch.note_traffic_of(server, Waits((), timers=False, traffic=traffic))
+
+    joins("10.0.0.1", {0: 0})  # the machine that serves the run
+    joins("10.0.0.2", {1: 0}, servers=[1])
+    carries(0, 0, 900, 900)
+    carries(0, 1, 500, 50)
+    carries(1, 0, 30, 7)
+    joins("10.0.0.2", {1: 1})
+    carries(0, 1, 500, 50)  # of the connection that has ended
+    carries(0, 1, 200, 20)
+    here, there = LOCAL, "10.0.0.2"
+    assert watch.traffic.totals() == {
+        Direction(there, here): 30 + 50 + 20,
+        Direction(here, there): 7 + 500 + 200,
+    }
+    assert machines.host_of_worker == {0: here, 1: there}
+
+    # Each of these may be another machine, which has come through a tunnel.
+    joins("127.0.0.1", {2: 0}, reached="127.0.0.1")
+    joins("127.0.0.1", {3: 0}, reached="127.0.0.1")
+    assert machines.host_of_worker == {0: here, 1: there, 2: "127.0.0.1", 3: "127.0.0.1 (2)"}
 
 
 def test_a_connection_is_busy_while_bytes_are_on_their_way(pair: tuple[socket.socket, socket.socket]) -> None:

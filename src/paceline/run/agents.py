@@ -12,6 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -194,7 +195,8 @@ class Agents:
 
     def _admit(self, agent: Caller, message: MachineJoined) -> None:
         """Admit the machine of an agent, or refuse it."""
-        address = agent.host  # read first, because this raises an exception if the connection has ended
+        # read first, because this raises an exception if the connection has ended
+        address, reached = agent.host, agent.reached
         try:
             self._require_equal(message)
             servers, workers = self._invite(message)
@@ -202,7 +204,7 @@ class Agents:
             self._hub.send(agent, Refused(str(error)))
             return
         now_ticks = self._job.now_ticks()
-        self._machines.admit(agent.index, address, workers, servers, now_ticks)
+        self._machines.admit(agent.index, address, reached, workers, servers, now_ticks)
         for server in servers:
             self._watch.expect("server", server)
         for worker in workers:
@@ -412,6 +414,9 @@ class Machines:
         servers: index of a machine's agent -> the servers that the machine has brought.
         names: index of the agent of an admitted machine -> name of the machine: its address, with a number if several
             agents have this address.
+        hosts: index of the agent of an admitted machine -> name of the machine, the same for all of its agents: `LOCAL`
+            if the coordinator runs on it, or else its address. But an agent with a loopback address may have come
+            through a tunnel from any machine, so it counts as a machine of its own.
         liveness: decides from the agents' heartbeats which machines and workers are taken out.
     """
 
@@ -420,6 +425,7 @@ class Machines:
         self.servers: dict[int, set[int]] = {}
         self.liveness = Liveness()
         self.names: dict[int, str] = {}
+        self.hosts: dict[int, str] = {}
 
     def add(self) -> int:
         """Return the index of the agent of a new machine."""
@@ -428,12 +434,29 @@ class Machines:
         return agent
 
     def admit(
-        self, agent: int, address: str, workers: Mapping[int, int], servers: Iterable[int], now_ticks: int
+        self,
+        agent: int,
+        address: str,
+        reached: str,
+        workers: Mapping[int, int],
+        servers: Iterable[int],
+        now_ticks: int,
     ) -> None:
-        """Record that a machine with this address now runs these processes in addition to its earlier processes."""
+        """Record that a machine with this address now runs these processes in addition to its earlier processes.
+
+        Args:
+            agent: index of the machine's agent.
+            address: the address from which the agent has reached the coordinator.
+            reached: the address at which the agent has reached the coordinator.
+            workers: worker -> its incarnation.
+            servers: the servers.
+            now_ticks: the current time.
+        """
         if agent not in self.names:
             same = sum(name.partition(" ")[0] == address for name in self.names.values())
             name = self.names[agent] = f"{address} ({same + 1})" if same else address
+            here = LOCAL if address == reached else address
+            self.hosts[agent] = name if ip_address(address).is_loopback else here
             self.liveness.machine_joined(agent, name, now_ticks)
         self.workers[agent].update(workers)
         self.servers[agent].update(servers)
@@ -443,16 +466,30 @@ class Machines:
     @property
     def machine_of(self) -> dict[int, str]:
         """Worker -> name of its machine."""
+        return {worker: self.names[agent] for worker, agent in self._agent_of().items()}
+
+    @property
+    def host_of_worker(self) -> dict[int, str]:
+        """Worker -> its machine, as in `hosts`."""
+        return {worker: self.hosts[agent] for worker, agent in self._agent_of().items()}
+
+    def _agent_of(self) -> dict[int, int]:
+        """Return, for each worker, the agent of its machine."""
         newest: dict[int, tuple[int, int]] = {}  # worker -> (its incarnation, its agent)
         for agent, workers in self.workers.items():
             for worker, incarnation in workers.items():
                 newest[worker] = max(newest.get(worker, (-1, -1)), (incarnation, agent))
-        return {worker: self.names[agent] for worker, (_, agent) in newest.items()}
+        return {worker: agent for worker, (_, agent) in newest.items()}
 
     @property
     def machine_of_server(self) -> dict[int, str]:
         """Server that a machine has brought -> name of the machine."""
         return {server: self.names[agent] for agent, servers in self.servers.items() for server in servers}
+
+    @property
+    def host_of_server(self) -> dict[int, str]:
+        """Server that a machine has brought -> the machine, as in `hosts`."""
+        return {server: self.hosts[agent] for agent, servers in self.servers.items() for server in servers}
 
     def host_of(self, process: str) -> str:
         """Return the name of the machine of a process such as "worker 2"; "" if no machine has brought the process."""
@@ -651,19 +688,19 @@ class JobWatch:
             streams: (role, index) -> connection to the process with this role and index.
         """
         machines = {
-            "worker": self._machines.machine_of,
-            "server": self._machines.machine_of_server,
-            "agent": self._machines.names,
+            "worker": self._machines.host_of_worker,
+            "server": self._machines.host_of_server,
+            "agent": self._machines.hosts,
         }
         for (role, index), stream in streams.items():
-            machine = machines[role].get(index)
-            if machine is not None and (traffic := traffic_of(stream.sock)) is not None:
+            machine = machines[role].get(index, LOCAL)
+            if machine != LOCAL and (traffic := traffic_of(stream.sock)) is not None:
                 self._note_traffic((role, index), LOCAL, machine, traffic)
 
     def note_traffic_of(self, server: int, message: Waits) -> None:
         """Record the traffic of a server's connections to workers."""
-        machines = self._machines.machine_of
-        here = self._machines.machine_of_server.get(server, LOCAL)
+        machines = self._machines.host_of_worker
+        here = self._machines.host_of_server.get(server, LOCAL)
         for each in message.traffic:
             there = machines.get(each.worker, LOCAL)
             if there != here:

@@ -100,6 +100,18 @@ class Caller:
         except OSError as error:
             raise PeerLostError(f"connection lost: {error}") from error
 
+    @property
+    def reached(self) -> str:
+        """The address of this machine at which the peer has reached it.
+
+        Raises:
+            PeerLostError: the connection is lost.
+        """
+        try:
+            return str(self.stream.sock.getsockname()[0])
+        except OSError as error:
+            raise PeerLostError(f"connection lost: {error}") from error
+
     def __str__(self) -> str:
         if not self.role:
             return "an unknown connection"

@@ -172,7 +172,7 @@ def summarize(
             copy.deepcopy(core.data),
             core.time_ledger.totals(job.now_ticks()),
             watch.named_devices(),
-            coordinator.machines.machine_of,
+            coordinator.machines.host_of_worker,
             watch.traffic.totals(),
         )
     )
