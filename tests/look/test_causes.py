@@ -115,6 +115,47 @@ def test_a_worker_with_a_slow_link_is_told_from_one_that_computes_slowly() -> No
     assert "a slow link" in headline_of(known, [cause])
 
 
+@pytest.mark.parametrize(
+    ("serving", "machines", "advice"),
+    [
+        (["a"], "ab", "--servers 2 --remote-servers 1, and paceline join --servers 1 on the other machine."),
+        (
+            ["a", "b"],
+            "abc",
+            "--servers 3 --remote-servers 2, and paceline join --servers 1 on 2 of the other machines.",
+        ),
+        (["a", "b"], "ab", ""),
+    ],
+)
+def test_servers_are_recommended_for_no_more_machines_than_the_run_has(
+    serving: list[str], machines: str, advice: str
+) -> None:
+    known = evidence(
+        *(
+            structs.replace(worker(index, computing=20.0, transfer=75.0), machine=machine)
+            for index, machine in enumerate(machines)
+        ),
+        links=tuple(LinkTotal("a", machine, 400_000_000) for machine in machines[1:]),
+        servers=2,
+        server_machines=tuple(serving),
+    )
+    remedies = only(causes_of(known)).remedies
+    assert [each.partition("paceline serve ")[2] for each in remedies if "--servers" in each] == [
+        advice
+    ] * bool(advice)
+    assert "accumulate the gradients" in remedies[-1]
+
+
+def test_the_bytes_of_an_iteration_are_those_of_the_workers_that_use_the_link() -> None:
+    serving = structs.replace(worker(0, computing=20.0, transfer=75.0), machine="a", iterations=40)
+    others = [structs.replace(worker(index, computing=20.0, transfer=75.0), machine="b") for index in (1, 2)]
+    links = (LinkTotal("a", "b", 150_000_000), LinkTotal("b", "a", 250_000_000))
+    known = evidence(serving, *others, links=links, server_machines=("a",))
+    assert "In each iteration, 2 MB pass between a and b" in only(causes_of(known)).words
+    both = structs.replace(known, server_machines=("a", "b"))
+    assert "In each iteration, 10 MB pass between a and b" in only(causes_of(both)).words
+
+
 def test_the_codec_that_is_recommended_is_that_for_the_optimizer_with_what_it_gains() -> None:
     known = evidence(
         worker(0, computing=20.0, waiting=70.0, transfer=1.0),

@@ -174,6 +174,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
         updates: number of updates.
         restarts: number of computations that were aborted; None if unknown.
         servers: number of servers.
+        server_machines: the machines of the servers; () if unknown.
         cores: number of cores that the processes of the run could use, if all ran on one machine; 0 if unknown.
         queued_s: worker -> seconds in which the worker could run, but had no core; {} if unknown.
         wire: format in which gradients and weights travelled; see `core.layout`.
@@ -207,6 +208,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     updates: int = 0
     restarts: int | None = None
     servers: int = 1
+    server_machines: tuple[str, ...] = ()
     cores: int = 0
     queued_s: dict[int, float] = {}
     wire: str = "float32"
@@ -643,12 +645,13 @@ def _bytes(evidence: Evidence, workers: Collection[int]) -> str:
     if not pairs:
         return ""
     busiest = max(pairs, key=lambda pair: pairs[pair])
-    iterations = sum(each.iterations for each in evidence.workers if each.machine in busiest)
-    local = {each.machine for each in evidence.workers if each.machine in busiest}
-    if len(local) > 1:  # only the workers on one side, the side without a server, use the link
-        iterations = min(
-            sum(each.iterations for each in evidence.workers if each.machine == machine) for machine in local
-        )
+    made: dict[str, int] = {}  # machine at an end of the link -> the iterations of its workers
+    for each in evidence.workers:
+        if each.machine in busiest:
+            made[each.machine] = made.get(each.machine, 0) + each.iterations
+    # If only one side has a server, only the workers on the other side use the link.
+    users = made.keys() - evidence.server_machines or made.keys()
+    iterations = min((made[machine] for machine in users), default=0)
     ends = " and ".join(sorted(busiest))
     if not iterations:
         return f"The link between {ends} carried {size(pairs[busiest])}."
@@ -660,18 +663,20 @@ def _bytes(evidence: Evidence, workers: Collection[int]) -> str:
 
 def _fewer_bytes(evidence: Evidence, workers: Collection[int]) -> list[str]:
     """Return what helps against a slow link of these workers."""
-    more = evidence.servers + 1 if evidence.servers > 1 else 2
+    ends = (end for link in evidence.links for end in (link.sender, link.receiver))
+    machines = {*ends, *(each.machine for each in evidence.workers), *evidence.server_machines} - {""}
+    remote = len(evidence.server_machines) or evidence.servers  # one more than now
+    others = "the other machine" if len(machines) == 2 else f"{remote} of the other machines"
     servers = (
         "Put the servers on several machines, so that no link carries all of the bytes: "
-        f"paceline serve --servers {more} --remote-servers {more - 1}, and paceline join --servers 1 on the other "
-        "machine."
+        f"paceline serve --servers {remote + 1} --remote-servers {remote}, and paceline join --servers 1 on {others}."
     )
     common, vectors = evidence.lockstep, evidence.vectors
     advice = advise_wire(evidence.optimizers, evidence.wire, common=common, vectors=vectors)
     transfer_s = evidence.total_s("transfer", workers=workers)
     other_s = evidence.total_s("computing", "loading", "waiting", workers=workers)
     rounding = "" if advice is None else advice.sentence(transfer_s, other_s, advice.both, ESTIMATE)
-    return [servers, *([rounding] if rounding else []), FEWER_STEPS]
+    return [*([servers] if remote < len(machines) else []), *([rounding] if rounding else []), FEWER_STEPS]
 
 
 def _cores(evidence: Evidence) -> Cause | None:
@@ -818,7 +823,11 @@ def evidence_of(summary: Mapping[str, Any], run_dir: str, **known: Any) -> Evide
     )
     found = {name: summary[name] for name in names if name in summary}
     found["joint_batch"] = bool(summary.get("joint_batch"))
-    found |= {name: tuple(summary[name]) for name in ("program", "noticed", "optimizers") if name in summary}
+    found |= {
+        name: tuple(summary[name])
+        for name in ("program", "noticed", "optimizers", "server_machines")
+        if name in summary
+    }
     found |= {
         "state": str(summary.get("ended", "finished")),
         "lockstep": lockstep,

@@ -491,6 +491,11 @@ class Machines:
         """Server that a machine has brought -> the machine, as in `hosts`."""
         return {server: self.hosts[agent] for agent, servers in self.servers.items() for server in servers}
 
+    @property
+    def hosts_of_servers(self) -> list[str]:
+        """The machines of all servers, as in `hosts`. At least one server runs on the coordinator's machine."""
+        return sorted({LOCAL, *self.host_of_server.values()})
+
     def host_of(self, process: str) -> str:
         """Return the name of the machine of a process such as "worker 2"; "" if no machine has brought the process."""
         workers = {f"worker {worker}": name for worker, name in self.machine_of.items()}

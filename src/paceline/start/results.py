@@ -166,13 +166,14 @@ def summarize(
     python = program[:1] == ["function"]
     core, watch, report = coordinator.core, coordinator.watch, coordinator.report
     model = report.model
-    resumed, data, spent, devices, machines, links = coordinator.ask(
+    resumed, data, spent, devices, machines, serving, links = coordinator.ask(
         lambda: (
             core.resumed,
             copy.deepcopy(core.data),
             core.time_ledger.totals(job.now_ticks()),
             watch.named_devices(),
             coordinator.machines.host_of_worker,
+            coordinator.machines.hosts_of_servers,
             watch.traffic.totals(),
         )
     )
@@ -246,6 +247,7 @@ def summarize(
         },
         **({"devices": {str(w): device for w, device in devices.items()}} if devices else {}),
         "machines": {str(worker): machine for worker, machine in machines.items()},
+        "server_machines": serving,
         "links": [[*link, total_bytes] for link, total_bytes in links.items()],
         **figures,
     }
