@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from paceline.look.causes import Evidence, causes_of, headline_of
+from paceline.look.causes import Evidence, causes_of, headline_of, sentences_of
 from paceline.look.step_cost import StepCost
 from paceline.trace.findings import Handout
 from paceline.trace.report import Cause, LinkTotal, WorkerReport
@@ -86,6 +86,33 @@ def test_steps_that_take_most_of_the_transfers_are_named_with_what_helps() -> No
     assert "shared 2 cores" in cores.words
     rare = structs.replace(cost, share=0.25)
     assert only(causes_of(evidence(*both, step_cost=rare))).words.startswith("For 60 % of the workers' time")
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_said"),
+    [
+        ({}, True),
+        ({"duration_s": 60.0}, False),  # worker 0 alone needs 41 s
+        ({"duration_s": 15.0, "samples": 80}, False),
+        ({"program": ("script", "train.py"), "handout": Handout(), "samples": 0}, False),
+        ({"step_cost": None}, False),
+    ],
+)
+def test_one_worker_alone_is_compared_with_the_run_if_it_would_certainly_have_been_faster(
+    changes: dict[str, Any], is_said: bool
+) -> None:
+    cost = StepCost(optimizers=["SGD"], servers=2, step_s=0.02, share=0.1, predicted_s={1: 0.04}, here_s={})
+    workers = worker(0, computing=14.0, transfer=80.0, outside=5.0), worker(1, computing=30.0, transfer=70.0)
+    known = structs.replace(
+        evidence(*workers, samples=2000, step_cost=cost, links=LINKS, duration_s=90.0), **changes
+    )
+    said = (
+        "By the times that the run has measured, worker 0 alone, without servers, would have trained these 2,000 "
+        "samples in about 41 s, 2.2 times as fast as this run."
+    )
+    assert (causes_of(known)[-1].words == said) is is_said
+    assert (said in sentences_of(known)) is is_said
+    assert any("alone" in sentence for sentence in sentences_of(known)) is is_said
 
 
 def test_options_are_arguments_for_a_run_that_was_launched_from_python() -> None:

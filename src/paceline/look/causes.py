@@ -46,6 +46,7 @@ MOST_OF_TRANSFERS = 0.5
 MOSTLY = 0.8  # if workers compute for at least this share of their time, the rest is not described
 LEAST_NAMED = 0.05  # if no cause is found, the kinds of time with at least this share are named
 SHORT_S = 20.0  # in a shorter run, `LEAST_S` is more than `LEAST_SHARE` of the time
+ALONE_FASTER = 1.5  # one worker alone must be expected to train at least this many times as fast as the run
 
 SPENT = {
     "computing": "computed",
@@ -66,7 +67,10 @@ COMPARE = "To compare the sync models on these machines, run"
 
 
 def causes_of(evidence: Evidence) -> tuple[Cause, ...]:
-    """Return the causes: first doubts about the result, then what cost time, the most costly cause first."""
+    """Return the causes: first doubts about the result, then what cost time, the most costly cause first.
+
+    The last one says if one worker alone would have been faster.
+    """
     doubts = [Cause(sentence) for sentence in (evidence.unapplied, *evidence.noticed) if sentence]
     crowded = _cores(evidence)
     awaited, explained = _waiting(evidence)
@@ -86,7 +90,8 @@ def causes_of(evidence: Evidence) -> tuple[Cause, ...]:
         remedies = tuple(remedy for remedy in cause.remedies if remedy not in said)
         said.update(remedies)
         slow[number] = msgspec.structs.replace(cause, remedies=remedies)
-    return (*doubts, *slow)
+    alone = _alone(evidence)
+    return (*doubts, *slow, *([Cause(alone)] if alone else []))
 
 
 def sentences_of(evidence: Evidence) -> list[str]:
@@ -95,7 +100,8 @@ def sentences_of(evidence: Evidence) -> list[str]:
     sentences = [sentence for cause in slow for sentence in (cause.words, *cause.remedies)]
     if sentences and evidence.run_dir and evidence.matters(evidence.total_s("waiting")):
         sentences.append(f"{COMPARE}: paceline advise {shlex.quote(evidence.run_dir)}")
-    return sentences
+    alone = _alone(evidence)
+    return [*sentences, *([alone] if alone else [])]
 
 
 def headline_of(evidence: Evidence, causes: Sequence[Cause]) -> str:
@@ -781,6 +787,34 @@ def steps_of(evidence: Evidence) -> Cause | None:
     if lost_s < MOST_OF_TRANSFERS * transfer_s or not evidence.matters(lost_s, LEAST_OUTSIDE):
         return None
     return evidence.cause("steps", lost_s, [cost.remedy()], step=cost.words)
+
+
+def _alone(evidence: Evidence) -> str:
+    """Return a sentence that says how much faster one worker alone would have been; "" unless this is certain.
+
+    Alone, the worker needs its own times of computing and loading for the samples of all workers, the time of an
+    optimizer step for each of its batches, and the longest time that any worker has spent outside of training.
+    """
+    cost = evidence.step_cost
+    measured = [each for each in evidence.workers if each.samples and each.iterations]
+    if evidence.duration_s < SHORT_S or not evidence.knows_computing or cost is None or not measured:
+        return ""
+    best = max(
+        measured, key=lambda each: (each.samples, -evidence.total_s("computing", workers=[each.worker]))
+    )
+    step_s = max(cost.step_s, cost.predicted_s.get(1, 0.0))
+    own_s = evidence.total_s("computing", "loading", workers=[best.worker]) + step_s * best.iterations
+    outside_s, paused_s = (
+        max(each.time_s.get(kind, 0.0) for each in evidence.workers) for kind in ("outside", "paused")
+    )
+    alone_s = own_s * evidence.samples / best.samples + outside_s
+    ratio = (evidence.duration_s - paused_s) / alone_s if alone_s else 0.0
+    if ratio < ALONE_FASTER:
+        return ""
+    return (
+        f"By the times that the run has measured, worker {best.worker} alone, without servers, would have trained "
+        f"these {evidence.samples:,} samples in about {length(alone_s)}, {_times(ratio)} as fast as this run."
+    )
 
 
 def _times(ratio: float) -> str:
