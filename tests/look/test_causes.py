@@ -142,6 +142,25 @@ def test_a_worker_with_a_slow_link_is_told_from_one_that_computes_slowly() -> No
     assert "a slow link" in headline_of(known, [cause])
 
 
+@pytest.mark.parametrize("lockstep", [True, False])
+def test_a_worker_that_fetched_weights_while_another_was_idle_is_not_said_to_compute_slowly(
+    lockstep: bool,
+) -> None:
+    known = evidence(
+        worker(0, computing=40.0, transfer=55.0),
+        worker(1, computing=42.0, transfer=45.0, idle=12.0),
+        links=LINKS,
+        lockstep=lockstep,
+    )
+    [cause] = (cause for cause in causes_of(known) if "idle" in cause.words)
+    assert cause.words == (
+        "Worker 1 was idle for the last 12 s (12 % of the run), because the gradients and weights of worker 0 were on "
+        "their way for 10 s longer than those of worker 1. All of them had equal shares of the data."
+    )
+    assert cause.remedies[-1].startswith("Evaluate less often")
+    assert not any(remedy.startswith("Try --batch balanced") for remedy in cause.remedies)
+
+
 @pytest.mark.parametrize(
     ("serving", "machines", "advice"),
     [

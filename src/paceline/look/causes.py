@@ -347,6 +347,10 @@ EVALUATE_THERE = (
     "If the script evaluates or saves the model between two steps, it should do this inside "
     f"paceline.evaluating(model): the other workers then need not wait. {SELDOM}"
 )
+FETCH_SELDOM = (
+    "Evaluate less often: before and after an evaluation, a worker fetches all weights of the servers on other "
+    "machines, as float32 with every --wire."
+)
 READER = (
     "Or evaluate copies of the weights elsewhere: with paceline.launch(snapshot_every_s=...), a reader takes "
     "these copies, and no worker waits for it."
@@ -440,6 +444,11 @@ ROWS = {
         "{Blamed} had {times} as much {much} as {who} ({amounts}), which {were} idle for {longest} ({part} of the "
         "run).",
         "{blamed} had {times} as much {much} as the others, which were idle at the end",
+    ),
+    "fetched": Row(
+        "{idle}, because the gradients and weights of {blamed} were on their way for {more} longer than those of "
+        "{who}.{equal}",
+        "{brief}",
     ),
     "working": Row("{idle}, because {blamed} {was} still working.{equal}", "{brief}"),
     # a kind of time
@@ -620,12 +629,20 @@ def _idle(evidence: Evidence) -> Cause | None:
         return evidence.cause("more data", lost_s, [_shared_data(evidence)], **facts, amounts=amounts)
     computing_s, theirs_s = usual(evidence.per_iteration_s("computing"))
     slower = computing_s / max(1e-9, theirs_s)
+    moved_s, less_s = usual({each.worker: each.time_s.get("transfer", 0.0) for each in evidence.workers})
+    fetched = bool(evidence.links) and slower < SLOWER and moved_s - less_s > longest_s / 2
     # Balanced batches are unequal shares, even if the iteration counts are equal.
     equal = less > 0 and 1 / MORE_DATA < ratio < MORE_DATA and not evidence.handout.balanced
     longer = f", but the batches of {blamed} take {_times(slower)} as long" if slower >= SLOWER else ""
     facts["equal"] = f" All of them had equal shares of the data{longer}." if equal else ""
-    slow = len(working) if evidence.lockstep else 0
-    hints = evidence.hints(equal_shares=equal, slow=slow, waited=False)
+    slow = len(working) if evidence.lockstep and slower >= SLOWER else 0
+    # In lockstep, equal shares take equally long unless the computations of a worker take longer.
+    hints = evidence.hints(
+        equal_shares=equal and bool(slow or not evidence.lockstep), slow=slow, waited=False
+    )
+    if fetched:
+        facts |= {"who": listed(who), "more": length(moved_s - less_s)}
+        return evidence.cause("fetched", lost_s, [*hints, FETCH_SELDOM], **facts)
     return evidence.cause("working", lost_s, hints, **facts, was=_were(working))
 
 
