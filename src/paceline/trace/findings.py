@@ -85,7 +85,9 @@ def find(
 
 
 def find_moved(moved: int, *, python: bool = False) -> list[str]:
-    """Return sentences about data that lost and leaving workers have handed on to later epochs, and what would help.
+    """Return what to say about data that lost and leaving workers have handed on to later epochs; [] if nothing.
+
+    What would help is in the same text, because each text counts as a cause of its own.
 
     Args:
         moved: number of samples of earlier epochs that were used in a later epoch.
@@ -100,8 +102,7 @@ def find_moved(moved: int, *, python: bool = False) -> list[str]:
     return [
         f"Workers that were lost, or left early, had not used {moved} of their samples, which other workers received "
         "in later epochs. So not all epochs had the same samples: with a static split, as under bsp, the shares of "
-        "an epoch are final when the epoch begins.",
-        in_python(hint) if python else hint,
+        f"an epoch are final when the epoch begins. {in_python(hint) if python else hint}",
     ]
 
 
