@@ -142,6 +142,25 @@ def test_a_worker_with_a_slow_link_is_told_from_one_that_computes_slowly() -> No
     assert "a slow link" in headline_of(known, [cause])
 
 
+@pytest.mark.parametrize(
+    ("computing_s", "causes"),
+    [
+        (10.0, ["For 90 % of the workers' time"]),
+        (80.0, ["Gradients and weights were on their way", "Workers waited at the barrier"]),
+    ],
+)
+def test_waits_in_turn_for_transfers_over_links_are_not_a_cause_of_their_own(
+    computing_s: float, causes: list[str]
+) -> None:
+    busy = {"computing": computing_s, "transfer": 60.0, "waiting": 30.0}
+    known = evidence(*(worker(index, awaited_s=30.0, **busy) for index in range(2)), links=LINKS)
+    found = causes_of(known)
+    assert [next(begin for begin in causes if each.words.startswith(begin)) for each in found] == causes
+    assert any("--remote-servers" in remedy for remedy in found[0].remedies)
+    assert any("--sync asp" in remedy for remedy in found[-1].remedies)
+    assert sum(each.lost_s or 0.0 for each in found) == 180.0
+
+
 @pytest.mark.parametrize("lockstep", [True, False])
 def test_a_worker_that_fetched_weights_while_another_was_idle_is_not_said_to_compute_slowly(
     lockstep: bool,

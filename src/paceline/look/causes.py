@@ -75,7 +75,7 @@ def causes_of(evidence: Evidence) -> tuple[Cause, ...]:
     crowded = _cores(evidence)
     awaited, explained = _waiting(evidence)
     if crowded is not None and not _guilty(evidence):
-        awaited = None
+        awaited, explained = None, ""
     steps = None if explained == "transfer" else steps_of(evidence)
     told = {explained, *(["transfer"] if steps else [])}
     if crowded is not None and not (
@@ -468,6 +468,11 @@ ROWS = {
         "iteration. {bytes}",
         "gradients and weights were on their way for {share} of the workers' time",
     ),
+    "links in turn": Row(
+        "For {share} of the workers' time ({lost}), gradients and weights were on their way, {each} in each iteration, "
+        "or workers waited for those of others, now for one worker, now for another. {bytes}",
+        "gradients and weights were on their way, or awaited, for {share} of the workers' time",
+    ),
     "exchanges": Row(
         "For {share} of the workers' time ({lost}), gradients and weights were on their way, or a server made its "
         "part of a step: {each} in each iteration.",
@@ -513,6 +518,10 @@ def _waiting(evidence: Evidence) -> tuple[Cause | None, str]:
     guilty = _guilty(evidence)
     others = [each.worker for each in evidence.workers if each.worker not in guilty and each.iterations]
     if not guilty or not others:
+        moved_s = evidence.total_s("transfer")
+        mostly_moved = moved_s >= max(waited_s, evidence.total_s("computing", "loading"))
+        if evidence.links and evidence.lockstep and mostly_moved and steps_of(evidence) is None:
+            return _links(evidence, "links in turn", moved_s + waited_s, evidence.hints()), "transfer"
         where = "at the barrier of each iteration" if evidence.lockstep else "for answers to their pulls"
         return evidence.cause("in turn", waited_s, evidence.hints(), where=where), ""
     own_s = evidence.total_s("waiting", workers=others)
@@ -702,6 +711,14 @@ def _fewer_bytes(evidence: Evidence, workers: Collection[int]) -> list[str]:
     return [*([servers] if remote < len(machines) else []), *([rounding] if rounding else []), FEWER_STEPS]
 
 
+def _links(evidence: Evidence, name: str, lost_s: float, hints: Sequence[str] = ()) -> Cause:
+    """Return the cause of this name: links on which messages were on their way, and perhaps more that would help."""
+    workers = [each.worker for each in evidence.workers]
+    per = evidence.per_iteration_s("transfer")
+    facts = {"each": length(median(per.values()) if per else 0.0), "bytes": _bytes(evidence, workers)}
+    return evidence.cause(name, lost_s, [*_fewer_bytes(evidence, workers), *hints], **facts)
+
+
 def _cores(evidence: Evidence) -> Cause | None:
     """Return how long workers waited for a core, because the run has more busy processes than there are cores.
 
@@ -766,9 +783,8 @@ def _of_kind(evidence: Evidence, name: str) -> Cause | None:
     per = evidence.per_iteration_s(kind)
     facts, remedies = {"each": length(median(per.values()) if per else 0.0)}, list[str]()
     if name == "links":
-        every_worker = [each.worker for each in evidence.workers]
-        facts["bytes"], remedies = _bytes(evidence, every_worker), _fewer_bytes(evidence, every_worker)
-    elif name == "exchanges":
+        return _links(evidence, name, lost_s)
+    if name == "exchanges":
         remedies = [
             FEWER_STEPS,
             f"If there are cores that the workers leave free, try --servers {evidence.servers + 1}: each server then "
