@@ -21,7 +21,7 @@ from paceline.run.readers import Fetches
 from paceline.sim import Cluster, simulate
 from paceline.train.collectives import _place_for_all, working_directory
 from paceline.train.session import Session
-from tests.support.live import mark, run_program
+from tests.support.live import await_that, mark, run_program, start_program
 from tests.support.marks import thorough
 
 if TYPE_CHECKING:
@@ -262,8 +262,9 @@ def test_different_paths_of_the_workers_are_said_at_the_next_barrier(
     before: list[int] = []
     run_on_threads(train, workers=3)
     assert before == [0, 0]
-    [warning] = [record.getMessage() for record in caplog.records]
+    [warning, shown] = [record.getMessage() for record in caplog.records]
     assert f"only at the path of worker 0: {tmp_path}/worker-0/model.pt" in warning
+    assert shown == f"worker 0: {warning}"
     assert [path.name for path in tmp_path.glob("*/model.pt")] == ["model.pt"] * 2
 
 
@@ -303,8 +304,39 @@ def test_workers_with_folders_of_their_own_save_to_that_of_the_first_main_worker
     assert sorted(path.name for path in Path().glob("read-*")) == ["read-1", "read-2"]
     assert [str(path) for path in Path().glob("dated-*/*")] == ["dated-0/model.pt"]
     said = " ".join(ended.stderr.split())
-    assert said.count("the workers have different working directories") == 1
+    assert said.count("the workers have different working directories") == 2  # at once, and at the end
     assert "different paths" not in said
+
+
+WAITS_UNTIL_SAID = """
+import time
+from pathlib import Path
+import torch
+import paceline
+
+model = torch.nn.Linear(2, 1)
+optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+model(torch.ones(4, 2)).sum().backward()
+optimizer.step()
+paceline.save({}, f"model-{paceline.worker_index()}.pt")
+paceline.barrier()
+while not Path("said").exists():
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.processes
+def test_a_problem_that_does_not_end_the_run_is_said_at_once_and_again_at_the_end(mark: str) -> None:
+    Path("train.py").write_text(WAITS_UNTIL_SAID)
+    words = "worker 0: the workers have given paceline.save() different paths"
+    with open("run.log", "w") as messages:
+        program = start_program("-m", "paceline", "run", "-n", "2", "train.py", stderr=messages)
+        await_that(lambda: words in Path("run.log").read_text(), "it is said")
+        Path("said").touch()
+        program.communicate()
+    said = Path("run.log").read_text()
+    assert program.returncode == 0, said
+    assert said.count(words) == said.count(f"note: {words}") + 1 == 2
 
 
 def test_a_path_is_that_of_the_main_worker_only_if_it_can_be_known(

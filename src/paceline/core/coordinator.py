@@ -674,9 +674,8 @@ class Coordinator:
     def _handle_any(self, sender: Peer, message: Message) -> list[Request]:
         match message:
             case Warned():
-                if len(self.faults) < MOST_WARNINGS:  # otherwise, a faulty sender could fill the memory
-                    self.faults.append(f"{sender}: {message.words}")
-                return []
+                # A faulty sender must not fill the memory.
+                return self._warn(f"{sender}: {message.words}") if len(self.faults) < MOST_WARNINGS else []
             case Failed():
                 return [Fail(str(sender), message.reason, message.traceback)]
             case _:
