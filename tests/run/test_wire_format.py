@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from itertools import accumulate, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,7 @@ from paceline.run import worker as worker_module
 from paceline.run.job import describe
 from paceline.run.job_options import make_job
 from paceline.run.worker import WorkerSession
-from paceline.run.worker_links import WATCHED_ITERATIONS, Links, SlowLink, WorkerMemory
+from paceline.run.worker_links import Links, SlowLink, WorkerMemory
 from paceline.shard.codecs import BaseReceiver, Receiver, Sender
 from paceline.shard.store import Push, Store
 from paceline.shard.vectors import Vectors
@@ -178,10 +179,45 @@ def test_how_many_bytes_are_saved_depends_on_the_dtypes_and_on_who_has_the_same_
     assert advise_wire(["SGD"], "float32", vectors={"float64": 1000}) is None
 
 
+def watched(
+    busy_s: Iterable[float], advice: WireAdvice | None = None, computing_s: float = 0.5
+) -> tuple[int, str]:
+    """Return the iteration whose push ends the measurement of a link, and the warning; (-1, "") if none ends it.
+
+    Args:
+        busy_s: for each iteration, how long its gradient of 8 MB is on its way.
+        advice: see `SlowLink`.
+        computing_s: how long the computation of each gradient takes.
+    """
+    watch, sent = SlowLink(advice), accumulate(busy_s, initial=0.0)
+    for iteration, total_s in enumerate(sent):
+        warning = watch.iterated([Sending(sent=8_000_000 * iteration, busy_s=total_s)], computing_s)
+        if watch.over:
+            return iteration, warning
+    return -1, ""
+
+
 def slow_link(advice: WireAdvice | None, busy_s: float = 2.0) -> str:
-    watch = SlowLink(advice)
-    sent = (Sending(sent=8_000_000 * n, busy_s=busy_s * n) for n in range(WATCHED_ITERATIONS))
-    return [watch.iterated([each], computing_s=0.5) for each in sent][-1]
+    return watched(repeat(busy_s, 20), advice)[1]
+
+
+@pytest.mark.parametrize(
+    ("busy_s", "computing_s", "ends"),
+    [([8.0] * 20, 0.25, 4), ([1.0] * 20, 0.25, 5), ([0.05] * 20, 0.01, 14)],
+    ids=["long", "shorter", "short"],
+)
+def test_the_longer_iterations_take_the_fewer_of_them_are_measured(
+    busy_s: list[float], computing_s: float, ends: int
+) -> None:
+    iteration, warning = watched(busy_s, computing_s=computing_s)
+    assert iteration == ends
+    assert "the link to the servers is slow" in warning
+
+
+def test_a_link_that_fails_for_a_moment_or_only_at_the_beginning_is_not_called_slow() -> None:
+    for failing in range(20):
+        assert watched([30.0 if at == failing else 0.1 for at in range(20)])[1] == ""
+    assert watched([1.0] * 2 + [0.1] * 18)[1] == ""
 
 
 def test_a_slow_link_is_said_with_how_much_faster_a_codec_makes_a_step() -> None:

@@ -17,6 +17,7 @@ import threading
 import zlib
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from functools import wraps
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, ClassVar, Final, Protocol, TypeVar, cast
@@ -435,9 +436,14 @@ class _Goodbyes(Host):
 
 # -- Finds out in the first iterations of a worker whether its link to the servers is too slow for the model
 
-# Number of iterations that are not measured, because connections are slow at the beginning.
+# Connections are slow at the beginning, so the measurement begins after so many iterations, or after so long a sending.
 SKIPPED_ITERATIONS = 5
-WATCHED_ITERATIONS = 15  # number of iterations after which the measurement ends
+SKIPPED_S = 2.0
+MEASURED_ITERATIONS = 10  # number of iterations after which the measurement ends
+# The measurement ends earlier if the link is too slow after so many iterations that have sent for so long. Three
+# iterations suffice, because the median leaves out one iteration in which the link failed for a moment.
+CERTAIN_ITERATIONS = 3
+CERTAIN_S = 3.0
 LEAST_BYTES = 65_536  # the time to send less data depends on the latency of the link, not on its rate
 FACTOR = 2.0  # a link is too slow if sending takes more than this many times as long as computing
 ESTIMATE = "the gradients, because the transfer of the weights is not measured"
@@ -446,15 +452,18 @@ ESTIMATE = "the gradients, because the transfer of the weights is not measured"
 class SlowLink:
     """Compares, in a single measurement, the time to send a gradient with the time to compute a gradient.
 
+    If iterations take seconds, the measurement ends after a few of them, so that the warning does not take minutes.
+
     Args:
         advice: the wire format that is recommended for the run, if any.
 
     Example:
-        >>> watch = SlowLink()
-        >>> for n in range(WATCHED_ITERATIONS):
+        >>> watch, n = SlowLink(), 0
+        >>> while not watch.over:
         ...     warning = watch.iterated([Sending(sent=8_000_000 * n, busy_s=2.0 * n)], computing_s=0.1)
-        >>> print(warning.partition(",")[0])
-        the link to the servers is slow for this model: a gradient of 8 MB leaves at 4 MB/s
+        ...     n += 1
+        >>> print(n, warning.partition(",")[0])
+        5 the link to the servers is slow for this model: a gradient of 8 MB leaves at 4 MB/s
 
     Attributes:
         over: True once the measurement has ended.
@@ -463,8 +472,9 @@ class SlowLink:
     def __init__(self, advice: WireAdvice | None = None) -> None:
         self._advice = advice
         self.over = False
+        self._measures = False  # True once the connections are no longer slow
+        self._sendings: list[Sequence[Sending]] = []
         self._computing_s: list[float] = []
-        self._before: Sequence[Sending] = ()
 
     def iterated(self, sendings: Sequence[Sending], computing_s: float) -> str:
         """Record an iteration. Return a warning at the end of the measurement if the link is too slow, else "".
@@ -473,20 +483,29 @@ class SlowLink:
             sendings: for each connection to a server, the bytes sent so far, and the time that sending took.
             computing_s: time that the worker took to compute the gradient.
         """
+        self._sendings.append(sendings)
         self._computing_s.append(computing_s)
-        if len(self._computing_s) == SKIPPED_ITERATIONS:
-            self._before = sendings
-        if len(self._computing_s) < WATCHED_ITERATIONS:
-            return ""
-        self.over = True
-        iterations = WATCHED_ITERATIONS - SKIPPED_ITERATIONS
-        both = list(zip(self._before, sendings, strict=False))
-        sent_bytes = sum(after.sent - before.sent for before, after in both) / iterations
+        iterations = len(self._computing_s)
         # All connections send at the same time, so the time of the slowest connection counts.
-        busy_s = max((after.busy_s - before.busy_s for before, after in both), default=0.0) / iterations
-        usual_s = median(self._computing_s[SKIPPED_ITERATIONS:])
+        both = zip(self._sendings[0], sendings, strict=False)
+        sending_s = max((after.busy_s - before.busy_s for before, after in both), default=0.0)
+        if not self._measures:
+            if iterations == SKIPPED_ITERATIONS or sending_s >= SKIPPED_S:
+                self._measures, self._sendings, self._computing_s = True, [sendings], []
+            return ""
+        self.over = iterations == MEASURED_ITERATIONS
+        if not self.over and (iterations < CERTAIN_ITERATIONS or sending_s < CERTAIN_S):
+            return ""
+        # for each connection, what each iteration has sent
+        steps = [list(pairwise(each)) for each in zip(*self._sendings, strict=False)]
+        sent_bytes = sum(median(after.sent - before.sent for before, after in each) for each in steps)
+        busy_s = max(
+            (median(after.busy_s - before.busy_s for before, after in each) for each in steps), default=0.0
+        )
+        usual_s = median(self._computing_s)
         if busy_s <= FACTOR * usual_s or sent_bytes < LEAST_BYTES:
             return ""
+        self.over = True
         codec = ""
         if (advice := self._advice) is not None:
             codec = advice.sentence(busy_s, usual_s, advice.gradients, ESTIMATE)
