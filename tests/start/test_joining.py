@@ -271,6 +271,24 @@ def test_a_worker_joins_in_mid_run(sync: str, mark: str) -> None:
     assert all(replay(trace) == [] for trace in traces)
 
 
+def test_a_worker_that_joins_when_all_data_is_handed_out_says_that_it_takes_no_part(mark: str) -> None:
+    served = Served("--workers", "1:2", "--sync", "bsp")
+    first = served.join("1", "0.05")
+    await_training(1)
+    second = served.join("1")
+    words = "handed out before this worker joined, so the worker takes no part in the training"
+    await_that(
+        lambda: f"worker 1: the data of epoch 1 of 1 was {words}" in served.messages, "the run says so"
+    )
+    enough()
+    ends = [output(first), output(second)]
+    summary = served.summary()
+
+    assert [code for code, *_ in ends] == [0, 0], ends
+    assert words in ends[1][1], ends[1]
+    assert summary["samples"] == 96
+
+
 def test_an_interrupted_run_is_summarized_and_its_machines_say_where_it_was_interrupted(mark: str) -> None:
     served = Served("--workers", "1")
     joined = served.join("1000", "0.02")

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
+from paceline.core.lease import Split
 from paceline.errors import ConfigurationError, RunFailedError, UsageError
 from paceline.sim import Cluster, Presence, simulate
 
@@ -288,6 +289,41 @@ def test_a_worker_that_joins_again_counts_the_updates_of_the_others() -> None:
     result = simulate(cluster, "asp", train_fn=train)
     assert result.measures.updates in (20, 21)
     assert sum(made) + 5 == result.measures.updates
+
+
+@pytest.mark.parametrize(
+    ("split", "joins_at_s", "words"),
+    [
+        (
+            "static",
+            3.5,
+            "epoch 1 of 2 was handed out before this worker joined, so the worker takes part from the next",
+        ),
+        (
+            "static",
+            9.5,
+            "epoch 2 of 2 was handed out before this worker joined, so the worker takes no part in the tr",
+        ),
+        ("dynamic", 3.5, ""),
+    ],
+)
+def test_a_worker_that_joins_and_has_no_data_in_an_epoch_says_so(
+    split: Split, joins_at_s: float, words: str
+) -> None:
+    def train() -> None:
+        trainer, loader = Trainer(), paceline.distribute(examples(64), split=split)
+        for _ in paceline.epochs(2):
+            for (x,) in loader:
+                trainer.step(x)
+
+    cluster = Cluster(compute_s=[1.0] * 3, presence={2: Presence(joins_at_s=joins_at_s)})
+    faults = simulate(cluster, "bsp", train_fn=train).faults
+    if not words:
+        assert faults == []
+        return
+    [fault] = faults
+    assert fault.startswith(f"worker 2: the data of {words}")
+    assert fault.endswith("With --split dynamic, a worker that joins gets data of the epoch in progress.")
 
 
 @pytest.mark.parametrize("limits", [{"updates": 30}, {"samples": 240}])

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import time
 from collections.abc import Generator, Iterator
 from weakref import WeakKeyDictionary
 
-from ..core.messages import LoopPosition, StopRequested
+from ..core.messages import LoopPosition, StopRequested, Warned
 from ..core.requests import COORDINATOR, Send
 from ..errors import ConfigurationError, UsageError
 from ..shard.vectors import decode_states, encode_states
 from .collectives import update_main
-from .loops import Limits, LoopProgress, enter_loop, leave_loop, progress_of
-from .session import Session, begins_with_the_run, current, hold_job_model
+from .loops import Limits, LoopProgress, enter_loop, latest_position, leave_loop, progress_of
+from .session import Session, begins_with_the_run, came_late, current, hold_job_model
 from .sources import streams_of
 from .worker_state import begin_late, begin_resumed, has_tracked, tracked_states
+
+log = logging.getLogger("paceline.train.epochs")
 
 
 def epochs(
@@ -127,13 +130,17 @@ class Epochs:
                 if session is not None:
                     update_main(session)
                 yield last
-                self._reach(last + 1, over=self.over or last + 1 == count)
+                over = self.over or last + 1 == count
+                self._reach(last + 1, over=over)
+                if not over:
+                    self._say_idle(last)
             if session is not None and not self.over:
                 session.exchange(session.core.data.reopen)
                 if session.core.data.has_batches:
                     session.core.data.again = True
                     yield last
                     self._reach(last + 1, over=True)
+            self._say_idle(last, over=True)
         finally:
             if session is not None:
                 session.core.data.again = False
@@ -180,6 +187,22 @@ class Epochs:
         session.exchange(lambda: session.core.data.reach(position, over=over, tracks=tracks, limits=limits))
         if tracks and session.core.data.states_wanted:
             session.servers.keep_states(position, encode_states(tracked_states(session)))
+
+    def _say_idle(self, epoch: int, *, over: bool = False) -> None:
+        """Say that a worker that has joined late had no data in an epoch, because it was all handed out before."""
+        session = self._session
+        if session is None or session.weights or not came_late(session):
+            return
+        position = latest_position(session)
+        static = position is not None and not position.dynamic
+        name = f"epoch {epoch + 1}{'' if self.limits.epochs is None else f' of {self.limits.epochs}'}"
+        text = (
+            f"the data of {name} was handed out before this worker joined, so the worker takes "
+            f"{'no part in the training' if over else 'part from the next epoch on'}."
+            f"{' With --split dynamic, a worker that joins gets data of the epoch in progress.' if static else ''}"
+        )
+        log.warning("%s", text)
+        session.exchange(lambda: [Send(COORDINATOR, Warned(text))])
 
     @property
     def over(self) -> bool:
