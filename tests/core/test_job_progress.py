@@ -286,7 +286,7 @@ def look(core: Coordinator, *waiting: tuple[int, ...]) -> Awaited:
     for second, workers in enumerate(waiting):
         waits(core, 7, *workers)
         looks.look(core, second * TICKS_PER_S)
-    return looks.awaited(len(waiting) * TICKS_PER_S)
+    return looks.awaited(core, len(waiting) * TICKS_PER_S)
 
 
 def test_a_worker_is_awaited_if_others_have_waited_for_it_in_many_looks(training: Coordinator) -> None:
@@ -309,8 +309,21 @@ def test_a_single_look_says_nothing_and_old_ones_are_forgotten(training: Coordin
     waits(training, 7, 0, 1, 2)
     for second in range(3):
         looks.look(training, second * TICKS_PER_S)
-    assert looks.awaited(3 * TICKS_PER_S) == Awaited((3,), 1.0)
-    assert looks.awaited(60 * TICKS_PER_S) == Awaited()
+    assert looks.awaited(training, 3 * TICKS_PER_S) == Awaited((3,), 1.0)
+    assert looks.awaited(training, 60 * TICKS_PER_S) == Awaited()
+
+
+@pytest.mark.parametrize("finishes", [True, False])
+def test_nobody_waits_for_a_worker_that_has_left(finishes: bool, training: Coordinator) -> None:
+    looks = WaitSamples(TICKS_PER_S)
+    waits(training, 7, 0, 1, 2)
+    for second in range(3):
+        looks.look(training, second * TICKS_PER_S)
+    if finishes:
+        training.handle(worker_peer(3), WorkerFinished(), 0)
+    else:
+        training.disconnected(worker_peer(3), 0)
+    assert looks.awaited(training, 3 * TICKS_PER_S) == Awaited()
 
 
 def test_looks_before_training_begins_do_not_count(core: Coordinator) -> None:
@@ -318,7 +331,7 @@ def test_looks_before_training_begins_do_not_count(core: Coordinator) -> None:
     waits(core, 0, 0, 1, 2)
     for _ in range(3):
         looks.look(core, 0)
-    assert looks.awaited(0) == Awaited()
+    assert looks.awaited(core, 0) == Awaited()
 
 
 def test_a_worker_that_computes_again_waits_no_longer(training: Coordinator) -> None:

@@ -279,6 +279,25 @@ def test_a_machine_that_is_taken_away_leaves_and_loses_nothing(pause_s: str, mar
     assert times["absent_s"] > 0.0
 
 
+def test_a_worker_that_leaves_and_one_that_takes_its_place_are_said(mark: str) -> None:
+    served = Served("--workers", "1:2", "--sync", "asp")
+    Path("train.py").write_text(ENDLESS_SCRIPT)
+    stays = served.join("1000000")
+    await_training(1)
+    leaves = served.join("1000000")
+    await_training(2)
+    leaves.send_signal(signal.SIGINT)
+    left = output(leaves)
+    words = "worker 1 has left: it was asked to leave. The other workers go on without it."
+    await_that(lambda: words in served.messages, "the run says that the worker has left")
+    again = served.join("1000000")
+    await_that(lambda: "worker 1 has joined again" in served.messages, "the run says that it has returned")
+    enough()
+    ends = [left, output(stays), output(again)]
+    served.summary()
+    assert [code for code, *_ in ends] == [130, 0, 0], ends
+
+
 @pytest.mark.chaos
 def test_a_machine_that_is_taken_away_while_its_worker_starts_has_left(mark: str) -> None:
     served = Served("--workers", "1:2")

@@ -121,9 +121,9 @@ class ProgressMeter:
         """Record who waits for whom. Call this when all servers have answered a `FetchWaits`."""
         self._looks.look(core, now_ticks)
 
-    def awaited(self, now_ticks: int) -> Awaited:
+    def awaited(self, core: Coordinator, now_ticks: int) -> Awaited:
         """Return the workers for which other workers have waited most often in the last seconds."""
-        return self._looks.awaited(now_ticks)
+        return self._looks.awaited(core, now_ticks)
 
     def read(self, core: Coordinator, now_ticks: int) -> JobProgress:
         """Return the progress of the job."""
@@ -559,7 +559,8 @@ class WaitSamples:
 
     def __init__(self, ticks_per_s: int) -> None:
         self._oldest_ticks = round(OLDEST_S * ticks_per_s)
-        self._looks: deque[tuple[int, frozenset[int]]] = deque(maxlen=MOST_LOOKS)
+        # (time in ticks, the awaited workers with their incarnations)
+        self._looks: deque[tuple[int, frozenset[tuple[int, int]]]] = deque(maxlen=MOST_LOOKS)
 
     def look(self, core: Coordinator, now_ticks: int) -> None:
         """Record who waits now. Call this when all servers have answered; before training begins, it has no effect.
@@ -571,12 +572,16 @@ class WaitSamples:
             return
         waiting = still_waiting(core)
         last = last_workers(core, core.members.live - waiting)
-        self._looks.append((now_ticks, frozenset(last if len(last) <= len(waiting) else ())))
+        named = last if len(last) <= len(waiting) else ()
+        self._looks.append((now_ticks, frozenset((each, core.members.incarnation(each)) for each in named)))
 
-    def awaited(self, now_ticks: int) -> Awaited:
-        """Return the workers for which other workers have waited most often in the last seconds."""
+    def awaited(self, core: Coordinator, now_ticks: int) -> Awaited:
+        """Return the workers for which other workers have waited most often in the last seconds.
+
+        Nobody waits for an incarnation that has left.
+        """
         looks = [last for ticks, last in self._looks if now_ticks - ticks <= self._oldest_ticks]
-        counts = Counter(worker for last in looks for worker in last)
+        counts = Counter(each[0] for last in looks for each in last if core.members.expects(*each))
         most = max(counts.values(), default=0)
         if len(looks) < LEAST_LOOKS or most < LEAST_SHARE * len(looks):
             return Awaited()

@@ -648,7 +648,7 @@ class JobWatch:
             machines=machines.statuses(now_ticks),
             traffic=self.traffic.links(now_ticks),
             progress=self.progress.read(core, now_ticks),
-            awaited=self.progress.awaited(now_ticks),
+            awaited=self.progress.awaited(core, now_ticks),
         )
         return job_status(core, observed)
 

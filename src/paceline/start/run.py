@@ -558,6 +558,8 @@ class LiveRun:
             key = each.fate, each.worker, each.incarnation
             if each.fate == "lost" and each.explained and report.live:
                 yield key, f"worker {each.worker} was lost: {each.cause}. The other workers go on without it."
+            if each.fate == "left" and report.live:
+                yield key, f"worker {each.worker} has left: {each.cause}. The other workers go on without it."
             if key in self._told and each.returned:
                 yield ("returned", *key), f"worker {each.worker} has joined again"
         yield "hindrance", report.hindrance
