@@ -96,6 +96,30 @@ def test_a_worker_that_has_finished_has_done_every_epoch_and_a_lost_one_does_not
     assert read(core).progress == pytest.approx(0.9)
 
 
+def test_the_progress_does_not_go_back_when_a_worker_joins_or_gets_earlier_data(core: Coordinator) -> None:
+    meter = ProgressMeter()
+    begin(core, LoopLimits(epochs=4))
+    for second, newcomer in enumerate([None, at(0), at(1), at(1, 0.1), at(1, 0.5)]):
+        report(core, at(1, 0.25), *([] if newcomer is None else [newcomer]))
+        meter.note(core, second * TICKS_PER_S)
+        found = read(core, second, meter)
+        assert found.progress == pytest.approx(
+            0.3125 if newcomer is None or newcomer.part != 0.5 else 0.34375
+        )
+        assert found.epoch == 2
+
+
+def test_what_an_earlier_run_has_done_of_an_epoch_does_not_count_for_the_time_left(core: Coordinator) -> None:
+    core.loops = LoopPositions(LoopCut(begun=0, elapsed_s=50.0, limits=LoopLimits(epochs=2)))
+    meter = ProgressMeter()
+    for second in range(13):  # the first batch is known after 3 s, and every second makes 1 % of the loop
+        report(core, at(0) if second < 3 else at(0, 0.5 + 0.02 * (second - 3)))
+        meter.note(core, second * TICKS_PER_S)
+    found = read(core, 12.0, meter)
+    assert found.progress == pytest.approx(0.34)
+    assert found.left_s == pytest.approx(66.0)
+
+
 def test_without_a_loader_only_whole_epochs_count(core: Coordinator) -> None:
     begin(core, LoopLimits(epochs=4))
     report(core, at(1), at(1))

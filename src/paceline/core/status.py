@@ -20,8 +20,9 @@ from .requests import worker_peer
 # The *progress* is the part of the present training loop that is done. The progress is known if the loop has a limit
 # (`paceline.epochs`), and is the used part of this limit. If there are several limits, the progress is the used part of
 # the limit that will be reached first. The workers do not reach an epoch at the same time, so the number of finished
-# epochs is the mean over the workers' reports. A loop over `range` does not tell its length; then only the progress
-# within the present epoch is known.
+# epochs is the mean over the workers' reports. A worker that has joined late does not count before its first push, and
+# the progress never goes back. A loop over `range` does not tell its length; then only the progress within the present
+# epoch is known.
 #
 # The remaining time is extrapolated from the second half of the time since the loop began. The first iterations are not
 # used, because they are slow. A short span of time would not suffice, because a script evaluates its model now and
@@ -97,7 +98,9 @@ class ProgressMeter:
 
     def __init__(self, ticks_per_s: int = TICKS_PER_S) -> None:
         self._ticks_per_s = ticks_per_s
-        self._loop = -1  # the training loop to which `_done` refers
+        self._loop = -1  # the training loop to which the next three refer
+        self._passed = 0.0  # the most epochs that were finished
+        self._by_data = False  # True if `_passed` includes a part of the present epoch
         self._done = Rate(ticks_per_s)
         self._samples = Rate(ticks_per_s)
         self._loss: float | None = None
@@ -107,8 +110,15 @@ class ProgressMeter:
     def note(self, core: Coordinator, now_ticks: int) -> None:
         """Record what the workers have reported by now. Call this several times per second."""
         if core.loops.loop != self._loop:
-            self._loop, self._done = core.loops.loop, Rate(self._ticks_per_s)
-        progress = _progress(core, now_ticks, self._ticks_per_s).progress
+            self._loop, self._passed, self._by_data = core.loops.loop, 0.0, False
+            self._done = Rate(self._ticks_per_s)
+        passed, by_data = _epochs(core, (core.loops.limits or LoopLimits()).epochs)
+        self._passed = max(passed or 0.0, self._passed)
+        if (
+            by_data and not self._by_data
+        ):  # the part of the epoch that becomes known was not done in this moment
+            self._by_data, self._done = True, Rate(self._ticks_per_s)
+        progress = self._progress(core, now_ticks).progress
         if progress is not None:
             since_ticks = now_ticks - core.loops.begun_ticks
             self._done.note(progress, now_ticks, max(since_ticks // 2, 1))
@@ -127,11 +137,15 @@ class ProgressMeter:
 
     def read(self, core: Coordinator, now_ticks: int) -> JobProgress:
         """Return the progress of the job."""
-        found = _progress(core, now_ticks, self._ticks_per_s)
+        found = self._progress(core, now_ticks)
         samples = _samples(core)
         speed = self._samples.per_s(samples, now_ticks) if samples else None
         left_s = self._left_s(core, found.progress, now_ticks)
         return msgspec.structs.replace(found, left_s=left_s, samples_per_s=speed, loss=self._loss)
+
+    def _progress(self, core: Coordinator, now_ticks: int) -> JobProgress:
+        least = self._passed if core.loops.loop == self._loop else 0.0
+        return _progress(core, now_ticks, self._ticks_per_s, least)
 
     def _note_loss(self, core: Coordinator, elapsed_s: float) -> None:
         live = core.members.live  # a copy, so it is made once for all workers
@@ -161,14 +175,22 @@ class ProgressMeter:
         return min(found, default=None)
 
 
-def _progress(core: Coordinator, now_ticks: int, ticks_per_s: int) -> JobProgress:
-    """Return the progress at one moment, without the remaining time, the speed and the loss."""
+def _progress(core: Coordinator, now_ticks: int, ticks_per_s: int, least: float) -> JobProgress:
+    """Return the progress at one moment, without the remaining time, the speed and the loss.
+
+    Args:
+        core: the coordinator.
+        now_ticks: current time.
+        ticks_per_s: number of ticks per second.
+        least: number of epochs that were finished before.
+    """
     loops, limits = core.loops, core.loops.limits or LoopLimits()
     updates = max((status.updates for status in core.board.values()), default=0)
     since_s = (now_ticks - loops.begun_ticks) / ticks_per_s
     passed, by_data = _epochs(core, limits.epochs)
     epoch = epoch_progress = None
     if passed is not None:
+        passed = max(passed, least)
         before = int(passed) if limits.epochs is None else min(int(passed), limits.epochs - 1)
         epoch, epoch_progress = before + 1, min(passed - before, 1.0) if by_data else None
     used = (
@@ -186,14 +208,21 @@ def _epochs(core: Coordinator, limit: int | None) -> tuple[float | None, bool]:
     """Return the number of finished epochs (None if unknown), and True if it includes a part of the present epoch.
 
     The number is the mean over the workers that take part or have finished. A finished worker has finished all epochs.
+    Once some workers have pushed data of a loader, the others do not count: they are about to begin, at any place.
     """
-    done, by_data = [], False
-    for worker, status in core.board.items():
-        if status.epoch is None or (fate := core.members.fate(worker)) not in ("", "finished"):
-            continue
-        by_data = by_data or status.part is not None
-        reached = status.epoch + (status.part or 0.0)
-        done.append(float(limit) if fate == "finished" and limit is not None else reached)
+    counted = [
+        (status, fate)
+        for worker, status in core.board.items()
+        if status.epoch is not None and (fate := core.members.fate(worker)) in ("", "finished")
+    ]
+    by_data = any(status.part is not None for status, _ in counted)
+    done = [
+        float(limit)
+        if fate == "finished" and limit is not None
+        else (status.epoch or 0) + (status.part or 0.0)
+        for status, fate in counted
+        if fate == "finished" or not by_data or status.part is not None
+    ]
     return sum(done) / len(done) if done else None, by_data
 
 
