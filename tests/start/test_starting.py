@@ -150,6 +150,10 @@ model = torch.nn.Linear(2, 1)
 optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
 model(torch.ones(4, 2)).sum().backward()
 optimizer.step()
+cycle = [open(f"cycle-{paceline.worker_index()}", "w")]
+cycle[0].write("kept")
+cycle.append(cycle)
+del cycle
 """
 
 LEFT = """
@@ -180,7 +184,8 @@ def test_a_forked_process_ends_like_a_program(tmp_path: Path) -> None:
     lines = ended.stdout.splitlines()
     assert lines[:2] == ["the thread has ended", "atexit"]
     assert sorted(lines[2:4]) == ["finalized one", "finalized other"]
-    assert [Path(f"left-{worker}").read_text() for worker in range(2)] == ["kept", "kept"]
+    for name in ("left", "cycle"):
+        assert [Path(f"{name}-{worker}").read_text() for worker in range(2)] == ["kept", "kept"]
 
 
 @pytest.mark.chaos

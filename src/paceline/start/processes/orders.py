@@ -13,6 +13,7 @@ import atexit
 import contextlib
 import ctypes
 import gc
+import io
 import os
 import socket
 import struct
@@ -202,6 +203,11 @@ def _take_apart(names: list[str]) -> None:
     for name in names:
         with contextlib.suppress(TypeError):  # any object can be a module, even one without weak references
             modules.append(weakref.ref(sys.modules.pop(name)))
+    # A file in a cycle of references would lose what it has not written, because a collection closes its descriptor
+    # before it flushes the file. Objects from before the fork are frozen, so only those of the script are looked at.
+    for file in [each for each in gc.get_objects() if issubclass(type(each), io.IOBase)]:
+        with contextlib.suppress(Exception):  # the file is closed, or its class is the script's
+            file.flush()
     gc.collect()
     for reference in reversed(modules):
         contents = getattr(reference(), "__dict__", {})
