@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import math
 import numbers
 import os
@@ -279,7 +278,6 @@ def _set_buffers(buffers: Mapping[str, torch.Tensor], values: Mapping[str, torch
 
 # -- `save`, which writes a file once for all workers, and the statistics of all workers in what is saved ----
 
-log = logging.getLogger("paceline.train.collectives")
 
 Key = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
 
@@ -430,7 +428,6 @@ def warn_of_paths(session: Session, sums: Sequence[float]) -> None:
             f"only at the path of worker {session.worker}: {path}. Give all workers the same folder: with Hydra, "
             "for example, by hydra.run.dir=outputs/NAME on the command line."
         )
-    log.warning("%s", text)
     session.exchange(lambda: [Send(COORDINATOR, Warned(text))])
 
 

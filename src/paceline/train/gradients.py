@@ -432,7 +432,6 @@ class OverflowWatch:
         self._in_a_row = self._in_a_row + 1 if overflows else 0
         if self._in_a_row == MOST_OVERFLOWS and not self._said:
             self._said = True
-            log.warning("%s", ALWAYS_OVERFLOWS)
             self._session.exchange(lambda: [Send(COORDINATOR, Warned(ALWAYS_OVERFLOWS))])
 
 

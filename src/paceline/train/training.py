@@ -374,7 +374,6 @@ class WorkerTraining:
         if session.core.may_restart and not self._said_unabortable:
             self._said_unabortable = True
             if session.main_worker == session.worker:
-                log.warning("%s", UNABORTABLE)
                 session.exchange(lambda: [Send(COORDINATOR, Warned(UNABORTABLE))])
         self.computed()
 
