@@ -112,13 +112,12 @@ class ProgressMeter:
         if core.loops.loop != self._loop:
             self._loop, self._passed, self._by_data = core.loops.loop, 0.0, False
             self._done = Rate(self._ticks_per_s)
-        passed, by_data = _epochs(core, (core.loops.limits or LoopLimits()).epochs)
+        passed, by_data = self._epochs(core)
         self._passed = max(passed or 0.0, self._passed)
-        if (
-            by_data and not self._by_data
-        ):  # the part of the epoch that becomes known was not done in this moment
+        if by_data and not self._by_data:
+            # The part of the epoch that becomes known was not done in this moment.
             self._by_data, self._done = True, Rate(self._ticks_per_s)
-        progress = self._progress(core, now_ticks).progress
+        progress = _progress(core, now_ticks, self._ticks_per_s, passed, by_data=by_data).progress
         if progress is not None:
             since_ticks = now_ticks - core.loops.begun_ticks
             self._done.note(progress, now_ticks, max(since_ticks // 2, 1))
@@ -137,15 +136,19 @@ class ProgressMeter:
 
     def read(self, core: Coordinator, now_ticks: int) -> JobProgress:
         """Return the progress of the job."""
-        found = self._progress(core, now_ticks)
+        passed, by_data = self._epochs(core)
+        found = _progress(core, now_ticks, self._ticks_per_s, passed, by_data=by_data)
         samples = _samples(core)
         speed = self._samples.per_s(samples, now_ticks) if samples else None
         left_s = self._left_s(core, found.progress, now_ticks)
         return msgspec.structs.replace(found, left_s=left_s, samples_per_s=speed, loss=self._loss)
 
-    def _progress(self, core: Coordinator, now_ticks: int) -> JobProgress:
-        least = self._passed if core.loops.loop == self._loop else 0.0
-        return _progress(core, now_ticks, self._ticks_per_s, least)
+    def _epochs(self, core: Coordinator) -> tuple[float | None, bool]:
+        """Return what `_epochs` finds, but within a loop never fewer finished epochs than before."""
+        passed, by_data = _epochs(core)
+        if passed is not None and core.loops.loop == self._loop:
+            passed = max(passed, self._passed)
+        return passed, by_data
 
     def _note_loss(self, core: Coordinator, elapsed_s: float) -> None:
         live = core.members.live  # a copy, so it is made once for all workers
@@ -175,22 +178,23 @@ class ProgressMeter:
         return min(found, default=None)
 
 
-def _progress(core: Coordinator, now_ticks: int, ticks_per_s: int, least: float) -> JobProgress:
+def _progress(
+    core: Coordinator, now_ticks: int, ticks_per_s: int, passed: float | None, *, by_data: bool
+) -> JobProgress:
     """Return the progress at one moment, without the remaining time, the speed and the loss.
 
     Args:
         core: the coordinator.
         now_ticks: current time.
         ticks_per_s: number of ticks per second.
-        least: number of epochs that were finished before.
+        passed: number of finished epochs; None if unknown.
+        by_data: True if `passed` includes a part of the present epoch.
     """
     loops, limits = core.loops, core.loops.limits or LoopLimits()
     updates = max((status.updates for status in core.board.values()), default=0)
     since_s = (now_ticks - loops.begun_ticks) / ticks_per_s
-    passed, by_data = _epochs(core, limits.epochs)
     epoch = epoch_progress = None
     if passed is not None:
-        passed = max(passed, least)
         before = int(passed) if limits.epochs is None else min(int(passed), limits.epochs - 1)
         epoch, epoch_progress = before + 1, min(passed - before, 1.0) if by_data else None
     used = (
@@ -204,12 +208,13 @@ def _progress(core: Coordinator, now_ticks: int, ticks_per_s: int, least: float)
     return JobProgress(progress, epoch=epoch, epochs=limits.epochs, epoch_progress=epoch_progress)
 
 
-def _epochs(core: Coordinator, limit: int | None) -> tuple[float | None, bool]:
+def _epochs(core: Coordinator) -> tuple[float | None, bool]:
     """Return the number of finished epochs (None if unknown), and True if it includes a part of the present epoch.
 
     The number is the mean over the workers that take part or have finished. A finished worker has finished all epochs.
     Once some workers have pushed data of a loader, the others do not count: they are about to begin, at any place.
     """
+    limit = (core.loops.limits or LoopLimits()).epochs
     counted = [
         (status, fate)
         for worker, status in core.board.items()
