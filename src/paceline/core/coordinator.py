@@ -803,8 +803,7 @@ class Coordinator:
             registered = self._registered.get(worker)
             if registered is not None and (reason := self._difference(registered.model)):
                 self.note_ending(worker, reason)
-                requests.append(Send(worker_peer(worker), Refused(reason)))
-                requests += self._leave(worker, WorkerLost, now_ticks)
+                requests += self._turn_away(worker, reason, now_ticks)
         return requests + self._join_next()
 
     def _difference(self, model: ModelSpec) -> str:
@@ -826,7 +825,7 @@ class Coordinator:
         return self.admit(worker, now_ticks)
 
     def _turn_away(self, worker: int, reason: str, now_ticks: int) -> list[Request]:
-        """Refuse an invited worker, which takes no part in the run yet. The run goes on without this worker."""
+        """Refuse a worker that takes no part in the run yet. The run goes on without this worker."""
         return [Send(worker_peer(worker), Refused(reason)), *self._leave(worker, WorkerLost, now_ticks)]
 
     def _join_next(self) -> list[Request]:
