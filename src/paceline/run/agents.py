@@ -496,7 +496,7 @@ class Machines:
         """The machines of all servers, as in `hosts`. At least one server runs on the coordinator's machine."""
         return sorted({LOCAL, *self.host_of_server.values()})
 
-    def host_of(self, process: str) -> str:
+    def name_of(self, process: str) -> str:
         """Return the name of the machine of a process such as "worker 2"; "" if no machine has brought the process."""
         workers = {f"worker {worker}": name for worker, name in self.machine_of.items()}
         servers = {f"server {server}": name for server, name in self.machine_of_server.items()}

@@ -857,7 +857,7 @@ class CoordinatorHost(Host):
 
     def end_run(self, failure: Fail) -> None:
         self._publish()
-        machine = self.machines.host_of(failure.where)
+        machine = self.machines.name_of(failure.where)
         self.fail(RunFailedError(failure.where, failure.reason, failure.traceback, machine))
 
     def end_without(self, loss: EndWithout) -> None:

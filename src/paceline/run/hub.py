@@ -95,10 +95,7 @@ class Caller:
         Raises:
             PeerLostError: the connection is lost. Messages that the peer has sent may still be read.
         """
-        try:
-            return str(self.stream.sock.getpeername()[0])
-        except OSError as error:
-            raise PeerLostError(f"connection lost: {error}") from error
+        return self._address_at(self.stream.sock.getpeername)
 
     @property
     def reached(self) -> str:
@@ -107,8 +104,11 @@ class Caller:
         Raises:
             PeerLostError: the connection is lost.
         """
+        return self._address_at(self.stream.sock.getsockname)
+
+    def _address_at(self, end: Callable[[], Any]) -> str:
         try:
-            return str(self.stream.sock.getsockname()[0])
+            return str(end()[0])
         except OSError as error:
             raise PeerLostError(f"connection lost: {error}") from error
 
