@@ -14,7 +14,6 @@ import runpy
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +21,7 @@ from typing import NamedTuple
 import msgspec
 from msgspec import structs
 
-from ...errors import ConfigurationError
+from ...errors import ConfigurationError, nearest
 from ...run.compute_devices import CPU, Device
 from ...run.installed import folder_of_torch
 from ...run.job import Job
@@ -251,7 +250,7 @@ def _missing(kind: str, index: int, accelerators: Accelerators) -> str:
             f"'{kind}', but {there}; name one of these, or install a driver and a build of torch for {kind}."
         )
     known = sorted({*accelerators.found, *BUILT_IN, CPU.kind} - {kind})
-    meant = "".join(f" (did you mean {near!r}?)" for near in get_close_matches(kind, known, n=1))
+    meant = f" (did you mean {near!r}?)" if (near := nearest(kind, known)) else ""
     return (
         f"'{kind}', but {there}; name one of these{meant}, or import the package that adds this "
         "kind of device to torch (--import PACKAGE)."
