@@ -29,10 +29,10 @@ HEAD = """\
 Paceline implements the systems of three papers. For each number that the papers print as a result, these pages say
 whether our number agrees, by the rules of `reproductions/verdicts.py`:
 
-- *agrees*: our interval contains the paper's number, as precisely as the paper prints it ("about": within 10 %). If the
-  number is an effect, the whole interval must show an effect. If the paper reports no effect ("about 1"), the whole
-  interval must lie within 10 % of the number; if only a part does, we cannot tell. With "up to", "over", "above" and
-  "at least", a larger number agrees, too; with "below" and "at most", a smaller number.
+- *agrees*: our interval contains a value that the paper would print as its number ("about": a value within 10 % of the
+  number). If the number is an effect, the whole interval must show an effect. If the paper reports no effect ("about
+  1"), the whole interval must lie within 10 % of the number; if only a part does, we cannot tell. With "up to", "over",
+  "above" and "at least", a larger number agrees, too; with "below" and "at most", a smaller number.
 - *agrees in direction*: the whole interval shows an effect of the same sign, but of another size.
 - *contradicts*: the whole interval shows no effect, an effect of less than a tenth of the paper's, or an effect of
   the opposite sign. A number that is not an effect, such as a count, is contradicted by any other number.

@@ -125,8 +125,8 @@ CANNOT = (
     "data, the best case for `drop-stragglers`, `rennala` and `ringmaster`.",
     "anything about ratios between 0.9 and 1.1, even if they are significant: neighboring learning rates differ by "
     "41 %, so an optimum between them can be missed by a few percent.",
-    "which settings are safe: three seeds choose them, and some of the best ones diverge with other seeds. Such "
-    "results count as never.",
+    "which settings are safe: the best settings were chosen with three seeds, and some of them diverge with other "
+    "seeds. Such results count as never.",
     "by how much final losses would differ on a real problem: without noise, a quadratic's loss falls exponentially.",
 )
 

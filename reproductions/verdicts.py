@@ -101,7 +101,7 @@ class Verdict(NamedTuple):
 def verdict(quote: Quote, ours: Measured | None) -> Verdict:
     """Compare a measurement with the number that a paper prints.
 
-    - *agrees*: the interval holds the paper's number, as precisely as the paper prints it. If the paper has an effect,
+    - *agrees*: the interval holds a value that the paper would print as its number. If the paper has an effect,
       so has the whole interval. If it has none, the whole interval lies within the paper's precision. With "up to",
       "over", "above" and "at least", a larger number agrees, too; with "below" and "at most", a smaller number.
     - *agrees in direction*: the whole interval shows an effect of the same sign, but of another size.

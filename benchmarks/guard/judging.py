@@ -30,7 +30,7 @@ class Judged(msgspec.Struct, frozen=True):
     planted: bool  # True if a divergence was planted
     visible_at: (
         int | None
-    )  # the update at which the divergence could be seen; None if it could not be seen, or if none was planted
+    )  # the first update at which the divergence could be seen; None if it could not be seen, or if none was planted
     said_at: int | None  # the update at which the guard spoke first; None if the guard was silent
     words: str  # what the guard said first; "" if the guard was silent
     named: bool  # True if the guard named the scenario's culprit, or if the scenario has none

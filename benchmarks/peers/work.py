@@ -214,7 +214,7 @@ class Worker:
         self._tell("kept")
 
     def discarded(self) -> None:
-        """Record that the system has given up the samples since `kept` was last called."""
+        """Record that the system has discarded all samples since the last call of `kept`."""
         self._tell("discarded")
 
     def save(self, model: nn.Module) -> None:

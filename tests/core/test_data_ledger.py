@@ -437,6 +437,8 @@ def test_orders_that_differ_are_refused() -> None:
         job.begin(job.lives[1], 0, DataOrder(9, 2, False, "auto", "a"))
     with pytest.raises(ConfigurationError, match="its drop_last is True instead of False"):
         job.begin(job.lives[1], 0, DataOrder(10, 2, True, "auto", "a"))
+    with pytest.raises(ConfigurationError, match="its max_batch is 8 instead of None"):
+        job.begin(job.lives[1], 0, DataOrder(10, 2, False, "auto", "a", most=8))
     job.begin(job.lives[1], 0, DataOrder(10, 3, False, "auto", "a"))
     lockstep = Job([1.0, 1.0], lockstep=True)
     lockstep.begin(lockstep.lives[0], 0, DataOrder(10, 2, False, "auto", "a"))

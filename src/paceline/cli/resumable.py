@@ -100,7 +100,7 @@ class Resumable(OptionalValues):
             if Path(file.folder) != Path.cwd():
                 raise ConfigurationError(
                     f"the run in {run_dir} was started in {printable(file.folder)}, and paths in its command refer "
-                    "to this directory. Resume it there, or give the script with its arguments."
+                    "to this directory. Resume it there, or give the script and its arguments here."
                 )
         kept = [*_without(before), *further]
         command = shlex.join([*words[:2], *kept, *_without(options), *program])

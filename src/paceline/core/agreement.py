@@ -220,7 +220,8 @@ class Fingerprints:
 
         Args:
             worker: the worker that sent the message.
-            message: the message. A worker whose messages are out of order is not compared.
+            message: the message. A message that is out of order is ignored, so nothing is compared as long as its
+                worker is in the run.
             live: the workers that take part and have not left.
             lockstep: True if the sync model keeps all workers in lockstep.
 

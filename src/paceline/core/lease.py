@@ -260,10 +260,22 @@ def order_difference(order: DataOrder, other: DataOrder, *, static: bool) -> str
         )
     if (static or order.balanced) and order.batch != other.batch:
         return f"its batch size is {order.batch} instead of {other.batch}. Unequal sizes need split='dynamic'"
-    for name in ("drop_last", "split", "balanced", "most", "joint"):
-        if getattr(order, name) != getattr(other, name):
-            return f"its {name} is {getattr(order, name)!r} instead of {getattr(other, name)!r}"
+    theirs = _settings(other)
+    for name, mine in _settings(order).items():
+        if mine != theirs[name]:
+            return f"its {name} is {mine!r} instead of {theirs[name]!r}"
     return ""
+
+
+def _settings(order: DataOrder) -> dict[str, object]:
+    """Return the settings of a loader, by their names in `DataLoader` and `distribute`."""
+    return {
+        "drop_last": order.drop_last,
+        "split": order.split,
+        "batch": "balanced" if order.balanced else "equal",
+        "max_batch": order.most,
+        "joint_batch": order.joint,
+    }
 
 
 def _size(order: DataOrder) -> str:

@@ -593,7 +593,7 @@ class TrafficMeter:
 # -- The clocks of patience: for how long each subject has kept a run waiting --------------------------------
 #
 # A run is patient with many subjects: a process that starts, a worker that has sent nothing, a server that
-# has been asked, a shortage of workers. Three mistakes are easy to make with the time of each subject, and all three
+# has been asked, a shortage of workers. Three mistakes are easily made when these times are measured, and all three
 # have led to healthy workers being accused or killed:
 #
 #     the clock begins with the run, although its subject arrives later, or has left and arrives again

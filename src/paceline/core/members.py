@@ -417,7 +417,7 @@ class ServerRoster:
         return 0 <= server < self._count and not excluded
 
     def ready(self, server: int) -> bool:
-        """Handle a server that has received its shards. Return True if all servers have received their shards."""
+        """Record that a server has received its shards. Return True if all servers have received their shards."""
         self._ready.add(server)
         return len(self._ready) >= self._count
 

@@ -452,7 +452,8 @@ ESTIMATE = "the gradients, because the transfer of the weights is not measured"
 class SlowLink:
     """Compares, in a single measurement, the time to send a gradient with the time to compute a gradient.
 
-    If iterations take seconds, the measurement ends after a few of them, so that the warning does not take minutes.
+    If sending takes seconds, the measurement of a link that is too slow ends after a few iterations, so that the
+    warning does not take minutes.
 
     Args:
         advice: the wire format that is recommended for the run, if any.
@@ -530,7 +531,7 @@ class InitialModel:
         weights: the flat vectors of the initial weights.
         buffers: the initial values of the model's buffers.
         state_of: function that returns a shard's part of the initial optimizer state.
-        frozen: the frozen parameters, which are written to files.
+        frozen: the frozen parameters, which are written to files instead of being sent.
         values_of: function that takes a digest and returns the bytes of the frozen parameter with this digest, in
             parts; None if there is no such parameter.
     """

@@ -238,7 +238,9 @@ def join(
                 if servers is not None and not error.resumes:
                     raise
                 if servers is None and not error.workers:
-                    if engine.finished:  # it is unknown whether the run keeps the work of these workers
+                    if (
+                        engine.finished
+                    ):  # it is unknown whether the run keeps the work of the finished workers
                         raise
                     return Joined.of(folder, engine)
                 wanted, indices = len(error.workers), error.workers

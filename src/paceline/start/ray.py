@@ -244,7 +244,7 @@ class RayRun:
                     raise self._interruption.exception("all processes of the run have ended", {})
             if not (self._ending or self._failure) and all(place.over for place in self._workers):
                 self._fail(
-                    RunFailedError("the run", "every worker was lost, too often to be requested again")
+                    RunFailedError("the run", "every worker was lost so often that it is not requested again")
                 )
         deadline_s = time.monotonic() + GRACE_S
         while any(place.joining for place in self._workers) and time.monotonic() < deadline_s:

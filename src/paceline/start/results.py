@@ -317,7 +317,7 @@ def averages_line(job: Job, model: ModelSpec | None) -> str:
 
 
 def wire_line(job: Job, model: ModelSpec | None) -> str:
-    """Return a sentence that says why `--wire` has no effect, or should be changed; "" otherwise."""
+    """Return a sentence that says why `--wire` has no effect, or why it should be changed; "" otherwise."""
     if model is None:
         return job.wire_in_vain()
     common, names = job.schedule.lockstep, [each.name for each in model.optimizers]

@@ -185,10 +185,10 @@ class ShardMachine:
         return Handover(self.counts, [], {}, {})
 
     def take_over(self, handover: Handover, now_ticks: int) -> list[AnyAction]:
-        """Continue from another machine's state: apply the mean of the held pushes, and process the delayed pulls.
+        """Continue from the state of another state machine.
 
-        Pushes of frozen workers are not applied. If this machine does not hold these pushes, `core.shard`
-        holds them.
+        Apply the mean of the held pushes, and process the delayed pulls. Pushes of frozen workers are not applied. If
+        this machine does not hold these pushes, `core.shard` holds them.
         """
         self.counts = handover.counts
         held = sorted(push for push in handover.held if push[0] not in self.frozen)

@@ -479,7 +479,7 @@ def _index(path: Path) -> int:
 
 
 class FilePosition(msgspec.Struct, frozen=True, array_like=True):
-    """A place in a file: the number of a segment, and the number of bytes before the place in this segment."""
+    """A place in a file: the number of a segment, and the offset in this segment, in bytes."""
 
     segment: int = 0
     offset: int = 0

@@ -446,7 +446,7 @@ class Stager(Protocol):
     Attributes:
         weights: the flat vectors of which the parameters are views.
         gradients: the flat vectors for their gradients.
-        copies_early: True if `gradient_ready` copies gradients.
+        copies_early: True if `gradient_ready` already copies gradients during the backward pass.
     """
 
     weights: Vectors

@@ -11,9 +11,9 @@ waits gives its state while it waits. The state of a script that evaluates is co
 At all other times, no state is copied.
 
 A resumed script runs from its first line and so creates the same objects. The states of these objects are replaced when
-the script first asks for a batch of the loader and of the epoch in which the state was saved. At this moment, the
-loader has drawn the seed of its processes. Changes that the script has made to these objects earlier are overwritten.
-Buffers are replaced when training begins, which happens later: in the first forward pass.
+the script reaches the place at which its state was saved: when it asks the same loader for its first batch in the same
+epoch. At this moment, the loader has drawn the seed of its processes. Changes that the script has made to these objects
+earlier are overwritten. Buffers are replaced when training begins, which happens later: in the first forward pass.
 
 Tracked objects are the same in all workers and may be large. So only the state of the main worker contains them.
 """
