@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -105,10 +105,10 @@ def source(statement: ast.ImportFrom, module: str) -> str:
     return ".".join([*parts[: -statement.level], *filter(None, [statement.module])])
 
 
-def missing(tree: ast.AST, *, attributes: bool) -> Iterator[str]:
+def missing(nodes: Sequence[ast.AST], *, attributes: bool) -> Iterator[str]:
     """Yield what a program imports from the packages here in vain, and attributes that an imported module has not."""
     modules: dict[str, str] = {}  # a name in the program -> the module that it stands for
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             for each in node.names:
                 if each.name.partition(".")[0] in PACKAGES:
@@ -129,7 +129,7 @@ def missing(tree: ast.AST, *, attributes: bool) -> Iterator[str]:
                     yield f"{home}.{each.name}"
                 else:
                     modules[each.asname or each.name] = f"{home}.{each.name}"
-    for node in ast.walk(tree) if attributes else ():
+    for node in nodes if attributes else ():
         match node:
             case ast.Attribute(value=ast.Name(id=name), attr=attribute) if name in modules:
                 names, whole = bound(modules[name]), f"{modules[name]}.{attribute}"
@@ -140,25 +140,25 @@ def missing(tree: ast.AST, *, attributes: bool) -> Iterator[str]:
 # -- programs -----------------------------------------------------------------------------------------------
 
 
-def programs_in(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yield each string of a file that is a program, and its line."""
+def programs_in(nodes: Sequence[ast.AST]) -> Iterator[tuple[int, str]]:
+    """Yield each string of a file that is a program, and its line. The file itself is the first node."""
     constants: dict[str, str] = {}  # strings at the top of the file, from which others are made
     inside: set[int] = set()  # parts of longer strings, and docstrings
-    for node in ast.walk(tree):
-        if isinstance(node, ast.JoinedStr | ast.BinOp):
+    for node in nodes:
+        if isinstance(node, ast.JoinedStr | ast.BinOp) and id(node) not in inside:
             inside |= {id(each) for each in ast.walk(node) if each is not node}
         if (
             isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef)
             and ast.get_docstring(node) is not None
         ):
             inside.add(id(node.body[0].value))  # type: ignore[attr-defined]
-    for statement in tree.body:
+    for statement in nodes[0].body:  # type: ignore[attr-defined]
         match statement:
             case ast.Assign(targets=[ast.Name(id=name)], value=value):
                 text = text_of(value, constants)
                 if text is not None:
                     constants[name] = text
-    for node in ast.walk(tree):
+    for node in nodes:
         if id(node) not in inside and isinstance(node, ast.Constant | ast.JoinedStr | ast.BinOp):
             text = text_of(node, constants)
             if text is not None and IMPORTS.search(text):
@@ -182,25 +182,25 @@ def text_of(node: ast.AST, constants: dict[str, str]) -> str | None:
     return None
 
 
-def faults(text: str, *, attributes: bool = True) -> list[str]:
+def faults(text: str) -> list[str]:
     """Return what is wrong with a program: that it cannot be compiled, or what is not there."""
     try:
         tree = ast.parse(textwrap.dedent(text))
     except SyntaxError as error:
         if FIELD.search(text):
-            return faults(FIELD.sub("put_in", text), attributes=attributes)
+            return faults(FIELD.sub("put_in", text))
         return [f"{error.msg}: {error.text}"]
-    return [each for each in missing(tree, attributes=attributes) if each not in MEANT]
+    return [each for each in missing([*ast.walk(tree)], attributes=True) if each not in MEANT]
 
 
 @pytest.mark.parametrize("folder", PACKAGES)
 def test_what_a_file_imports_and_what_the_programs_in_its_strings_import_is_there(folder: str) -> None:
     wrong = []
     for path in (path for path in FILES if path.is_relative_to(PACKAGES[folder])):
-        text = path.read_text()
+        nodes = [*ast.walk(ast.parse(path.read_text()))]
         if folder != "paceline":  # mypy knows more of it than this, and of what a file uses of a module
-            wrong += [f"{path.relative_to(ROOT)}: {each}" for each in faults(text, attributes=False)]
-        for line, program in programs_in(ast.parse(text)):
+            wrong += [f"{path.relative_to(ROOT)}: {each}" for each in missing(nodes, attributes=False)]
+        for line, program in programs_in(nodes):
             wrong += [f"{path.relative_to(ROOT)}:{line}: {each}" for each in faults(program)]
     assert not wrong, "\n".join(wrong)
 
@@ -243,7 +243,7 @@ def test_programs_are_found_in_strings_and_put_together() -> None:
         """No program. It says
         from where to import things, which are many."""
     '''
-    found_here = [program for _, program in programs_in(ast.parse(textwrap.dedent(file)))]
+    found_here = [program for _, program in programs_in([*ast.walk(ast.parse(textwrap.dedent(file)))])]
     assert "import torch; torch.ones(1)" in found_here
     assert "\ndef train():\n    import paceline\n    print(0, {})\n" in found_here
     assert len(found_here) == 3

@@ -14,6 +14,7 @@ import pytest
 
 from paceline.start.processes import program
 from tests.support.live import DEADLINE_S, await_that, processes, run_program, start_program
+from tests.support.marks import thorough
 from tests.support.warm import WarmStarts
 
 pytestmark = pytest.mark.usefixtures("mark")
@@ -123,11 +124,13 @@ WARM = "import sys; print('torch' in sys.modules)"
         (["-m", "look"], {"PYTHONPATH": "."}, True),
         (["-P", *program.main_of("look")], {"PYTHONPATH": "."}, True),
         (["-c", WARM], {}, False),
-        (["-W", "error", "look.py"], {}, False),
         (["look.py"], {"OMP_NUM_THREADS": "3"}, False),
-        (["look.py"], {"PYTHONHASHSEED": "0"}, False),
         (["shadows/look.py"], {}, False),
-        (["look.py"], {"PYTHONPATH": "shadows"}, False),
+        *thorough(
+            (["-W", "error", "look.py"], {}, False),
+            (["look.py"], {"PYTHONHASHSEED": "0"}, False),
+            (["look.py"], {"PYTHONPATH": "shadows"}, False),
+        ),
     ],
 )
 def test_programs_that_would_notice_are_executed(

@@ -62,6 +62,7 @@ def test_what_other_programs_use_is_a_share() -> None:
     assert 0 <= harness.busy_share(0.05) <= 1
 
 
+@pytest.mark.thorough
 def test_json_lines_begin_with_the_conditions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "busy_share", lambda: 0.7)
     result = CliRunner().invoke(app_of(["sync"]), ["sync", "--quick", "--json"])

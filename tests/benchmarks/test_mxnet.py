@@ -24,6 +24,7 @@ from benchmarks.transport.systems import measure_turn
 from paceline.errors import ConfigurationError, RunFailedError
 from paceline.start.local import HostMachine
 from reproductions.fluent_ps import slicing
+from tests.support.marks import thorough
 
 MXNET = """
 import os
@@ -167,7 +168,7 @@ def test_rows_compare_medians_over_rounds_with_the_first_setting() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [True, *thorough(False)])
 def test_a_job_measures_and_leaves_no_process(folder: Path, overlap: bool) -> None:
     require_mxnet(sys.executable)
     task = KvTask("bsp", TASK.layers, 0.5, warm_up=1, iterations=3, compute_s=0.01, overlap=overlap)

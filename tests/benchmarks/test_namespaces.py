@@ -69,6 +69,7 @@ def mbit_per_s(source: HostMachine, sink: HostMachine, size_bytes: int) -> float
 
 
 @needs_machines
+@pytest.mark.thorough
 def test_two_machines_talk_no_faster_than_their_links() -> None:
     with network(2, NetworkLink("200mbit")) as machines:
         one, other = machines.machines
@@ -114,6 +115,7 @@ def test_a_failure_midway_removes_what_exists_and_names_the_command() -> None:
 
 
 @needs_machines
+@pytest.mark.thorough
 def test_ctrl_c_removes_everything() -> None:
     program = LAUNCHER.format(then="signal.pause()")
     with subprocess.Popen(
@@ -128,6 +130,7 @@ def test_ctrl_c_removes_everything() -> None:
 
 
 @needs_machines
+@pytest.mark.thorough
 def test_what_a_killed_launcher_leaves_is_removed_by_the_next() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", LAUNCHER.format(then="signal.pause()")], stdout=subprocess.PIPE

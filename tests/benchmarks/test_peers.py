@@ -257,6 +257,7 @@ with machines(2, NetworkLink("1gbit", 0.0)) as on, open(sys.argv[1], "wb") as lo
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.processes
 @pytest.mark.usefixtures("machines_alone")
 @pytest.mark.skipif(bool(why_not()), reason=f"network namespaces need {why_not()}")

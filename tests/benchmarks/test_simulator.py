@@ -31,6 +31,7 @@ def test_the_tables_mark_the_goals_that_are_missed() -> None:
     ]
 
 
+@pytest.mark.thorough
 @pytest.mark.processes
 def test_a_model_is_measured_live_and_simulated() -> None:
     told: list[str] = []

@@ -38,6 +38,7 @@ from benchmarks.transport.plan import (
 from benchmarks.transport.systems import launch_paceline, measure_turn
 from paceline.cli import console
 from paceline.errors import RunFailedError
+from tests.support.marks import thorough
 
 KEYS = {"system", "transport", "mode", "size_mb", "workers", "median_ms", "low_ms", "high_ms"}
 CASES = [case for turn in TURNS for case in turn]
@@ -141,6 +142,7 @@ def test_a_run_changes_to_bsp_in_every_shard(tmp_path: Path) -> None:
         assert trace.count("ApplyMean") >= turn.iterations
 
 
+@pytest.mark.thorough
 @pytest.mark.processes
 def test_a_process_that_fails_ends_all_with_its_traceback() -> None:
     turn = Turn((OPTIMIZER,), 0.004, 1, 1, 10, "no optimizer")
@@ -309,7 +311,10 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
 
 @pytest.mark.parametrize(
     "arguments",
-    ["--sizes 1 25 --workers 3 5 --systems floor gloo", "--sizes 1,25 --workers 3,5 --systems floor,gloo"],
+    [
+        "--sizes 1,25 --workers 3,5 --systems floor,gloo",
+        *thorough("--sizes 1 25 --workers 3 5 --systems floor gloo"),
+    ],
 )
 def test_lists_have_spaces_or_commas_between(arguments: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "measure_turn", lambda turn: {"asp": 1.0, "bsp": 1.0})

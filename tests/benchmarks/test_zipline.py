@@ -248,6 +248,7 @@ def test_progress_on_a_terminal_is_a_bar_that_goes_away() -> None:
 # -- the command ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_quick_prints_tables_and_notes_and_progress_goes_elsewhere() -> None:
     result = CliRunner().invoke(app_of(["zipline"]), ["zipline", "--quick"], env={"COLUMNS": "80"})
     assert result.exit_code == 0, result.output

@@ -13,6 +13,7 @@ from torch import nn
 from paceline.checkpoints.reading import newest_whole
 from paceline.shard.optimizers import ELEMENTWISE
 from paceline.shard.vectors import decode_states
+from tests.support.marks import thorough
 from tests.support.sharded import LINEAGE, Net, Shards, model_of
 
 Optimizers = Callable[[nn.Module], list[torch.optim.Optimizer]]
@@ -37,6 +38,10 @@ CASES: dict[str, Optimizers] = {
     "momentum": lambda net: [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, nesterov=True)],
     "two optimizers": two_optimizers,
 }
+
+
+MORE_SHARDS = [(1, 1), (1, 3), (2, 5)]
+"""Numbers of shards before and after."""
 
 
 def give_gradients(net: nn.Module, step: int) -> None:
@@ -94,8 +99,16 @@ def test_plain_pytorch_continues_from_the_files(case: str, tmp_path: Path) -> No
         torch.testing.assert_close(parameter, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 3), (3, 2), (2, 5)])
+@pytest.mark.parametrize(
+    ("case", "before", "after"),
+    [
+        *((case, 3, 2) for case in CASES),
+        *(("two optimizers", *numbers) for numbers in MORE_SHARDS),
+        *thorough(
+            *((case, *numbers) for case in CASES if case != "two optimizers" for numbers in MORE_SHARDS)
+        ),
+    ],
+)
 def test_any_number_of_shards_continues_from_the_files(
     case: str, before: int, after: int, tmp_path: Path
 ) -> None:

@@ -279,7 +279,7 @@ from tests.checkpoints.test_damaged_checkpoints import shards
 from tests.support.sharded import LINEAGE, Shards
 
 directory, chance, made, last = Path(sys.argv[1], LINEAGE), random.Random(0), shards(), 0
-for _ in range(12):
+for _ in range(6):
     read, write = os.pipe()
     if not (child := os.fork()):
         for number in count(last + 1):
@@ -370,6 +370,7 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield path
 
 
+@pytest.mark.thorough
 def test_a_job_with_any_other_number_is_refused_or_means_something(directory: Path) -> None:
     """Each number, text and list of the job's state is replaced, one after the other."""
     content = msgspec.json.decode((directory / "000002" / "job.json").read_bytes())

@@ -52,6 +52,7 @@ def test_the_example_runs_without_paceline(run_dir: Path) -> None:
     assert printed_by(WITHOUT_PACELINE + EXAMPLE, run_dir) == PRINTED
 
 
+@pytest.mark.thorough
 def test_the_other_examples_run(run_dir: Path) -> None:
     assert printed_by(EXPORT + COPY, run_dir) == f"copied/{OF_PAGE}/000012\n"
     assert (run_dir / "exported" / ".metadata").exists()

@@ -22,7 +22,7 @@ from paceline.errors import ConfigurationError
 from paceline.run.job_options import make_job
 from paceline.studies.trained import of_script
 from paceline.sync import MODELS
-from tests.support.marks import chaos
+from tests.support.marks import chaos, thorough
 from tests.support.scheduled import SLURM
 from tests.support.warm import bare_environment
 
@@ -775,7 +775,10 @@ def test_bad_input_in_a_process_of_its_own_ends_with_2(tmp_path: Path) -> None:
     assert contents(tmp_path) == ["train.py"]
 
 
-NEEDS_TORCH = ["run --dry-run", "run --devices cpu", "join 127.0.0.1:1", "serve", "demo --quick", "check"]
+NEEDS_TORCH = [
+    *("run --dry-run", "join 127.0.0.1:1"),
+    *thorough("run --devices cpu", "serve", "demo --quick", "check"),
+]
 
 
 @pytest.mark.processes

@@ -41,6 +41,8 @@ BATCHES = 30
 EPOCHS = 8
 UNEQUAL = Cluster(compute_s=[1.0, 2.0, 3.1])
 SYNCS = ["bsp", "asp", *chaos("ssp:staleness=2", "elastic-bsp:lookahead=4")]
+MOSTLY_ASP = ["asp", *thorough("bsp"), *chaos("ssp:staleness=2", "elastic-bsp:lookahead=4")]
+"""For what does not depend on the model: under asp, workers are further apart."""
 
 
 def examples(batches: int = BATCHES) -> DataLoader[Any]:
@@ -100,7 +102,7 @@ def findings(body: Callable[[], None], sync: str, cluster: Cluster = UNEQUAL) ->
 
 
 @pytest.mark.parametrize("sync", SYNCS)
-@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize("prepared", [True, *thorough(False)])
 def test_a_plateau_of_each_workers_own_loss_is_found_once(sync: str, prepared: bool) -> None:
     found = findings(lambda: train(plateau, prepared=prepared, metric=own_loss), sync)
     assert len(found) == 1, found
@@ -108,7 +110,7 @@ def test_a_plateau_of_each_workers_own_loss_is_found_once(sync: str, prepared: b
     assert "scheduler.step(paceline.reduce(loss))" in found[0]
 
 
-@pytest.mark.parametrize("sync", SYNCS)
+@pytest.mark.parametrize("sync", MOSTLY_ASP)
 def test_a_plateau_of_the_joint_loss_is_no_finding(sync: str) -> None:
     def joint(epoch: int) -> float:
         loss = paceline.reduce(own_loss(epoch))
@@ -126,7 +128,7 @@ def test_workers_that_reduce_the_rate_one_epoch_apart_are_no_finding() -> None:
 
 
 @pytest.mark.parametrize("sync", SYNCS)
-@pytest.mark.parametrize("key", ["lr", "momentum"])
+@pytest.mark.parametrize("key", ["lr", *thorough("momentum")])
 def test_constants_that_depend_on_the_worker_are_found(sync: str, key: str) -> None:
     def body() -> None:
         def make(optimizer: torch.optim.Optimizer) -> LRScheduler:
@@ -139,7 +141,7 @@ def test_constants_that_depend_on_the_worker_are_found(sync: str, key: str) -> N
     assert f"{key}=0." in found
 
 
-@pytest.mark.parametrize("sync", SYNCS)
+@pytest.mark.parametrize("sync", MOSTLY_ASP)
 def test_without_a_loader_workers_are_compared_by_their_steps(sync: str) -> None:
     def body() -> None:
         crops(lambda optimizer, step: None if step else rate_of(optimizer, 0.1 + paceline.worker_index()))
@@ -148,7 +150,7 @@ def test_without_a_loader_workers_are_compared_by_their_steps(sync: str) -> None
     assert "after 50 steps" in found
 
 
-@pytest.mark.parametrize("sync", SYNCS)
+@pytest.mark.parametrize("sync", MOSTLY_ASP)
 def test_a_prepared_schedule_whose_height_depends_on_the_worker_is_found(sync: str) -> None:
     def make(optimizer: torch.optim.Optimizer) -> LRScheduler:
         height = 0.1 * (1 + paceline.worker_index())
@@ -221,7 +223,10 @@ SCHEDULES: dict[str, Make] = {
     ),
     "chained": lambda o: ChainedScheduler([LinearLR(o, 0.1, total_iters=9), ExponentialLR(o, gamma=0.97)]),
 }
-BY_EPOCH = ["step", "exponential", "warm-up"]
+BY_ITERATION = ["one cycle", "long steps", "restarts"]
+"""Those with a new rate in each iteration, with steps that are no epochs, and with rates that rise again."""
+
+BY_EPOCH = ["exponential", "warm-up"]
 """Those that change the rates clearly within the epochs."""
 
 
@@ -230,8 +235,9 @@ BY_EPOCH = ["step", "exponential", "warm-up"]
 @pytest.mark.parametrize(
     ("name", "prepared", "stepped"),
     [
-        *((name, True, "iteration") for name in SCHEDULES),
+        *((name, True, "iteration") for name in BY_ITERATION),
         *((name, False, "epoch") for name in BY_EPOCH),
+        *thorough(*((name, True, "iteration") for name in SCHEDULES if name not in BY_ITERATION)),
         *thorough(*((name, False, "epoch") for name in SCHEDULES if name not in BY_EPOCH)),
         *chaos(*((name, False, "iteration") for name in SCHEDULES)),
         *chaos(*((name, True, "epoch") for name in SCHEDULES)),
@@ -246,9 +252,9 @@ def test_ordinary_schedulers_are_no_finding(
     assert findings(body, sync) == []
 
 
-@pytest.mark.parametrize("sync", SYNCS)
+@pytest.mark.parametrize("sync", MOSTLY_ASP)
 @pytest.mark.parametrize("prepared", [True, *thorough(False)])
-@pytest.mark.parametrize("name", ["cosine", "one cycle", "long steps"])
+@pytest.mark.parametrize("name", ["one cycle", "long steps", *thorough("cosine")])
 def test_ordinary_schedulers_in_long_epochs_are_no_finding(sync: str, prepared: bool, name: str) -> None:
     def body() -> None:
         train(SCHEDULES[name], stepped="iteration", prepared=prepared, epochs=1, batches=STEPS)
@@ -256,7 +262,7 @@ def test_ordinary_schedulers_in_long_epochs_are_no_finding(sync: str, prepared: 
     assert findings(body, sync) == []
 
 
-@pytest.mark.parametrize("sync", SYNCS)
+@pytest.mark.parametrize("sync", MOSTLY_ASP)
 @pytest.mark.parametrize(
     ("tracked", "stepped"),
     [(False, "epoch"), (True, "iteration"), *thorough((False, "iteration"), (True, "epoch"))],
@@ -273,14 +279,14 @@ def test_a_worker_that_joins_late_with_its_schedule_is_no_finding(
     assert findings(body, sync, cluster) == []
 
 
-@pytest.mark.parametrize("sync", SYNCS)
+@pytest.mark.parametrize("sync", MOSTLY_ASP)
 def test_a_worker_that_is_lost_and_comes_back_is_no_finding(sync: str) -> None:
     cluster = Cluster(compute_s=[1.0, 2.0], presence={1: Presence(lost_at_s=60.0, back_after_s=20.0)})
     make = SCHEDULES["step"]
     assert findings(lambda: train(make, track=True, loop=paceline.epochs, epochs=12), sync, cluster) == []
 
 
-@pytest.mark.parametrize("sync", SYNCS)
+@pytest.mark.parametrize("sync", MOSTLY_ASP)
 def test_two_optimizers_with_different_rates_and_groups_are_no_finding(sync: str) -> None:
     def body() -> None:
         body_, head, other = nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1)
@@ -314,7 +320,7 @@ def crops(change: Callable[[Any, int], None], steps: int = 160) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("sync", SYNCS)
+@pytest.mark.parametrize("sync", MOSTLY_ASP)
 def test_without_a_loader_a_schedule_by_the_workers_steps_is_no_finding(sync: str) -> None:
     def body() -> None:
         crops(lambda optimizer, step: rate_of(optimizer, 0.1 / (1 + step)))
@@ -384,7 +390,8 @@ def test_a_report_that_cannot_be_decoded_is_refused() -> None:
     assert agreement._marks == {}
 
 
-@pytest.mark.parametrize("sync", ["bsp", *thorough("asp")])
+@pytest.mark.parametrize("sync", ["bsp", "asp"])
+@pytest.mark.thorough
 def test_many_groups_are_compared_as_far_as_they_fit(sync: str) -> None:
     def body() -> None:
         model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(300)))

@@ -258,6 +258,7 @@ def test_workers_that_join_and_leave_are_no_obstacle() -> None:
     assert len({choice.epoch for choice in result.choices}) == len(result.choices)
 
 
+@pytest.mark.thorough
 def test_a_run_without_epochs_chooses_too() -> None:
     result = simulate(Cluster(compute_s=[LogNormal(median=1.0, sigma=0.8)] * 8), "auto", 300)
     assert result.choices
@@ -267,6 +268,7 @@ def test_a_run_without_epochs_chooses_too() -> None:
 
 
 @pytest.mark.usefixtures("one_core")
+@pytest.mark.thorough
 def test_it_is_ranked_beside_the_models_once() -> None:
     rows = rank(JITTER, ["bsp", "auto"], data=DATA)
     assert sorted((row.sync, row.batch) for row in rows) == [

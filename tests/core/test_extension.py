@@ -30,6 +30,7 @@ from paceline.errors import ProtocolError
 from paceline.sync import ASP
 from paceline.sync.schedule import Schedule, ScheduleStep
 from paceline.testing.state_pools import Written
+from tests.support.marks import thorough
 
 SERVERS = 2
 SGD = OptimizerSpec("SGD", ({"lr": 0.1},), (0,))
@@ -353,7 +354,7 @@ def test_every_order_of_messages_extends_the_model_if_a_worker_is_lost(extension
     assert search(workers=2, losses=1, extensions=extensions) > 10_000
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", [*range(8), *thorough(*range(8, 20))])
 def test_random_orders_extend_the_model_once_or_twice_if_workers_are_lost(seed: int) -> None:
     choice = random.Random(f"extension {seed}")
     for _ in range(40):

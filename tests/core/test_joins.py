@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import pytest
 
@@ -46,6 +47,7 @@ from paceline.sync import Conditions, PullState, parse
 from paceline.sync.actions import AnswerPull, ApplyMean
 from paceline.sync.events import PullRequested, WorkerJoined
 from paceline.sync.schedule import Schedule, ScheduleStep
+from tests.support.marks import thorough
 
 MODEL = ModelSpec(Layout((), (), {}), OptimizerSpec("", (), ()), ())
 OTHER_MODEL = ModelSpec(Layout((), (), {}), OptimizerSpec("SGD", (), ()), ())
@@ -58,7 +60,7 @@ LATE = Cluster(
 )
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", [*range(10), *thorough(*range(10, 30))])
 def test_under_bsp_all_shards_average_the_same_pushes_of_workers_that_join(seed: int) -> None:
     result = simulate(LATE, "bsp", iterations=12, shards=2, seed=seed, record=True)
     means, joins = [], []
@@ -105,10 +107,38 @@ def waits_s(cluster: Cluster, sync: str, until_s: float) -> list[float]:
     ]
 
 
-@pytest.mark.parametrize("sync", [*EVERY_MODEL, "drop-stragglers:quorum=3", "naive-waiting:delay_s=0.2"])
-@pytest.mark.parametrize("compute_s", [[1.0, 1.0, 1.0, 1.0], [1.0, 1.3, 0.7, 1.1], [1.0, 1.0, 2.0, 3.0]])
+EQUAL, SIMILAR, UNEQUAL = (1.0, 1.0, 1.0, 1.0), (1.0, 1.3, 0.7, 1.1), (1.0, 1.0, 2.0, 3.0)
+REPRESENTATIVES = [
+    ("bsp", EQUAL),
+    ("bsp", UNEQUAL),
+    ("ssp:staleness=3", UNEQUAL),
+    ("pssp:staleness=3,probability=0.1", UNEQUAL),
+    ("drop-stragglers:quorum=3", UNEQUAL),
+    ("elastic-bsp:lookahead=15", UNEQUAL),
+    ("spec-sync", UNEQUAL),
+]
+"""A model for each reason to wait: a round, a bound, a draw, a quorum, a plan, a timer."""
+
+
+@pytest.mark.parametrize(
+    ("sync", "compute_s"),
+    [
+        *REPRESENTATIVES,
+        *thorough(
+            *(
+                case
+                for case in product(
+                    [*EVERY_MODEL, "drop-stragglers:quorum=3", "naive-waiting:delay_s=0.2"],
+                    [EQUAL, SIMILAR, UNEQUAL],
+                )
+                if case not in REPRESENTATIVES
+            )
+        ),
+    ],
+    ids=str,
+)
 def test_a_worker_that_joins_makes_the_others_wait_for_at_most_one_of_its_iterations(
-    sync: str, compute_s: list[float]
+    sync: str, compute_s: tuple[float, ...]
 ) -> None:
     """With equal workers, this is also one of their own iterations."""
     together = waits_s(Cluster(compute_s, latency_s=0.01, servers=2), sync, math.inf)

@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy, mse_loss, normalize
 
 from paceline.core.guard import Guard, GuardVerdict
 from paceline.core.messages import Observation
+from tests.support.marks import thorough
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -251,8 +252,8 @@ def accused(numbers: Sequence[int]) -> tuple[list[str], list[float]]:
 
 
 def test_no_worker_of_a_healthy_run_is_accused() -> None:
-    # All of them are accused by a test that only compares values with those of others.
-    found, _ = accused([1, 29, 101])
+    # Both are accused by a test that only compares values with those of others.
+    found, _ = accused([1, 29])
     assert found == []
 
 
@@ -265,7 +266,10 @@ def test_no_worker_of_two_hundred_healthy_runs_is_accused() -> None:
 
 @pytest.mark.parametrize(
     ("make", "split", "batches"),
-    [(language, "random", (40, 4)), (language, "random", (24, 24, 3)), (contrastive, "epoch", (40, 4))],
+    [
+        (contrastive, "epoch", (40, 4)),
+        *thorough((language, "random", (40, 4)), (language, "random", (24, 24, 3))),
+    ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_no_worker_is_accused_because_of_the_size_of_its_batches(
@@ -292,7 +296,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("make", "fault"), BAD, ids=lambda value: getattr(value, "__name__", value))
-@pytest.mark.parametrize(("sync", "workers"), [("bsp", 3), ("bsp", 8), ("asp", 4)])
+@pytest.mark.parametrize(("sync", "workers"), [("bsp", 3), ("asp", 4), *thorough(("bsp", 8))])
 def test_a_fault_is_found_within_twenty_updates(
     make: Callable[[torch.Generator], Task], fault: str, sync: str, workers: int
 ) -> None:

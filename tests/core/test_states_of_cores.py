@@ -177,6 +177,26 @@ SCENARIOS: dict[str, Callable[[], object]] = {
 }
 
 
+REPRESENTATIVES = [
+    "bsp",
+    "pssp:staleness=0,probability=0.5",
+    "elastic-bsp:lookahead=4",
+    "spec-sync:abort_time_s=0.5,abort_rate=0.3",
+    CHANGING,
+    STOPPING,
+    "conditions",
+    "data on demand",
+    "cuts",
+    "a script",
+]
+"""Between them, they reach the cores of averages, draws, plans, restarts, changes, stops, data, cuts and calls."""
+
+EACH_SCENARIO = [
+    *REPRESENTATIVES,
+    *thorough(*(scenario for scenario in SCENARIOS if scenario not in REPRESENTATIVES)),
+]
+
+
 @cache
 def lives(scenario: str) -> list[Life]:
     with recorded() as found:
@@ -240,11 +260,13 @@ def names_found() -> dict[type, set[str]]:
     return found
 
 
+@pytest.mark.thorough
 def test_the_lives_reach_every_class_with_a_declaration() -> None:
     """Otherwise, a name that is declared by mistake might not be noticed."""
     assert {kind.__qualname__ for kind in declared_classes() - names_found().keys()} == set()
 
 
+@pytest.mark.thorough
 def test_a_name_in_a_declaration_is_that_of_an_attribute() -> None:
     for kind, found in names_found().items():
         names = DECLARED[kind].keys()
@@ -305,7 +327,7 @@ def require_that_history_decides_nothing(scenario: str, count: int) -> None:
             go_on(life, other, number)
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("scenario", EACH_SCENARIO)
 @pytest.mark.parametrize("count", CUTS)
 def test_history_changes_no_request(scenario: str, count: int) -> None:
     require_that_history_decides_nothing(scenario, count)
@@ -345,7 +367,7 @@ def test_a_field_that_decides_and_is_declared_as_history_is_found(
 # -- snapshots ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("scenario", EACH_SCENARIO)
 @pytest.mark.parametrize("count", CUTS)
 def test_a_restored_core_goes_on_as_the_original_does(scenario: str, count: int) -> None:
     draw = random.Random(scenario)

@@ -141,7 +141,7 @@ TINY = Problem(
     pace_s=(0.01, 0.03),
     servers=1,
     batch_size=16,
-    duration_s=3.0,
+    duration_s=1.5,
     snapshot_every_s=0.25,
     target_accuracy=0.2,
 )
@@ -162,7 +162,7 @@ def test_demo_trains_judges_and_leaves_table_curves_and_page(tmp_path: Path) -> 
     assert 0 < bsp.waiting_share < 1
     assert (bsp.mean_staleness, bsp.max_staleness) == (0.0, 0)
     assert elastic.max_staleness > 0
-    # How much is learned in three seconds depends on what else the machine does.
+    # How much is learned in so short a time depends on what else the machine does.
     assert all(0 < outcome.final_accuracy <= 1 for outcome in outcomes)
 
     summary = msgspec.json.decode((home / "summary.json").read_bytes())
@@ -174,8 +174,8 @@ def test_demo_trains_judges_and_leaves_table_curves_and_page(tmp_path: Path) -> 
         rows = list(csv.DictReader(file))
     times_s = [float(row["time_s"]) for row in rows if row["sync"] == "bsp"]
     assert times_s == sorted(set(times_s))
-    assert all((time_s / 0.25).is_integer() for time_s in times_s)  # the grid
-    assert times_s[-1] >= 1.0
+    assert all((time_s / TINY.snapshot_every_s).is_integer() for time_s in times_s)  # the grid
+    assert times_s[-1] >= TINY.duration_s / 3
 
     assert "bsp-seed-0" in (home / "comparison.html").read_text()
     shown = read_metrics(home / "bsp-seed-0")["accuracy"]

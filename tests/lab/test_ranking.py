@@ -35,7 +35,7 @@ from paceline.lab.ranking import (
 )
 from paceline.look.tables import Figures, sweep_picture
 from paceline.sim import Cluster, Dataset, Outside, Presence, Recorded, Uniform, simulate
-from tests.support.marks import chaos
+from tests.support.marks import chaos, thorough
 
 STRAGGLER = Cluster(compute_s=[Uniform(low=0.9, high=1.1)] * 3 + [3.0], latency_s=0.01, servers=2)
 PACED = dataclasses.replace(STRAGGLER, emulated="--pace 1,1,1,3 (minimum seconds per iteration)")
@@ -249,9 +249,19 @@ KINDS_OF_SCRIPTS: dict[str, tuple[list[float], dict[int, Outside], str, BatchSiz
 }
 """Compute times, what is outside of training, and the change of model or batches that is predicted."""
 
+REPRESENTATIVES = (
+    "a slow worker, balanced",
+    "evaluation in one worker, on demand",
+    "evaluation in all workers",
+    "saving in the middle",
+)
+"""These differ most: nothing outside of training, some in one worker or in all, at ends of epochs or in the middle."""
+
 
 @pytest.mark.usefixtures("one_core")
-@pytest.mark.parametrize("kind", KINDS_OF_SCRIPTS)
+@pytest.mark.parametrize(
+    "kind", [*REPRESENTATIVES, *thorough(*(kind for kind in KINDS_OF_SCRIPTS if kind not in REPRESENTATIVES))]
+)
 def test_what_is_advised_for_a_script_holds_when_the_change_is_made(tmp_path: Path, kind: str) -> None:
     """`python -m benchmarks advice` compares the same with live runs."""
     compute_s, outside, sync, batch = KINDS_OF_SCRIPTS[kind]
@@ -286,10 +296,10 @@ def test_with_data_models_are_advised_by_samples_per_second_and_balanced_batches
     tmp_path: Path,
 ) -> None:
     cluster = Cluster(compute_s=[1.0, 1.0, 1.0, 3.0])
-    data = Dataset(samples=1600, batch_size=16, epochs=20)
+    data = Dataset(samples=1600, batch_size=16, epochs=10)
     syncs = ("bsp", "ssp:staleness=3", "asp")
     report = advise(saved_with_data(tmp_path, cluster, "bsp", data, "equal"), syncs)
-    assert report.data == Dataset(samples=1600, batch_size=16, epochs=20)
+    assert report.data == data
     assert report.simulated_gradients_per_s == pytest.approx(report.measured_gradients_per_s, rel=0.02)
     assert (report.advice[0].sync, report.advice[0].batch) == ("bsp", "balanced")
     assert "times as many samples per second as under bsp" in report.advice[0].reason
@@ -300,7 +310,7 @@ def test_with_data_models_are_advised_by_samples_per_second_and_balanced_batches
     console = Console(width=120, record=True)
     show(report, console)
     assert "s per" in (text := console.export_text())
-    assert "20 epochs of 1,600 samples, in batches of 16" in text
+    assert "10 epochs of 1,600 samples, in batches of 16" in text
     assert "the result of one process: bsp, balanced batches" in text
     assert "Accuracy: every update is that of one process on the joint batch." in text
 
@@ -319,7 +329,7 @@ def test_the_machines_of_a_run_with_balanced_batches_are_those_of_a_run_with_equ
 def test_a_run_with_joint_batches_is_advised_with_joint_batches(tmp_path: Path) -> None:
     """The recorded times are those of parts of a joint batch; the cluster has those of whole batches."""
     cluster = Cluster(compute_s=[1.0, 1.0, 1.0, 3.0])
-    data = Dataset(samples=1600, batch_size=64, epochs=20, joint_batch=True)
+    data = Dataset(samples=1600, batch_size=64, epochs=10, joint_batch=True)
     run_dir = saved_with_data(tmp_path, cluster, "bsp", data, "equal")
     found = Cluster.from_run(run_dir)
     assert [found.compute(worker).typical_s for worker in range(4)] == pytest.approx([1, 1, 1, 3], rel=0.05)
@@ -338,7 +348,7 @@ def test_a_run_with_joint_batches_is_advised_with_joint_batches(tmp_path: Path) 
     assert speeds["balanced"] / speeds["equal"] == pytest.approx(truth["balanced"] / truth["equal"], rel=0.05)
     console = Console(width=120, record=True)
     show(report, console)
-    assert "20 epochs of 1,600 samples, in joint batches of 64" in console.export_text()
+    assert "10 epochs of 1,600 samples, in joint batches of 64" in console.export_text()
 
 
 @pytest.mark.usefixtures("one_core")
@@ -418,7 +428,7 @@ def test_a_model_that_such_a_job_cannot_have_is_left_out(tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("one_core")
-@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("clips", [True, *thorough(False)])
 def test_a_model_that_refuses_to_clip_is_left_out_for_a_script_that_clips(
     tmp_path: Path, clips: bool
 ) -> None:
@@ -470,6 +480,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return code if isinstance(code, int) else 0
 
 
+@pytest.mark.usefixtures("one_core")
 def test_simulate_prints_a_ranking_and_leaves_figures_and_pictures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -498,7 +509,7 @@ def broken(state):
 
 
 @pytest.mark.usefixtures("one_core")
-@pytest.mark.parametrize("way", ["ranking", "advise", *chaos("script")])
+@pytest.mark.parametrize("way", ["advise", *thorough("ranking"), *chaos("script")])
 def test_a_condition_that_fails_is_shown_below_the_table(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -683,6 +694,7 @@ def test_simulate_trains_a_script_under_each_model(
 
 
 @pytest.mark.usefixtures("copied_pools")
+@pytest.mark.thorough
 def test_a_model_that_the_script_cannot_use_is_left_out_and_the_others_are_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -310,6 +310,7 @@ def test_a_command_is_printed_on_a_line_of_its_own() -> None:
 
 
 @pytest.mark.usefixtures("one_core")
+@pytest.mark.thorough
 def test_the_tutorial_quotes_what_is_recommended_for_its_cluster() -> None:
     root = Path(__file__).parents[2]
     cluster = Cluster.from_toml(root / "examples" / "cluster.toml")

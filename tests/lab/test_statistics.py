@@ -82,7 +82,7 @@ def test_intervals_cover_a_known_difference(paired: bool) -> None:
     assert 0.93 <= coverage(holds) <= 0.97
 
 
-@pytest.mark.parametrize("end", [1e9, 1.9, *thorough(2.4)])
+@pytest.mark.parametrize("end", [1e9, *thorough(1.9, 2.4)])
 def test_intervals_cover_a_known_time(end: float) -> None:
     def holds(draw: np.random.Generator) -> bool:
         estimate = typical_time(times(drawn(draw, SEEDS, paired=True)[0], end))
@@ -91,7 +91,8 @@ def test_intervals_cover_a_known_time(end: float) -> None:
     assert 0.93 <= coverage(holds) <= 0.97
 
 
-@pytest.mark.parametrize("end", [1e9, *thorough(1.5)], ids=["all reach it", "some never"])
+@pytest.mark.parametrize("end", [1e9, 1.5], ids=["all reach it", "some never"])
+@pytest.mark.thorough
 def test_among_20_equal_models_holm_finds_a_difference_in_at_most_5_percent(end: float) -> None:
     """The models have the same seeds, and are all compared with the same reference."""
 

@@ -33,6 +33,7 @@ from paceline.studies.figures import _label_decades, pictures_of
 from paceline.studies.pages import summary_md, table_tex
 from paceline.studies.results import StudyResult, make_result
 from paceline.studies.study import NO_FIGURES, run_study, write
+from tests.support.marks import thorough
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "study" / "study.toml"
 
@@ -293,6 +294,7 @@ def test_the_tables_are_written_even_if_the_figures_cannot_be_drawn(
     }
 
 
+@pytest.mark.thorough
 def test_long_names_leave_room_for_the_figures(tmp_path: Path) -> None:
     """matplotlib warns if the axes of a figure collapse, and names are not cut off by its edge."""
     long = (
@@ -493,7 +495,8 @@ def test_a_run_that_its_budget_ends_before_the_first_value_does_not_end_the_stud
     assert math.isfinite(bsp.final.value)
 
 
-def test_models_may_be_compared_by_what_travels(tmp_path: Path) -> None:
+def test_models_may_be_compared_by_what_travels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # the tables are enough
     study = small(models=["bsp", {"sync": "bsp", "wire": "int4"}, {"sync": "asp", "wire": "int8"}])
     assert [each.name for each in study.contenders] == ["bsp", "bsp, int4", "asp, int8"]
     assert [len(each) for each in study.identity["models"]] == [
@@ -765,8 +768,13 @@ def by_command(
 
 
 @pytest.mark.processes
-def test_a_study_that_was_killed_and_interrupted_ends_with_the_same_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], copied_pools: None
+@pytest.mark.parametrize("interrupted", [False, *thorough(True)], ids=["killed", "killed and interrupted"])
+def test_a_study_that_was_killed_ends_with_the_same_bytes(
+    interrupted: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    copied_pools: None,
 ) -> None:
     """Pictures are left out: those of equal results are equal, as another test shows."""
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
@@ -787,11 +795,12 @@ def test_a_study_that_was_killed_and_interrupted_ends_with_the_same_bytes(
     assert killed.returncode == -signal.SIGKILL
     kept = content(out / "cells")
     assert 3 <= len(kept) <= 4
-    interrupted = by_command(description, out, 1, DISTURB="interrupt")
-    assert interrupted.returncode == 130
-    assert "interrupted: the runs that had ended are kept in" in interrupted.stderr
-    assert "Traceback" not in interrupted.stderr
-    assert kept.items() <= content(out / "cells").items()
+    if interrupted:
+        ended = by_command(description, out, 1, DISTURB="interrupt")
+        assert ended.returncode == 130
+        assert "interrupted: the runs that had ended are kept in" in ended.stderr
+        assert "Traceback" not in ended.stderr
+        assert kept.items() <= content(out / "cells").items()
     assert not (out / "summary.md").exists()
     command = ["paceline", "study", str(description), "--out", str(out), "--processes", "2"]
     monkeypatch.setattr(sys, "argv", command)

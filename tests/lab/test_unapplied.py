@@ -15,6 +15,7 @@ from paceline.sim import Cluster, Dataset, Presence, Uniform, simulate
 from paceline.trace.findings import find
 from paceline.trace.measures import PushFates, missing_updates, unapplied_pushes
 from tests.support.live import run_program
+from tests.support.marks import thorough
 
 UNEVEN = Cluster(compute_s=[Uniform(low=0.9, high=1.1)] * 3 + [3.0])
 HELD = (
@@ -127,10 +128,22 @@ def test_a_run_that_makes_far_fewer_updates_than_bsp_says_so() -> None:
     assert find(measures)[0] == sentence
 
 
-@pytest.mark.parametrize(
-    "sync", [*EVERY_MODEL, "drop-stragglers:quorum=2", "drop-stragglers:quorum=1", "ringmaster:threshold=4"]
+DROPPING = ("drop-stragglers:quorum=2", "drop-stragglers:quorum=1", "ringmaster:threshold=4")
+REPRESENTATIVES = (
+    *("bsp", "ssp:staleness=3", "elastic-bsp:lookahead=15", "spec-sync"),
+    *("drop-stragglers:quorum=2", "drop-stragglers:quorum=1"),
 )
-@pytest.mark.parametrize("until_s", [3.3, 31.3, 1e6])
+"""A barrier of all, one by staleness, one that is planned, restarts, and models that drop few and many pushes."""
+
+
+@pytest.mark.parametrize(
+    "sync",
+    [
+        *REPRESENTATIVES,
+        *thorough(*(each for each in (*EVERY_MODEL, *DROPPING) if each not in REPRESENTATIVES)),
+    ],
+)
+@pytest.mark.parametrize("until_s", [31.3, 1e6, *thorough(3.3)])
 def test_models_that_make_up_for_what_they_drop_do_not_say_so(sync: str, until_s: float) -> None:
     lost = {1: Presence(lost_at_s=9.5, back_after_s=3.0), 2: Presence(lost_at_s=20.2)}
     for presence in ({}, lost):

@@ -22,6 +22,7 @@ from paceline.look.tables import TrialOutcome, comparison_table, medians, rankin
 from paceline.look.timelines import COLOURS, activity_of, new_figure, save, timelines_picture
 from paceline.sim import Cluster, Uniform, simulate
 from paceline.words import COMPUTING, TRANSFER, WAITING, WASTED
+from tests.support.marks import thorough
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 LOSSES = [LossCurve("bsp", [(0.0, 2.3), (1.0, 0.9), (2.0, 0.4)]), LossCurve("asp", [(0.0, 2.3), (1.0, 0.5)])]
@@ -213,7 +214,7 @@ def test_a_picture_is_saved_with_its_title(tmp_path: Path) -> None:
     assert len(data) > 30_000
 
 
-@pytest.mark.parametrize("workers", [2, 8, 40])
+@pytest.mark.parametrize("workers", [8, *thorough(2, 40)])
 @pytest.mark.usefixtures("one_core")
 def test_each_color_has_one_meaning_and_no_labels_overlap(workers: int) -> None:
     cluster = Cluster(compute_s=[Uniform(low=0.8, high=1.2)] * (workers - 1) + [3.0], latency_s=0.05)

@@ -12,6 +12,7 @@ from rich.console import Console
 from paceline.lab.demo import DemoSetting
 from reproductions import cherry_pick, tune_demo
 from reproductions.commands import main
+from tests.support.marks import thorough
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,7 +25,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return ended.value.code if isinstance(ended.value.code, int) else 0
 
 
-@pytest.mark.parametrize("arguments", [[], ["--list"], ["exhibits", "--list"]])
+@pytest.mark.parametrize("arguments", [[], *thorough(["--list"], ["exhibits", "--list"])])
 def test_exhibits_are_listed(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -37,9 +38,11 @@ def test_exhibits_are_listed(
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["zipline-fig6", "zipline-fig4", "--quick", "--out", "out"],
-        ["--quick", "--out", "out", "zipline-fig6", "zipline-fig4"],
         ["exhibits", "zipline-fig6", "--quick", "zipline-fig4", "--out", "out"],
+        *thorough(
+            ["zipline-fig6", "zipline-fig4", "--quick", "--out", "out"],
+            ["--quick", "--out", "out", "zipline-fig6", "zipline-fig4"],
+        ),
     ],
 )
 def test_options_may_come_before_and_after_the_names(

@@ -21,11 +21,16 @@ from reproductions.spec_sync.convergence import runs_of as convergence_runs
 from reproductions.spec_sync.workloads import WORKLOADS as SPEC_SYNC
 from reproductions.spec_sync.workloads import Workload
 from reproductions.training import Target, TrainingRun, on_data, run_all
+from tests.support.marks import thorough
 
 from .test_datasets import write_cifar_10
 
+LARGEST = "VGG-16 on ImageNet 1K"
 
-@pytest.mark.parametrize("workload", WORKLOADS)
+
+@pytest.mark.parametrize(
+    "workload", [*(workload for workload in WORKLOADS if workload != LARGEST), *thorough(LARGEST)]
+)
 def test_every_network_has_a_stand_in_that_takes_its_samples(workload: str) -> None:
     stand_in = problem(workload, None)
     images = stand_in.images()

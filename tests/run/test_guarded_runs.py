@@ -16,6 +16,7 @@ import torch
 import paceline
 from paceline.errors import RunFailedError
 from paceline.sim import Cluster, SimResult, simulate
+from tests.support.marks import thorough
 
 BOWL = """
 import math
@@ -89,9 +90,9 @@ def test_a_divergence_is_said_and_changes_no_update(train: Callable[..., None]) 
 
 
 def test_a_healthy_run_is_the_same_with_and_without_a_guard(train: Callable[..., None]) -> None:
-    for sync in ("bsp", "asp"):
+    for sync, steps in (("bsp", 60), ("asp", 30)):
         runs = [
-            simulated(train, 60, 0.1, 0, 0.1, sync=sync, guard=guard, hyperparameters="translated")
+            simulated(train, steps, 0.1, 0, 0.1, sync=sync, guard=guard, hyperparameters="translated")
             for guard in ("off", "tell", "temper", "stop")
         ]
         weights = [run.state_dict["place"] for run in runs if run.state_dict is not None]
@@ -119,7 +120,7 @@ def test_a_simulation_that_is_stopped_saves_the_last_good_weights(
     assert safetensors.torch.load_file(tmp_path / "run" / "weights.safetensors")["place"].norm() < 1
 
 
-@pytest.mark.parametrize("sync", ["bsp", "asp", "elastic-bsp", "drop-stragglers:quorum=3"])
+@pytest.mark.parametrize("sync", ["asp", "drop-stragglers:quorum=3", *thorough("bsp", "elastic-bsp")])
 def test_a_simulated_worker_that_keeps_sending_nan_is_taken_out(
     train: Callable[..., None], sync: str
 ) -> None:

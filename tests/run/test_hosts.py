@@ -59,6 +59,7 @@ from paceline.wire.memory import PIECE_BYTES, cut
 from paceline.wire.transports import connect
 from tests.support.hosts import TIMEOUT_S, Expelled, until_closed
 from tests.support.listening import place_of
+from tests.support.marks import thorough
 
 if TYPE_CHECKING:
     from tests.conftest import RunOnThreads
@@ -225,8 +226,18 @@ def stranger(peer: socket.socket) -> socket.socket:
     return caller
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-@pytest.mark.parametrize("who", STRANGERS)
+AT_UNIX_SOCKETS = ["a wrong token", "a worker that is here already", "noise"]
+"""Strangers that also call hosts of a run over shared memory, whose sockets are of another family."""
+
+
+@pytest.mark.parametrize(
+    ("who", "transport"),
+    [
+        *((who, "tcp") for who in STRANGERS),
+        *((who, "shm") for who in AT_UNIX_SOCKETS),
+        *thorough(*((who, "shm") for who in STRANGERS if who not in AT_UNIX_SOCKETS)),
+    ],
+)
 def test_a_stranger_gets_not_one_byte_and_the_run_goes_on(
     run_on_threads: RunOnThreads, who: str, transport: str
 ) -> None:
@@ -375,8 +386,30 @@ ATTACKS: dict[str, Callable[[Worker], None]] = {
 }
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-@pytest.mark.parametrize("what", ATTACKS)
+IN_MEMORY = [
+    "an iteration of the future",
+    "a gradient that is too long",
+    "a gradient of no pieces",
+    "a piece that there is not",
+    "an early piece that there is not",
+    "a pull without a push",
+    "hyper-parameters that are noise",
+    "a round beyond all numbers",
+    "first weights again",
+    "much at once",
+    "noise",
+]
+"""Also over shared memory, where gradients do not travel: some of commits, of pieces, of pulls, and of bare bytes."""
+
+
+@pytest.mark.parametrize(
+    ("what", "transport"),
+    [
+        *((what, "tcp") for what in ATTACKS),
+        *((what, "shm") for what in IN_MEMORY),
+        *thorough(*((what, "shm") for what in ATTACKS if what not in IN_MEMORY)),
+    ],
+)
 def test_a_worker_that_breaks_the_rules_is_logged_and_lost_and_the_others_finish(
     run_on_threads: RunOnThreads, caplog: pytest.LogCaptureFixture, what: str, transport: str
 ) -> None:
@@ -661,7 +694,7 @@ def test_the_initializer_may_not_send_a_state_for_a_shard_elsewhere_either(
     assert {worker: type(error) for worker, error in run.errors.items()} == {0: Expelled}
 
 
-@pytest.mark.parametrize("transport", ["shm", "unix", "tcp"])
+@pytest.mark.parametrize("transport", ["unix", "tcp", *thorough("shm")])
 def test_a_worker_that_pushes_and_never_reads_its_answers_is_dropped(
     run_on_threads: RunOnThreads, caplog: pytest.LogCaptureFixture, transport: str
 ) -> None:
@@ -773,8 +806,11 @@ def address_of(peer: socket.socket) -> str:
     return f"tcp:{host}:{port}"
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-@pytest.mark.parametrize("sync", [BSP(), ASP()], ids=str)
+@pytest.mark.parametrize(
+    ("sync", "transport"),
+    [(BSP(), "tcp"), (ASP(), "shm"), *thorough((BSP(), "shm"), (ASP(), "tcp"))],
+    ids=str,
+)
 def test_a_readers_snapshot_is_never_torn_within_a_shard(
     run_on_threads: RunOnThreads, sync: SyncModel, transport: str
 ) -> None:

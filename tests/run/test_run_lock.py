@@ -30,6 +30,7 @@ from paceline.run.run_lock import (
 from paceline.trace.run_dir import set_aside
 from tests.support.emulated import why_not_emulated
 from tests.support.live import await_that
+from tests.support.marks import thorough
 
 pytestmark = [
     pytest.mark.processes,
@@ -238,16 +239,15 @@ def test_a_file_system_without_hard_links_will_do(tmp_path: Path, monkeypatch: p
     assert is_held(tmp_path)
 
 
-@pytest.mark.skipif(bool(why_not_emulated()), reason=f"needs {why_not_emulated()}")
-@pytest.mark.parametrize(
-    "mount",
-    [pytest.param(True, id="own-proc"), pytest.param(False, id="proc-of-others", marks=pytest.mark.thorough)],
-)
-def test_a_process_in_another_namespace_is_judged_by_its_heartbeats(
-    tmp_path: Path, programs: list[subprocess.Popen[str]], mount: bool, monkeypatch: pytest.MonkeyPatch
+APART = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+needs_namespaces = pytest.mark.skipif(bool(why_not_emulated()), reason=f"needs {why_not_emulated()}")
+
+
+@needs_namespaces
+@pytest.mark.parametrize("prefix", [APART, *thorough((APART[:-1],))], ids=["own-proc", "proc-of-others"])
+def test_a_heartbeat_of_a_process_in_another_namespace_is_a_refusal(
+    tmp_path: Path, programs: list[subprocess.Popen[str]], prefix: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr(run_lock, "HEARTBEAT_S", 1.5)  # a busy machine does not miss three of these
-    prefix = ("unshare", "--pid", "--fork", "--kill-child", *(["--mount-proc"] if mount else []))
     program = holder(tmp_path, prefix=prefix)
     programs.append(program)
     assert said(program) == "holds 1\n"
@@ -256,7 +256,23 @@ def test_a_process_in_another_namespace_is_judged_by_its_heartbeats(
     with pytest.raises(ConfigurationError, match="is still in progress: process 1 on"):
         RunLock.take(tmp_path, tell=words.append)
     assert "which cannot be seen from here" in words[0]
-    # It neither sees us.
+
+
+@needs_namespaces
+@pytest.mark.parametrize("prefix", [APART, APART[:-1]], ids=["own-proc", "proc-of-others"])
+@pytest.mark.thorough
+def test_a_process_in_another_namespace_is_judged_by_its_heartbeats(
+    tmp_path: Path,
+    programs: list[subprocess.Popen[str]],
+    prefix: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(run_lock, "HEARTBEAT_S", 1.5)  # a busy machine does not miss three of these
+    program = holder(tmp_path, prefix=prefix)
+    programs.append(program)
+    assert said(program) == "holds 1\n"
+    # It does not see us.
+    words: list[str] = []
     mine = tmp_path / "mine"
     mine.mkdir()
     with RunLock.take(mine):

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,15 @@ MODELS = [
     "ssp:staleness=3|pssp:staleness=3,probability=0.5|drop-stragglers:quorum=2",
     "bsp@0,asp@5,elastic-bsp:lookahead=2@10,spec-sync@15",
 ]
+REPRESENTATIVES = {
+    "bsp": "tcp",
+    "ssp:staleness=1": "tcp",
+    "elastic-bsp:lookahead=4": "shm",
+    "spec-sync:abort_time_s=0.003,abort_rate=0.1": "shm",
+    "ssp:staleness=3|pssp:staleness=3,probability=0.5|drop-stragglers:quorum=2": "tcp",
+    "bsp@0,asp@5,elastic-bsp:lookahead=2@10,spec-sync@15": "shm",
+}
+"""Model -> transport, for every kind of decision: averages, staleness, draws and drops, plans, restarts, changes."""
 
 PACE_S = (0.004, 0.004, 0.012)
 STEPS = 20
@@ -104,10 +114,8 @@ def fates(trace: Trace) -> dict[tuple[int, int], int]:
 @pytest.mark.parametrize(
     ("sync", "transport"),
     [
-        pair
-        for number, sync in enumerate(MODELS)
-        for transport, other in [("shm", "tcp") if number % 2 else ("tcp", "shm")]
-        for pair in ((sync, transport), *thorough((sync, other)))
+        *REPRESENTATIVES.items(),
+        *thorough(*(pair for pair in product(MODELS, ["tcp", "shm"]) if pair not in REPRESENTATIVES.items())),
     ],
 )
 def test_every_model_runs_live_loses_no_push_and_replays_to_identical_actions(
@@ -125,7 +133,7 @@ def test_every_model_runs_live_loses_no_push_and_replays_to_identical_actions(
 
 
 @pytest.mark.parametrize(
-    "sync", ["rennala:batch=2", "ringmaster:threshold=2", "ringmaster:threshold=2,stop=true"]
+    "sync", ["rennala:batch=2", "ringmaster:threshold=2,stop=true", *thorough("ringmaster:threshold=2")]
 )
 def test_models_that_need_one_shard_run_live_and_apply_no_outdated_gradient(
     run_on_threads: RunOnThreads, sync: str
@@ -142,13 +150,18 @@ def test_models_that_need_one_shard_run_live_and_apply_no_outdated_gradient(
 # -- what the models are for --------------------------------------------------------------------------------
 
 
-def figures(run_on_threads: RunOnThreads, sync: str, transport: str = "auto") -> Measures:
+def figures(
+    run_on_threads: RunOnThreads,
+    sync: str,
+    transport: str = "auto",
+    pace: tuple[float, float, float] = PACE_S,
+) -> Measures:
     """Of three workers, one three times slower than the others."""
-    pace = (0.02, 0.02, 0.06)
     run = run_on_threads(training(), workers=3, servers=2, transport=transport, sync=sync, pace=pace)
+    written = ",".join(map(str, pace))
     for trace in run.traces:
         assert trace.header.sync == sync
-        assert trace.header.emulated == "--pace 0.02,0.02,0.06 (minimum seconds per iteration)"
+        assert trace.header.emulated == f"--pace {written} (minimum seconds per iteration)"
         assert replay(trace) == []
     measures = measure(run.shards, run.traces[-1])
     assert measures.iterations == {0: STEPS, 1: STEPS, 2: STEPS}
@@ -176,8 +189,10 @@ def test_under_asp_nobody_waits(run_on_threads: RunOnThreads) -> None:
     assert found.updates == 3 * STEPS
 
 
+@pytest.mark.thorough
 def test_the_barrier_of_elastic_bsp_costs_less_than_that_of_bsp(run_on_threads: RunOnThreads) -> None:
-    elastic, bsp = (figures(run_on_threads, sync) for sync in ("elastic-bsp:lookahead=5", "bsp"))
+    pace = (0.02, 0.02, 0.06)
+    elastic, bsp = (figures(run_on_threads, sync, pace=pace) for sync in ("elastic-bsp:lookahead=5", "bsp"))
     assert elastic.delayed_pulls < bsp.delayed_pulls
     assert elastic.waiting_share < bsp.waiting_share
     assert 0 < elastic.barriers < bsp.barriers == STEPS

@@ -6,7 +6,7 @@ import itertools
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from itertools import accumulate, repeat
+from itertools import accumulate, product, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -393,9 +393,24 @@ def training(steps: int = 4, scale: float = 1.0) -> Callable[[], Steps]:
 WIRES = ["bf16", "gradients=bf16", "weights=bf16", "float32"]
 
 
-@pytest.mark.parametrize("early", [True, False], ids=["early", "at once"])
-@pytest.mark.parametrize("transport", ["tcp", "unix"])
-@pytest.mark.parametrize("wire", WIRES)
+REPRESENTATIVES = [
+    ("bf16", "tcp", True),
+    ("gradients=bf16", "unix", False),
+    ("weights=bf16", "tcp", True),
+    ("float32", "unix", False),
+]
+"""Each format; gradients that leave early over tcp, and all at once over unix."""
+
+
+@pytest.mark.parametrize(
+    ("wire", "transport", "early"),
+    [
+        *REPRESENTATIVES,
+        *thorough(
+            *(case for case in product(WIRES, ["tcp", "unix"], [True, False]) if case not in REPRESENTATIVES)
+        ),
+    ],
+)
 def test_shards_get_rounded_gradients_and_workers_rounded_weights(
     wire: str, transport: str, early: bool, run_on_threads: RunOnThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -436,10 +451,9 @@ def test_pieces_that_were_sent_early_and_changed_are_rounded_again(
 @pytest.mark.parametrize(
     "options",
     [
-        {"overlap": "off", "shards": 2},
         {"slicing": "by-parameter", "shards": 2},
-        {"sync": "ssp:staleness=1"},
         {"sync": "bsp@0,asp@2"},
+        *thorough({"overlap": "off", "shards": 2}, {"sync": "ssp:staleness=1"}),
     ],
     ids=str,
 )
@@ -716,8 +730,24 @@ def perceptron(
     return train
 
 
-@pytest.mark.parametrize("wire", ["gradients=int8", "weights=int8", "int4", "gradients=int8,weights=int4"])
-@pytest.mark.parametrize(("servers", "shards"), [(1, 1), (2, 2), (2, 5)])
+WIRES_OF_INTEGERS = ["gradients=int8", "weights=int8", "int4", "gradients=int8,weights=int4"]
+DIFFERENT = [("weights=int8", 1, 1), ("gradients=int8", 2, 2), ("int4", 2, 5)]
+"""One number of shards for each codec and direction."""
+
+
+@pytest.mark.parametrize(
+    ("wire", "servers", "shards"),
+    [
+        *DIFFERENT,
+        *thorough(
+            *(
+                (wire, *numbers)
+                for wire, numbers in product(WIRES_OF_INTEGERS, [(1, 1), (2, 2), (2, 5)])
+                if (wire, *numbers) not in DIFFERENT
+            )
+        ),
+    ],
+)
 def test_a_live_run_is_its_simulation_to_the_bit_for_any_number_of_shards(
     wire: str, servers: int, shards: int, run_on_threads: RunOnThreads
 ) -> None:
@@ -771,8 +801,9 @@ def test_parameters_with_two_bytes_are_encoded(wire: str, run_on_threads: RunOnT
     assert sum(simulated.pull_bytes) < 0.6 * sum(simulated.shard_bytes)
 
 
-@pytest.mark.parametrize("wire", ["int8", "int4"])
-@pytest.mark.parametrize("extends", [False, True], ids=["from the start", "later"])
+@pytest.mark.parametrize(
+    ("wire", "extends"), [("int8", False), ("int4", True), *thorough(("int8", True), ("int4", False))]
+)
 def test_several_optimizers_have_bases_of_their_own(
     wire: str, extends: bool, run_on_threads: RunOnThreads
 ) -> None:
@@ -907,8 +938,17 @@ BASED_SCRIPTS: dict[str, tuple[Callable[[], None], str, Cluster]] = {
 }
 
 
-@pytest.mark.parametrize("name", [*(name for name in BASED_SCRIPTS if name != "long"), *thorough("long")])
-@pytest.mark.parametrize("wire", ["int8", "int4"])
+COMING = [("comes and goes", "int8"), ("changes", "int4")]
+"""Whole bases for workers that join or return, and after a change of the model."""
+
+
+@pytest.mark.parametrize(
+    ("name", "wire"),
+    [
+        *COMING,
+        *thorough(*(case for case in product(BASED_SCRIPTS, ["int8", "int4"]) if case not in COMING)),
+    ],
+)
 def test_in_virtual_time_every_worker_comes_to_the_base_by_what_it_receives(
     name: str, wire: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1019,7 +1059,7 @@ def test_gradients_in_a_format_that_their_optimizer_does_not_bear_are_said(
 # -- in virtual time ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("wire", ["bf16", "float32", *thorough("gradients=bf16", "weights=bf16")])
 def test_a_simulation_trains_as_a_live_run_does(wire: str, run_on_threads: RunOnThreads) -> None:
     cluster = Cluster(compute_s=[1.0, 2.0], servers=2)
     seen: dict[int, Steps] = {}
@@ -1098,7 +1138,8 @@ for _ in range(3):
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("sync", "weights"), [("bsp", "int8, as differences to what the workers have"), ("asp", "bf16")]
+    ("sync", "weights"),
+    [("bsp", "int8, as differences to what the workers have"), *thorough(("asp", "bf16"))],
 )
 def test_a_run_says_at_its_beginning_what_travels_how(sync: str, weights: str, mark: str) -> None:
     Path("train.py").write_text(SCRIPT)

@@ -40,6 +40,7 @@ from paceline.run import checkpointing as shard_copies
 from paceline.run.checkpointing import Checkpoints, Completion
 from paceline.run.job_options import make_job
 from tests.support.live import await_that, of_the_run
+from tests.support.marks import thorough
 from tests.support.sharded import Shards, model_of
 
 if TYPE_CHECKING:
@@ -90,8 +91,15 @@ def expected(version: int) -> tuple[float, float]:
     return weights, momentum
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-@pytest.mark.parametrize("seen", [[True], [False], [True, False]], ids=str)
+@pytest.mark.parametrize(
+    ("seen", "transport"),
+    [
+        ([True, False], "shm"),
+        ([False], "tcp"),
+        *thorough(([True], "shm"), ([True], "tcp"), ([False], "shm"), ([True, False], "tcp")),
+    ],
+    ids=str,
+)
 def test_a_server_that_does_not_see_the_files_sends_its_copies(
     seen: Iterable[bool],
     transport: str,
@@ -137,7 +145,7 @@ def test_each_checkpoint_is_copied_to_the_bucket(run_on_threads: RunOnThreads, t
     ).read_text() == "import paceline"  # needed to resume the run from the bucket
 
 
-@pytest.mark.parametrize("reached", [True, False], ids=["reached", "unreachable"])
+@pytest.mark.parametrize("reached", [False, *thorough(True)], ids=["unreachable", "reached"])
 def test_a_bucket_that_cannot_be_written_costs_only_the_copy(
     reached: bool, run_on_threads: RunOnThreads, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -169,7 +177,7 @@ def test_a_directory_of_the_same_name_on_another_machine_is_not_the_draft(tmp_pa
 
 @pytest.mark.parametrize(
     ("module", "fails"),
-    [(writing, "lay_out"), (shard_copies, "available_bytes"), (shard_copies, "is_draft")],
+    [(writing, "lay_out"), *thorough((shard_copies, "available_bytes"), (shard_copies, "is_draft"))],
     ids=["files", "memory", "copies"],
 )
 def test_an_unexpected_error_costs_only_one_checkpoint(
@@ -339,11 +347,11 @@ def test_a_run_that_ends_does_not_wait_until_a_checkpoint_is_complete(
     assert made.saved is None
 
 
-@pytest.mark.parametrize("number", range(3), ids=["reserves", "completes", "writes"])
+@pytest.mark.parametrize("number", [0, 2, *thorough(1)], ids=["reserves", "writes", "completes"])
 def test_a_thread_that_cannot_be_started_costs_only_one_checkpoint(
     number: int, run_on_threads: RunOnThreads, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The threads of a checkpoint begin in this order."""
+    """The threads of a checkpoint begin in the order of the numbers: 0 reserves, 1 completes, and 2 writes."""
     usual, count = threading.Thread.start, itertools.count()
 
     def start(thread: threading.Thread) -> None:

@@ -179,6 +179,7 @@ print("kept:", current()._job.newest)
 """
 
 
+@pytest.mark.thorough
 def test_a_setting_that_is_added_in_two_places_of_the_source_reaches_a_worker(tmp_path: Path) -> None:
     """The third place is the code that uses the setting: here, the script."""
     source = tmp_path / "paceline"

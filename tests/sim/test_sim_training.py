@@ -472,6 +472,7 @@ def held() -> tuple[int, int]:
     return own, sum(storages.values())
 
 
+@pytest.mark.thorough
 def test_eighty_calls_hold_no_more_than_the_first_ones() -> None:
     syncs = ("bsp", "asp", "elastic-bsp:lookahead=2", "spec-sync", RESTARTING)
     pair = Cluster(compute_s=[1.0, 1.5])

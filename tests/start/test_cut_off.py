@@ -36,6 +36,7 @@ from paceline.run.job import Assignment, ResumedFrom
 from paceline.run.job_options import make_job
 from paceline.run.observer import Observer
 from paceline.shard import foreign
+from paceline.start import join as calling
 from paceline.start import local as rejoining
 from paceline.start.join import fetch_checkpoint, join
 from paceline.start.processes import child
@@ -226,8 +227,9 @@ def joined(address: str, rejoins: int = 2) -> str:
 
 @pytest.mark.parametrize("cut", CUTS)
 def test_a_machine_calls_again_when_it_was_cut_off_during_the_handshake(
-    cut: Callable[[socket.socket], None],
+    cut: Callable[[socket.socket], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(calling, "RETRY_INTERVAL_S", 0.0)
     with answering(cut, refuses) as address:
         assert "trying again for 60 s" in joined(address)
 

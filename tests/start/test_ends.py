@@ -258,6 +258,7 @@ FORKS = {
         *chaos(("with Python", "tcp"), ("unnoticed by Python", "tcp"), ("with Python", "shm")),
     ],
 )
+@pytest.mark.thorough
 def test_a_worker_whose_child_holds_its_connections_is_lost_when_it_is_killed(
     how: str, transport: str, mark: str
 ) -> None:
@@ -334,6 +335,7 @@ def act(worker, iteration):
 # -- the silent are named ------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_a_stopped_worker_is_named_and_comes_back(mark: str) -> None:
     stop = """
 def act(worker, iteration):
@@ -393,6 +395,8 @@ def act(worker, iteration):
     ended = run(silent, "--stall-timeout", "4")
 
     assert ended.returncode == 0, ended.stderr
+    assert "The run is waiting for worker 1, which has sent nothing for" in ended.stderr
+    assert "Worker 0 is waiting for it." in ended.stderr
     assert summary()["lost_workers"] == [1]
     [loss] = summary()["losses"].values()
     assert re.fullmatch(
@@ -482,6 +486,7 @@ def small_disk(size_kib: int) -> Iterator[None]:
         subprocess.run(["umount", "-l", "run"], check=True)
 
 
+@pytest.mark.thorough
 def test_a_limit_on_the_size_of_files_is_named_and_is_no_bug() -> None:
     limited = "import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (40960, 40960)); "
     limited += "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"

@@ -21,11 +21,11 @@ from tests.support.told_apart import source_that_tells_apart
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("mark")]
 
-NICENESS = 7
+NICENESS = 1
 
 
 class Polite(Local):
-    """All processes run on this machine, with a low priority."""
+    """All processes run on this machine, with a lower priority."""
 
     name = "polite"
 
@@ -60,6 +60,7 @@ def test_an_engine_places_the_processes_of_a_run() -> None:
     assert [int(Path(f"niceness-{index}").read_text()) for index in (0, 1)] == [before + NICENESS] * 2
 
 
+@pytest.mark.thorough
 def test_the_launcher_hears_how_a_process_of_an_engine_has_ended() -> None:
     def fail() -> None:
         os._exit(3)

@@ -84,6 +84,7 @@ def test_a_machine_may_have_only_servers(mark: str) -> None:
     assert_equal("run/weights.safetensors", "alone/weights.safetensors")
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this machine has no IPv6")
 def test_a_machine_with_servers_listens_on_one_port(mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
     served = Served("--workers", "1", "--servers", "3", "--remote-servers", "2", "--listen", "::1")
@@ -134,6 +135,7 @@ WorkerSession.initialize = await_the_kill
 
 
 @pytest.mark.parametrize("killed", ["server 1", *chaos("agent")])
+@pytest.mark.thorough
 def test_a_run_ends_when_it_loses_a_server_of_another_machine(killed: str, mark: str) -> None:
     """The first worker is lost as a consequence, but the failure of the run is that of the server."""
     Path("too_late.py").write_text(TOO_LATE)

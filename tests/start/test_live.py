@@ -36,6 +36,7 @@ from tests.support.live import (
     times_in,
     train,
 )
+from tests.support.marks import thorough
 
 pytestmark = [
     pytest.mark.processes,
@@ -52,6 +53,13 @@ import workout
 
 workout.train(10**9, progress="progress")
 """
+
+
+@pytest.fixture
+def starts(request: pytest.FixtureRequest) -> None:
+    """How the programs of a test start: "warm", or "plain", as those of users do."""
+    if request.param == "plain":
+        request.getfixturevalue("plain_starts")
 
 
 # -- one run, looked at from all sides -----------------------------------------------------------------------
@@ -216,7 +224,10 @@ def test_a_launch_leaves_no_descriptor_and_no_thread(the_run: TheRun, left_open:
 # -- where the function comes from ---------------------------------------------------------------------------
 
 
-def test_a_function_of_an_unguarded_script_trains_and_the_script_runs_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [(), *thorough((("-W", "error"),))], ids=str)
+def test_a_function_of_an_unguarded_script_trains_and_the_script_runs_once(
+    options: tuple[str, ...], tmp_path: Path
+) -> None:
     (tmp_path / "script.py").write_text(
         """
 import torch
@@ -251,7 +262,7 @@ result = paceline.launch(fit, args=(5,), workers=1, servers=1, run_dir="run")
 print(result.summary["updates"], sorted(result.state_dict))
 """
     )
-    ended = run_program("-W", "error", "script.py")
+    ended = run_program(*options, "script.py")
 
     assert ended.stderr == ""
     assert ended.returncode == 0
@@ -325,8 +336,8 @@ def test_a_gradient_with_nan_stops_the_run_naming_worker_iteration_and_parameter
     assert "--on-nan skip" in caught.value.reason
 
 
-@pytest.mark.usefixtures("plain_starts")
-def test_a_script_that_raises_shows_its_own_traceback_once(mark: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("starts", ["warm", *thorough("plain")], indirect=True)
+def test_a_script_that_raises_shows_its_own_traceback_once(starts: None, mark: str, tmp_path: Path) -> None:
     (tmp_path / "wrong.py").write_text(
         """
 import paceline
@@ -395,8 +406,8 @@ def test_every_process_ends_when_the_launcher_is_killed(mark: str, tmp_path: Pat
     assert launcher.returncode == -signal.SIGKILL
 
 
-@pytest.mark.usefixtures("plain_starts")
-def test_ctrl_c_ends_every_process_and_exits_with_130(mark: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("starts", ["warm", *thorough("plain")], indirect=True)
+def test_ctrl_c_ends_every_process_and_exits_with_130(starts: None, mark: str, tmp_path: Path) -> None:
     with endless_run(mark, tmp_path, workers=2) as launcher:
         launcher.send_signal(signal.SIGINT)
         _, stderr = launcher.communicate(timeout=DEADLINE_S)

@@ -15,7 +15,7 @@ from typing import IO
 
 import pytest
 
-from tests.support.marks import chaos
+from tests.support.marks import chaos, thorough
 from tests.support.warm import bare_environment
 
 pytestmark = [
@@ -163,6 +163,7 @@ def test_a_run_whose_standard_output_is_full_says_so_once_and_goes_on_to_its_end
 
 
 @pytest.mark.parametrize("redirect", ["<&- >&- 2>&-", *chaos(">&- 2>/dev/full")])
+@pytest.mark.thorough
 def test_a_run_without_standard_streams_goes_on_to_its_end(folder: Path, redirect: str) -> None:
     """Without care a socket gets the number of a closed one, and what is printed goes to its other end."""
     with program(RUN, folder, redirect=redirect) as process:
@@ -217,7 +218,9 @@ def test_a_refused_run_without_standard_error_still_ends_with_2(folder: Path) ->
         assert process.wait(DEADLINE_S) == 2
 
 
-@pytest.mark.parametrize("arguments", [("sync",), ("--help",), ("--version",), ("run", "--help")])
+@pytest.mark.parametrize(
+    "arguments", [("sync",), ("run", "--help"), *thorough((("--help",),), (("--version",),))]
+)
 def test_a_command_that_only_prints_into_a_closed_pipe_shows_no_traceback(
     folder: Path, arguments: tuple[str, ...]
 ) -> None:
@@ -228,6 +231,7 @@ def test_a_command_that_only_prints_into_a_closed_pipe_shows_no_traceback(
         assert process.wait(DEADLINE_S) == 0
 
 
+@pytest.mark.thorough
 def test_json_that_could_not_be_written_ends_with_1(folder: Path) -> None:
     """A program that reads it must learn that it is not whole."""
     simulate = ("simulate", "elastic-bsp", "--iterations", "2", "--sync", "asp", "--out", "out", "--json")

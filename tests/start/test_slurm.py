@@ -33,6 +33,7 @@ def options(mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("cluster")
 def test_two_nodes_train_what_one_process_trains(mark: str) -> None:
     job = Batch("slurm.sbatch", "24", options=("--ntasks-per-node=1",))

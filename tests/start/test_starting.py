@@ -285,6 +285,7 @@ assert "torch._dynamo" in sys.modules
 """
 
 
+@pytest.mark.thorough
 def test_optimizers_do_without_dynamo_until_it_is_there() -> None:
     ended = run_program("-c", COMPILED)  # executed: a forked program would do without it in any case
     assert ended.returncode == 0, ended.stderr
@@ -303,6 +304,7 @@ def note(folder: str) -> None:
     one_step()
 
 
+@pytest.mark.thorough
 def test_each_kind_of_machine_has_its_own_fork_server(mark: str, tmp_path: Path) -> None:
     here, there = HostMachine(), HostMachine(prefix=("env", "MACHINE=there"))
     paceline.launch(

@@ -115,9 +115,9 @@ RUN = ("-m", "paceline", "run", "-n", "2", "--run-dir", "out")
 def test_worker_0_has_a_terminal_and_reads_what_the_user_types(screen: type[Screen], mark: str) -> None:
     shown = screen(*RUN, "--stall-timeout", "0.1", "-m", "package.train")
     shown.await_text("name? ")
-    # Each key is passed on; worker 0's terminal edits the line.
+    # Each key is passed on. Worker 0's terminal edits the line, or readline, which pdb loads from Python 3.13 on.
     shown.type("Adx\x7fa")
-    shown.await_text("Adx\b \ba")
+    shown.await_text("Adx\b")
     shown.type("\r")
     assert shown.end() == 0, shown.text
     assert "terminal [True, True, True] 77" in shown.text
@@ -129,7 +129,8 @@ def test_worker_0_has_a_terminal_and_reads_what_the_user_types(screen: type[Scre
     log = Path("out", "worker-0.log").read_bytes().decode()
     path = str(Path("package", "train.py").resolve())
     # The log has what a script writes and the terminal echoes, as it is.
-    assert f"argv {[path]} __main__ True\nshare 0\rshare 1\rshare 2\r\nname? Adx\b \ba\nhello Ada\n" in log
+    assert f"argv {[path]} __main__ True\nshare 0\rshare 1\rshare 2\r\n" in log
+    assert re.search(r"name\? Adx\x08[^a]*a[^\n]*\n[^\n]*hello Ada\n", log), log
     # The user was awaited for longer than the stall timeout, but worker 0 was not silent for a reason of its own.
     assert "waiting for worker 0" not in shown.text
 
@@ -213,10 +214,14 @@ SENTENCES = {
     "an error": ("status", "foo"),
     "an error with many names": ("run", "--sync", "elastic", "package/train.py"),
 }
+REPRESENTATIVES = ("a summary", "an error with many names")
+"""A table with two columns, and the longest sentence."""
 
 
 @pytest.mark.parametrize("widths", [(40, 120), *thorough(((60, 80),))], ids=str)
-@pytest.mark.parametrize("case", SENTENCES)
+@pytest.mark.parametrize(
+    "case", [*REPRESENTATIVES, *thorough(*(case for case in SENTENCES if case not in REPRESENTATIVES))]
+)
 def test_what_the_commands_say_is_wrapped_between_words_in_a_terminal_only(
     case: str, widths: tuple[int, int], screen: type[Screen], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,6 +35,19 @@ def output(program: subprocess.Popen[str]) -> tuple[int, str]:
     return program.returncode, stdout + stderr
 
 
+def test_the_processes_of_a_job_train_what_one_process_trains(mark: str) -> None:
+    """`paceline join --slurm` does the same, except for how a process finds the one that serves the job."""
+    job = torchrun(
+        *("--nproc-per-node", "2", "-m", "paceline.join", "--sync", "bsp", "--run-dir", "run"),
+        *("train.py", "24"),
+    )
+    code, said = output(job)
+
+    assert code == 0, said
+    assert all(f"worker {rank} was started as rank {rank}" in said for rank in range(2)), said
+    assert_trained_as_alone("run", 24)
+
+
 @pytest.mark.thorough
 @pytest.mark.usefixtures("machines_alone")
 @pytest.mark.skipif(bool(why_not()), reason=f"creating network namespaces needs {why_not()}")
@@ -89,6 +102,7 @@ def test_the_others_continue_without_a_worker_that_is_killed(mark: str) -> None:
     assert "worker 0 was started as rank 0" in said
 
 
+@pytest.mark.thorough
 def test_the_process_that_serves_a_job_counts_one_ctrl_c_once(mark: str) -> None:
     """torchrun signals the process group of rank 0, and rank 0 then interrupts the process that serves the job."""
     with serving(["--run-dir", "run"], {}) as (_, announced):

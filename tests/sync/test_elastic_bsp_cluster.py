@@ -48,7 +48,7 @@ def run(cluster: SmallJob, seed: int) -> tuple[State, list[str]]:
     return state, story
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     workers=st.integers(1, 4),
     shards=st.integers(1, 3),
@@ -95,7 +95,7 @@ def test_without_losses_every_stopping_push_is_averaged_at_every_shard() -> None
     assert supersteps > 20  # a few for each seed: otherwise nothing has been shown
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(
     model=st.sampled_from(
         [

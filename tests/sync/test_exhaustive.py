@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import Any, ClassVar
 
@@ -232,9 +232,9 @@ def visit(name: str, cluster: SmallJob) -> int:
 # -- one model all the way ----------------------------------------------------------------------------------
 
 
-small = pytest.mark.skipif(bool(LARGE), reason="the small sizes are visited by every run of the tests")
+small = pytest.mark.skipif(bool(LARGE), reason="`make test` and `make thorough` visit the small sizes")
 
-# These take long, and are variants of models that every run of the tests visits. `make check-models` visits them.
+# These take long, and are variants of models that `make test` visits. `make check-models` visits them.
 VARIANTS = {
     *("spec-sync-half", "spec-sync-ssp", "mixed-failing"),
     *(name for name in MODELS if name.startswith("spec-sync-adaptive")),
@@ -247,7 +247,33 @@ def larger(*values: Any) -> list[Any]:
     return [pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=mark) for value in values]
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if LARGE or name not in VARIANTS])
+def seldom(*values: Any) -> list[Any]:
+    """Parameters that show little more: only `make thorough` visits them, and `make check-models`."""
+    return list(values) if LARGE else thorough(*values)
+
+
+def less_often(names: Iterable[str], rare: set[str]) -> list[Any]:
+    """Names of models; `make test` visits those that are not in `rare`."""
+    names = list(names)
+    return [
+        *(name for name in names if name not in rare),
+        *seldom(*(name for name in names if name in rare)),
+    ]
+
+
+# `make test` visits a model that each of these is like: one with another table, another way to draw or to execute, in
+# another combination, or beside another model.
+LIKE_OTHERS = {
+    *(f"{name}-{table}" for name in ("dssp", "dsps") for table in (1, 2, 3)),
+    *("pssp-lazy", "pssp-per-shard", "dynamic-pssp-per-shard"),
+    *("drop-stragglers", "conditions", "conditions-lazy"),
+    *("mixed", "mixed-timers", "mixed-dropping"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", less_often((name for name in MODELS if LARGE or name not in VARIANTS), LIKE_OTHERS)
+)
 def test_no_interleaving_with_a_loss_deadlocks_or_breaks_the_bound(name: str) -> None:
     # With three iterations, these models' barriers, drops and timers multiply the interleavings.
     two = name in ("elastic-bsp", "drop-stragglers", "mixed-timers")
@@ -268,25 +294,32 @@ JOINING_VARIANTS = {
     *(f"{name}-{table}" for name in ("dssp", "dsps") for table in (1, 2, 3)),
     *("pssp-lazy", "pssp-per-shard", "dynamic-pssp-per-shard"),
 }
-# These take long with a join that nobody is lost beside, or with one beside which somebody may be lost. Every run of
-# the tests visits the other one of the two.
+# These take long with a join that nobody is lost beside, or with one beside which somebody may be lost. `make test`
+# or `make thorough` visits the other one of the two.
 LONG_JOINS = {"asp", "conditions-failing", "drop-stragglers", "mixed-dropping"}
 LONG_JOINS_WITH_A_LOSS = {
     *("conditions", "dynamic-pssp", "elastic-bsp", "spec-sync"),
     *("dssp-0", "dsps-0", "naive-waiting", "pssp", "ssp"),
 }
-# Under these, two iterations with a join take long. Every run of the tests visits one.
+# Under these, two iterations with a join take long. `make test` and `make thorough` visit one.
 SHORT_JOINS = {"dssp-0", "naive-waiting", "spec-sync"}
+# With a join, these show little more than BSP, SSP, PSSP, ElasticBSP, SpecSync, drop-stragglers, and drop-stragglers
+# beside BSP. `make test` leaves them to `make thorough`.
+RARE_JOINS = {
+    *("asp", "dssp-0", "dsps-0", "dynamic-pssp", "naive-waiting"),
+    *("conditions", "conditions-failing", "mixed", "mixed-dropping"),
+}
 
 
-def joining(long: set[str]) -> list[str]:
+def joining(long: set[str]) -> list[Any]:
     """The models that are visited with a join."""
     variants = JOINING_VARIANTS | long
-    return [
+    names = [
         name
         for name in MODELS
         if (name in variants) == bool(LARGE) or (LARGE and name in {*SEEDS, *SHORT_JOINS})
     ]
+    return less_often(names, RARE_JOINS)
 
 
 @pytest.mark.parametrize("name", joining(LONG_JOINS))
@@ -306,12 +339,13 @@ def test_no_interleaving_of_a_join_and_a_loss_deadlocks_or_breaks_the_bound(name
 
 
 @small
+@pytest.mark.thorough
 def test_under_bsp_all_rounds_are_the_same_at_all_shards_whoever_joins_and_whoever_is_lost() -> None:
     """Apart from a push that one shard has averaged before the loss and another has never received."""
     assert explore(cluster_of("bsp", workers=2, late=1, losses=1, shards=2, iterations=1)) > 10_000
 
 
-JOINED = [("bsp", "asp", 2, 0), ("asp", "bsp", 1, 1)]
+JOINED = [("bsp", "asp", 2, 0), *thorough(("asp", "bsp", 1, 1))]
 LARGER_JOINED = [("asp", "bsp", 2, 0), ("asp", "bsp", 2, 1)]
 
 
@@ -365,25 +399,31 @@ def test_no_interleaving_of_a_quorum_of_three_workers_deadlocks(iterations: int)
 FIG_2 = SSP(staleness=1), PSSP(staleness=0), DropStragglers(quorum=2)
 BESIDE: list[tuple[tuple[SyncModel, ...], int, int, int]] = [
     (FIG_2, 3, 2, 3),
-    ((PSSP(staleness=0), DropStragglers(quorum=2)), 3, 3, 3),
     ((SSP(staleness=1), DropStragglers(quorum=2)), 3, 3, 1),
     ((SSP(staleness=1, execution="lazy"), DropStragglers(quorum=2)), 3, 3, 1),
-    ((ASP(), DropStragglers(quorum=2)), 3, 3, 1),
     ((BSP(), DropStragglers(quorum=2)), 3, 3, 1),
-    ((DropStragglers(quorum=1), DropStragglers(quorum=2)), 3, 3, 1),
     ((SSP(staleness=1), Conditions(pull=round_is_complete, push=two, pushes="average")), 3, 3, 1),
 ]
 """Models, workers, iterations, and how many seeds are tried."""
+RARE_BESIDE: list[tuple[tuple[SyncModel, ...], int, int, int]] = [
+    ((PSSP(staleness=0), DropStragglers(quorum=2)), 3, 3, 3),
+    ((ASP(), DropStragglers(quorum=2)), 3, 3, 1),
+    ((DropStragglers(quorum=1), DropStragglers(quorum=2)), 3, 3, 1),
+]
+"""These take long, and show little more: FIG_2 has both models of the first one."""
 LARGER_BESIDE = [
     (FIG_2, 3, 3, 3),
-    *((models, 3, 4, seeds) for models, _, _, seeds in BESIDE[1:]),
+    *((models, 3, 4, seeds) for models, _, _, seeds in [*BESIDE[1:], *RARE_BESIDE]),
     ((PSSP(staleness=0), DropStragglers(quorum=3)), 4, 3, 3),
     ((SSP(staleness=1), DropStragglers(quorum=2)), 4, 3, 1),
     ((SSP(staleness=1, execution="lazy"), DropStragglers(quorum=2)), 4, 3, 1),
 ]
 
 
-@pytest.mark.parametrize(("models", "workers", "iterations", "seeds"), LARGER_BESIDE if LARGE else BESIDE)
+@pytest.mark.parametrize(
+    ("models", "workers", "iterations", "seeds"),
+    LARGER_BESIDE if LARGE else [*BESIDE, *thorough(*RARE_BESIDE)],
+)
 def test_no_interleaving_of_a_quorum_beside_other_models_deadlocks_or_skips_a_round(
     models: Sequence[SyncModel], workers: int, iterations: int, seeds: int
 ) -> None:
@@ -407,8 +447,8 @@ def test_no_interleaving_of_a_quorum_beside_other_models_deadlocks_or_skips_a_ro
     ("models", "size"),
     [
         ((SSP(staleness=1), PSSP(staleness=0), DropStragglers(quorum=1)), (2, 0, 1, 1)),
-        ((SSP(staleness=1), DropStragglers(quorum=2)), (3, 0, 1, 1)),
         ((PSSP(staleness=0), DropStragglers(quorum=2)), (2, 1, 2, 0)),
+        *seldom(((SSP(staleness=1), DropStragglers(quorum=2)), (3, 0, 1, 1))),
         *larger(
             ((SSP(staleness=1), PSSP(staleness=0), DropStragglers(quorum=1)), (2, 0, 2, 1)),
             ((SSP(staleness=1), DropStragglers(quorum=2)), (3, 0, 2, 1)),
@@ -449,27 +489,31 @@ def sized_cluster(sync: Any, size: str, **options: Any) -> SmallJob:
 
 CHANGES = [
     ("asp", ["bsp"], 1, 1),
-    ("asp", ["bsp"], 2, 0),
     ("bsp", ["asp"], 2, 0),
-    ("ssp-lazy", ["bsp"], 2, 0),
-    ("elastic-bsp", ["bsp"], 3, 0),
     ("bsp", ["elastic-bsp"], 2, 0),
     ("asp", [str(SPEC_SYNC)], 2, 0),
     ("drop-stragglers", ["ssp:staleness=1"], 2, 0),
     ("naive-waiting", ["bsp"], 3, 0),
     ("ssp", ["ssp:staleness=1,execution=lazy|bsp"], 2, 0),
     ("conditions-failing", ["ssp:staleness=1"], 2, 0),
-    ("ssp", [str(FAILING)], 2, 0),
     ("pssp-per-shard", ["dsps:lower=0,upper=1"], 3, 0),
     ("bsp", ["asp", "bsp"], 2, 0),
-    ("bsp", ["ssp:staleness=1|drop-stragglers:quorum=1"], 2, 0),
     ("mixed-dropping", ["drop-stragglers:quorum=1"], 2, 0),
     ("drop-stragglers", ["bsp|drop-stragglers:quorum=1"], 2, 0),
 ]
 """(before, after, iterations, losses); a second one that follows may be asked for while the first is under way."""
 
+RARE_CHANGES = [
+    ("asp", ["bsp"], 2, 0),
+    ("ssp-lazy", ["bsp"], 2, 0),
+    ("elastic-bsp", ["bsp"], 3, 0),
+    ("ssp", [str(FAILING)], 2, 0),
+    ("bsp", ["ssp:staleness=1|drop-stragglers:quorum=1"], 2, 0),
+]
+"""Their models are also in the changes above, in another order or with others."""
+
 LARGER_CHANGES = [
-    *((name, changes, 3, losses) for name, changes, _, losses in CHANGES),
+    *((name, changes, 3, losses) for name, changes, _, losses in [*CHANGES, *RARE_CHANGES]),
     ("spec-sync", ["ssp:staleness=1"], 3, 0),
     ("bsp", ["asp"], 3, 1),
     ("ssp-lazy", ["bsp"], 3, 1),
@@ -492,7 +536,10 @@ LARGER_CHANGES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "changes", "iterations", "losses"), LARGER_CHANGES if LARGE else CHANGES)
+@pytest.mark.parametrize(
+    ("name", "changes", "iterations", "losses"),
+    LARGER_CHANGES if LARGE else [*CHANGES, *thorough(*RARE_CHANGES)],
+)
 def test_no_interleaving_with_a_change_of_model_deadlocks_or_breaks_a_bound(
     name: str, changes: list[str], iterations: int, losses: int
 ) -> None:

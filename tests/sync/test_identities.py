@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -157,6 +158,7 @@ def test_under_dssp_nobody_starts_an_iteration_more_than_upper_ahead(
             assert count[action.worker] - min(count.values()) <= lower + spread
 
 
+@pytest.mark.thorough
 def test_the_lead_at_which_pssp_first_delays_has_mean_s_plus_1_over_c_minus_1() -> None:
     """FluentPS, Theorem 1: a pull with k = s + j is the first to be delayed with probability c (1 - c)^j."""
     staleness, c, trials = 3, 0.25, 4000

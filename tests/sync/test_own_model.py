@@ -87,6 +87,7 @@ def test_it_keeps_the_promises_of_every_model(buffered: type[SyncModel]) -> None
     assert str(check(buffered(batch=2))) in (ROOT / "docs" / "how-to" / "own-model.md").read_text()
 
 
+@pytest.mark.thorough
 def test_a_model_that_is_imported_again_is_checked_as_its_new_class(buffered: type[SyncModel]) -> None:
     """The search changes from BSP to the model by its name."""
     before = check(buffered(batch=2), iterations=1)

@@ -545,6 +545,25 @@ ORACLES: list[tuple[SyncModel, Oracle]] = [
     (ElasticBSP(), Oracle(stopped, means_of_supersteps)),
 ]
 
+LIKE_OTHERS: list[SyncModel] = [
+    SSP(staleness=0),
+    SSP(staleness=3),
+    SSP(staleness=math.inf),
+    SSP(staleness=0, execution="lazy"),
+    SSP(staleness=1, execution="lazy"),
+    DSSP(lower=0, upper=2),
+    DSPS(lower=0, upper=3),
+    PSSP(staleness=0, probability=0.75, execution="lazy", draws="per-shard"),
+    DynamicPSSP(staleness=1, alpha=1.5),
+    DropStragglers(quorum=1),
+    NaiveWaiting(delay_s=0.0),
+    Conditions(pull=nearly, push=half),
+]
+"""Of the models above, those that differ from another one in a number, or have less than another one.
+
+Only `make thorough` and `make check-models` live their lives.
+"""
+
 BESIDE: list[tuple[SyncModel, Oracle]] = [
     (BSP(), Oracle(bounded(0).must_wait, means_of_rounds)),
     (DropStragglers(quorum=1), quorum_of(1, beside=True)),
@@ -666,13 +685,20 @@ class ShardProperties(RuleBasedStateMachine):
         assert not self.checked.faults
 
 
+def seldom(sync: SyncModel) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.thorough] if sync in LIKE_OTHERS and not LARGE else []
+
+
 @pytest.mark.parametrize("lives", [50] if LARGE else [10, *thorough(20)])
-@pytest.mark.parametrize(("sync", "oracle"), ORACLES, ids=[str(sync) for sync, _ in ORACLES])
+@pytest.mark.parametrize(
+    ("sync", "oracle"),
+    [pytest.param(sync, oracle, id=str(sync), marks=seldom(sync)) for sync, oracle in ORACLES],
+)
 def test_every_legal_life_agrees_with_the_oracle(sync: SyncModel, oracle: Oracle, lives: int) -> None:
     live(lambda: ShardProperties(sync, oracle), lives)
 
 
-@pytest.mark.parametrize("lives", [50] if LARGE else [20, *thorough(40)])
+@pytest.mark.parametrize("lives", [50] if LARGE else [10, *thorough(40)])
 @pytest.mark.parametrize(("sync", "oracle"), BESIDE, ids=[str(sync) for sync, _ in BESIDE])
 def test_every_legal_life_beside_other_models_agrees_with_the_oracle(
     sync: SyncModel, oracle: Oracle, lives: int
@@ -1075,11 +1101,12 @@ class JobLife(RuleBasedStateMachine):
         return self.hosted(checked).sync
 
 
-def test_a_job_goes_on_through_all_changes_of_its_model() -> None:
+@pytest.mark.parametrize("lives", [100] if LARGE else [20, *thorough(40)])
+def test_a_job_goes_on_through_all_changes_of_its_model(lives: int) -> None:
     run_state_machine_as_test(
         JobLife,
         settings=settings(
-            max_examples=100 if LARGE else 40,
+            max_examples=lives,
             stateful_step_count=60,
             derandomize=True,
             phases=[Phase.generate],  # what it finds is too long to be made short in any time
@@ -1131,6 +1158,9 @@ def live_at_random(seed: int) -> None:
         raise AssertionError(f"seed {seed}: {error!r} at the end of\n{story}") from error
 
 
-def test_a_job_goes_on_whatever_happens() -> None:
-    for seed in range(1000 if LARGE else 300):
+@pytest.mark.parametrize(
+    "seeds", [range(1000)] if LARGE else [range(120), *thorough(range(120, 300))], ids=str
+)
+def test_a_job_goes_on_whatever_happens(seeds: Sequence[int]) -> None:
+    for seed in seeds:
         live_at_random(seed)

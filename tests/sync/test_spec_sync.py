@@ -34,6 +34,7 @@ from paceline.sync.events import (
 )
 from paceline.sync.spec_sync import Span, Speculation, Speculator, tune
 from paceline.sync.ticks import in_ticks
+from tests.support.marks import thorough
 
 Push = tuple[int, int]
 """(when, who)"""
@@ -326,9 +327,8 @@ class CoordinatorLife(RuleBasedStateMachine):
     "sync",
     [
         SpecSync(),
-        SpecSync(abort_time_s=0.5, abort_rate=0.0),
         SpecSync(abort_time_s=1.0, abort_rate=0.5),
-        SpecSync(base=SSP(staleness=1)),
+        *thorough(SpecSync(abort_time_s=0.5, abort_rate=0.0), SpecSync(base=SSP(staleness=1))),
     ],
     ids=str,
 )

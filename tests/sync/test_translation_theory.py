@@ -98,7 +98,7 @@ def standing(workers: int, *, delay: bool = True) -> Fraction:
 
 @pytest.mark.parametrize(
     ("workers", "sync"),
-    [(4, "asp"), (4, "ssp:staleness=3"), (4, "elastic-bsp:lookahead=8"), *thorough((16, "asp"))],
+    [(4, "asp"), (4, "elastic-bsp:lookahead=8"), *thorough((4, "ssp:staleness=3"), (16, "asp"))],
 )
 def test_small_steps_decay_and_vary_as_in_one_process(workers: int, sync: str) -> None:
     # h c / (1 - m), the part of the way to the minimum that a joint step moves the weights, is 0.003.
@@ -112,7 +112,7 @@ def test_small_steps_decay_and_vary_as_in_one_process(workers: int, sync: str) -
 
 
 @pytest.mark.parametrize("sync", ["asp", "elastic-bsp:lookahead=8"])
-@pytest.mark.parametrize(("workers", "travel"), [(4, 0.05), (16, 0.02), *thorough((4, 0.02), (16, 0.05))])
+@pytest.mark.parametrize(("workers", "travel"), [(4, 0.05), *thorough((16, 0.02), (4, 0.02), (16, 0.05))])
 def test_without_a_correction_for_the_delay_larger_steps_do_so_too(
     workers: int, sync: str, travel: float
 ) -> None:
@@ -140,7 +140,7 @@ def largest_stable(workers: int, fraction: Fraction) -> float:
     return low
 
 
-@pytest.mark.parametrize("workers", [4, 16])
+@pytest.mark.parametrize("workers", [4, *thorough(16)])
 def test_the_correction_for_the_delay_makes_larger_curvatures_stable(workers: int) -> None:
     corrected, uncorrected = (largest_stable(workers, standing(workers, delay=d)) for d in (True, False))
     # In one process, the limit is 2 (1 + m) = 3.8.

@@ -335,7 +335,7 @@ def test_a_worker_that_waits_when_a_run_is_cut_off_is_not_taken_for_one(sync: st
 
 
 @pytest.mark.parametrize(
-    "model", ["median-bound:ahead=1", "merge-late:late=1,most=2", *thorough("buffered:batch=2")]
+    "model", ["merge-late:late=1,most=2", *thorough("median-bound:ahead=1", "buffered:batch=2")]
 )
 def test_an_ordinary_model_is_checked_in_a_few_seconds(
     model: str, monkeypatch: pytest.MonkeyPatch, own_models: None

@@ -64,7 +64,7 @@ def lose(network: Network, name: str, draws: random.Random) -> None:
 PRESENCE = Presence(preempted_every_s=20.0, back_after_s=5.0)
 
 
-@pytest.mark.parametrize("sync", ["bsp", "elastic-bsp:lookahead=5", *thorough("asp")])
+@pytest.mark.parametrize("sync", ["elastic-bsp:lookahead=5", *thorough("bsp", "asp")])
 def test_no_sample_is_lost_track_of(sync: str, monkeypatch: pytest.MonkeyPatch) -> None:
     jobs: list[Coordinator] = []
 

@@ -230,6 +230,7 @@ def test_a_broken_promise_is_named(machine: type[ShardMachine], words: str) -> N
 
 
 @pytest.mark.usefixtures("registered")
+@pytest.mark.thorough
 def test_a_machine_that_keeps_the_promises_passes() -> None:
     result = check(model_of(Careless))
     assert result.sync == "careless"
@@ -308,7 +309,11 @@ def test_an_oracle_is_compared() -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    "call", ["check(ASP(), iterations=1)", "explore(SmallJob(ASP(), workers=1, shards=1, iterations=1))"]
+    "call",
+    [
+        "check(ASP(), iterations=1)",
+        *thorough("explore(SmallJob(ASP(), workers=1, shards=1, iterations=1))"),
+    ],
 )
 def test_without_assertions_no_model_passes(call: str) -> None:
     """The promises are assertions, which Python leaves out with -O."""
@@ -318,7 +323,8 @@ def test_without_assertions_no_model_passes(call: str) -> None:
     assert "ConfigurationError: Python runs without assertions" in ended.stderr
 
 
-@pytest.mark.parametrize("iterations", [1, *thorough(2)])
+@pytest.mark.parametrize("iterations", [1, 2])
+@pytest.mark.thorough
 def test_models_with_a_planner_pass(iterations: int) -> None:
     assert check(ElasticBSP(lookahead=2), iterations=iterations).states > 100
 

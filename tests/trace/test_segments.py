@@ -296,7 +296,7 @@ def measured(traces: list[Trace]) -> Measures:
     return measure(shards, coordinator)
 
 
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(sync=st.sampled_from(SYNCS), seed=st.integers(0, 2**30), kept=st.integers(1, 3))
 def test_statistics_of_a_cut_run_are_those_of_the_whole_one(
     sync: str, seed: int, kept: int, tmp_path_factory: pytest.TempPathFactory

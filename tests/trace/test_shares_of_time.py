@@ -22,6 +22,7 @@ from paceline.sync.ticks import TICKS_PER_S
 from paceline.trace import replay
 from paceline.trace.activity_cells import KINDS
 from paceline.train.session import current, install
+from tests.support.marks import thorough
 from tests.trace.test_activity import activity_of
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ def random_script(draw: random.Random) -> Script:
     )
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(4), *thorough(*range(4, 12))])
 def test_what_scripts_spend_their_time_on_is_told_back(seed: int) -> None:
     """By the workers' own stopwatches, by their records, and as what the records leave for the computations."""
     draw = random.Random(seed)

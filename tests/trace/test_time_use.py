@@ -12,6 +12,7 @@ from paceline.lab.ranking import figures_of
 from paceline.sim import Cluster, Dataset, Presence, SimResult
 from paceline.trace.activity_cells import TimeUse, time_shares, time_use
 from paceline.trace.measures import WorkerPresence as PresenceTicks
+from tests.support.marks import thorough
 from tests.support.random_jobs import MODELS, ONE_SHARD, random_jobs
 
 STATES = ("computing", "loading", "waiting", "transfer", "wasted", "paused", "outside", "idle", "absent")
@@ -39,7 +40,7 @@ def require_complete(result: SimResult) -> None:
     assert sum(shares.values()) == pytest.approx(1.0 if present else 0.0)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(4), *thorough(*range(4, 12))])
 def test_in_each_simulated_run_the_times_of_a_worker_add_up_to_the_run(seed: int) -> None:
     for cluster, sync, end in random_jobs(seed):
         result = simulate(cluster, sync, seed=seed, **end)

@@ -13,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from paceline import DistributedOptimizer, simulate, worker_count, worker_index
 from paceline.errors import ConfigurationError, RunFailedError
 from paceline.sim import Cluster
+from tests.support.marks import thorough
 
 if TYPE_CHECKING:
     from tests.conftest import RunOnThreads
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 Train = Callable[[], list[torch.Tensor]]
 STEPS, BATCH = 16, 16
 RADIUS, EVERY, TOWARDS, DECAY = 0.05, 4, 0.5, 0.9
-WORKERS_AND_SERVERS = [(1, 1), (2, 2), (4, 5)]
+WORKERS_AND_SERVERS = [(1, 1), (2, 2), *thorough((4, 5))]
 
 
 class Around(torch.optim.Optimizer):

@@ -15,6 +15,7 @@ from torch import nn
 
 from paceline import DistributedOptimizer, launch, worker_index
 from paceline.errors import ConfigurationError, UsageError, WeightsChangedError
+from tests.support.marks import thorough
 
 if TYPE_CHECKING:
     from tests.conftest import RunOnThreads
@@ -187,7 +188,7 @@ def exchange(model: nn.Module, wrapped: torch.optim.Optimizer) -> None:
         (exchange, "groups have changed since training began: 'late' was added at index 0"),
     ],
 )
-@TRANSPORTS
+@pytest.mark.parametrize("transport", ["shm", *thorough("tcp")])
 def test_a_change_of_the_groups_after_the_start_is_an_error_that_names_it(
     run_on_threads: RunOnThreads, change: Any, message: str, transport: str
 ) -> None:

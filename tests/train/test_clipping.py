@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +24,7 @@ from paceline.sync.events import MeanClipped
 from paceline.trace import replay
 from paceline.trace.findings import find
 from paceline.trace.recording import Trace
+from tests.support.marks import thorough
 
 if TYPE_CHECKING:
     from tests.conftest import RunOnThreads
@@ -125,9 +125,18 @@ def clipped(trace: Trace) -> list[MeanClipped]:
 # -- BSP is one process on the joint batch ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize(
-    "options", [{"transport": "shm"}, {"transport": "unix"}, {"transport": "tcp", "overlap": "off"}]
+    ("workers", "options"),
+    [
+        (3, {"transport": "shm"}),
+        (2, {"transport": "tcp", "overlap": "off"}),
+        *thorough(
+            (2, {"transport": "shm"}),
+            (2, {"transport": "unix"}),
+            (3, {"transport": "unix"}),
+            (3, {"transport": "tcp", "overlap": "off"}),
+        ),
+    ],
 )
 def test_bsp_with_clipping_equals_one_process(
     run_on_threads: RunOnThreads, workers: int, options: dict[str, str]
@@ -294,24 +303,25 @@ def test_a_script_that_clips_cannot_request_such_a_model() -> None:
     assert len(caught) == 3
 
 
-def test_workers_come_and_go_while_means_are_clipped() -> None:
+@pytest.mark.parametrize("sync", ["bsp", "elastic-bsp:lookahead=3"])
+@pytest.mark.parametrize("seed", [0, *thorough(1, 2)])
+def test_workers_come_and_go_while_means_are_clipped(sync: str, seed: int) -> None:
     presence = {
         1: Presence(joins_at_s=2.0, lost_at_s=5.3),
         2: Presence(lost_at_s=3.3, back_after_s=2.0),
         3: Presence(lost_at_s=4.6),
     }
-    for sync, seed in product(("bsp", "elastic-bsp:lookahead=3"), range(3)):
-        cluster = Cluster(
-            compute_s=[0.5, 0.7, 0.6, 0.9],
-            servers=2,
-            latency_s=Uniform(low=0.01, high=0.3),
-            presence=presence,
-        )
-        result = simulate(cluster, sync, train_fn=lambda: train(0.1, 12), seed=seed, record=True)
-        shards = [trace for trace in result.trace if trace.header.host == "shard"]
-        assert all(map(clipped, shards))
-        for trace in result.trace:
-            assert replay(trace) == []
+    cluster = Cluster(
+        compute_s=[0.5, 0.7, 0.6, 0.9],
+        servers=2,
+        latency_s=Uniform(low=0.01, high=0.3),
+        presence=presence,
+    )
+    result = simulate(cluster, sync, train_fn=lambda: train(0.1, 12), seed=seed, record=True)
+    shards = [trace for trace in result.trace if trace.header.host == "shard"]
+    assert all(map(clipped, shards))
+    for trace in result.trace:
+        assert replay(trace) == []
 
 
 def test_the_others_go_on_when_a_worker_is_killed_while_means_are_clipped(tmp_path: Path) -> None:

@@ -214,7 +214,7 @@ def test_all_workers_receive_the_same_result(transport: str, run_on_threads: Run
         assert large == 1.0
 
 
-@pytest.mark.parametrize("model", ["asp", "ssp:staleness=1", "elastic-bsp:lookahead=3"])
+@pytest.mark.parametrize("model", ["ssp:staleness=1", *thorough("asp", "elastic-bsp:lookahead=3")])
 def test_a_worker_in_a_barrier_does_not_hold_back_the_others(
     model: str, run_on_threads: RunOnThreads
 ) -> None:

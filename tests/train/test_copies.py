@@ -16,11 +16,16 @@ from torch.optim.swa_utils import AveragedModel
 import paceline
 from paceline.errors import WeightsChangedError
 from paceline.train.generator_states import generators_lock
+from tests.support.marks import thorough
 
 if TYPE_CHECKING:
     from tests.conftest import RunOnThreads
 
-SYNC = ["bsp", "asp", "spec-sync", "spec-sync:base=ssp,staleness=1", "ringmaster:threshold=2,stop=true"]
+SYNC = [
+    "bsp",
+    "spec-sync:base=ssp,staleness=1",  # it may abort a computation, so there are more hooks
+    *thorough("asp", "spec-sync", "ringmaster:threshold=2,stop=true"),
+]
 
 INPUTS = torch.linspace(-1, 1, 12).reshape(4, 3)
 
@@ -96,7 +101,7 @@ COPIES: list[Callable[[nn.Sequential], nn.Module]] = [
     saved,
     averaged,
     compiled,
-    compiled_original,
+    *thorough(compiled_original),  # see also the last test
     exported,
     scripted,
     Functional,

@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks for processes in /proc"),
 ]
 
-ITEMS = 403
+ITEMS = 203
 EPOCHS = 3
 
 SCRIPT = f"""
@@ -35,6 +35,7 @@ optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr
 dataset = TensorDataset(torch.arange(float({ITEMS})))
 loader = DataLoader(dataset, batch_size=4, shuffle=True, num_workers=int(sys.argv[1]))
 steps = 0
+paceline.barrier()  # so that nobody uses all of the data before the others are there
 with open(f"used-{{paceline.worker_index()}}", "w") as used:
     for epoch in range({EPOCHS}):
         for (x,) in paceline.distribute(loader):

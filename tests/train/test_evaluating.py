@@ -18,6 +18,7 @@ from paceline.run.worker import Repeating, WorkerSession
 from paceline.sim import Cluster, simulate
 from paceline.sync.events import PushReceived
 from paceline.trace.measures import measure
+from tests.support.marks import thorough
 
 if TYPE_CHECKING:
     from tests.conftest import RunOnThreads
@@ -84,9 +85,20 @@ def test_outside_a_run_the_copy_has_the_weights_of_the_model_and_does_not_follow
 # -- in a live run ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("transport", ["shm", "unix"])
 @pytest.mark.parametrize(
-    "model", ["bsp", "ssp:staleness=1", "elastic-bsp:lookahead=3", "drop-stragglers:quorum=2"]
+    ("model", "transport"),
+    [
+        ("bsp", "shm"),
+        ("ssp:staleness=1", "unix"),
+        ("elastic-bsp:lookahead=3", "shm"),
+        ("drop-stragglers:quorum=2", "unix"),
+        *thorough(
+            ("bsp", "unix"),
+            ("ssp:staleness=1", "shm"),
+            ("elastic-bsp:lookahead=3", "unix"),
+            ("drop-stragglers:quorum=2", "shm"),
+        ),
+    ],
 )
 def test_the_others_go_on_while_a_worker_evaluates(
     model: str, transport: str, run_on_threads: RunOnThreads

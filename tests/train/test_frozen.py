@@ -346,9 +346,9 @@ def second_part(path: str) -> None:
 
 @pytest.mark.processes
 def test_a_run_saves_the_whole_model_from_which_another_run_goes_on(mark: str, tmp_path: Path) -> None:
-    pace = [0.5, 0.5]  # the run lasts long enough for a snapshot
+    pace = [0.25, 0.25]  # the run lasts long enough for a snapshot
     first = paceline.launch(
-        first_part, workers=2, run_dir=tmp_path / "first", snapshot_every_s=0.2, pace=pace
+        first_part, workers=2, run_dir=tmp_path / "first", snapshot_every_s=0.1, pace=pace
     )
     snapshots = [snapshot for _, snapshot in first.snapshots]
     assert snapshots

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from paceline.lab.advice import command_for
 from paceline.sim import Cluster, Presence, simulate
 from paceline.trace import replay
 from paceline.train.generator_states import generators_lock
+from tests.support.marks import thorough
 
 if TYPE_CHECKING:
     from tests.conftest import RunOnThreads
@@ -30,6 +32,11 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.8),
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.02),
 }
+
+
+def others(chosen: list[Any], *values: Iterable[object]) -> list[Any]:
+    """All combinations of values except the chosen ones, which every run tests."""
+    return thorough(*(case for case in itertools.product(*values) if case not in chosen))
 
 
 def examples(items: int = ITEMS) -> TensorDataset:
@@ -76,9 +83,13 @@ def simulated(
     return trainers, result
 
 
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
-@pytest.mark.parametrize("workers", [1, 2, 3])
+ON_HOW_MANY = [(1, "adam", False), (2, "momentum", True), (3, "adam", False), (3, "momentum", True)]
+
+
+@pytest.mark.parametrize(
+    ("workers", "optimizer", "drop_last"),
+    [*ON_HOW_MANY, *others(ON_HOW_MANY, [1, 2, 3], OPTIMIZERS, [False, True])],
+)
 def test_bsp_on_any_number_of_workers_equals_one_process(
     workers: int, optimizer: str, drop_last: bool
 ) -> None:
@@ -131,8 +142,7 @@ def test_two_steps_for_each_batch_equal_one_process_too() -> None:
         torch.testing.assert_close(result.state_dict[name], expected, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("size", [17, 20])
-@pytest.mark.parametrize("every", [2, 3, 4])
+@pytest.mark.parametrize(("every", "size"), [(2, 17), (3, 20), (4, 17), *thorough((2, 20), (3, 17), (4, 20))])
 def test_gradients_that_are_accumulated_use_every_sample_once(every: int, size: int) -> None:
     """The last of six or seven joint batches has one sample. No worker waits for ever, and nothing is used twice."""
 
@@ -170,8 +180,25 @@ def test_batch_norm_never_receives_a_single_sample(batch: str) -> None:
     assert sum((trainer.items for trainer in trainers), Counter()) == Counter(dict.fromkeys(range(ITEMS), 2))
 
 
-@pytest.mark.parametrize("sync", ["asp", "ssp:staleness=1", "elastic-bsp:lookahead=3", "spec-sync"])
-@pytest.mark.parametrize("batch", ["equal", "balanced"])
+DIVIDED = [
+    ("ssp:staleness=1", "equal"),
+    ("spec-sync", "equal"),
+    ("elastic-bsp:lookahead=3", "equal"),
+    ("elastic-bsp:lookahead=3", "balanced"),
+]
+
+
+@pytest.mark.parametrize(
+    ("sync", "batch"),
+    [
+        *DIVIDED,
+        *others(
+            DIVIDED,
+            ["asp", "ssp:staleness=1", "elastic-bsp:lookahead=3", "spec-sync"],
+            ["equal", "balanced"],
+        ),
+    ],
+)
 def test_every_model_uses_every_item_once_in_parts_of_the_joint_batch(sync: str, batch: str) -> None:
     cluster = Cluster(compute_s=[1.0, 1.0, 3.0])
     trainers, _ = simulated(3, lambda: Trainer(12).train(epochs=3), sync, batch=batch, cluster=cluster)
@@ -214,9 +241,7 @@ def random_life(draw: random.Random) -> Presence:
     )
 
 
-@pytest.mark.parametrize(
-    "seed", [*range(10), *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(10, 300))]
-)
+@pytest.mark.parametrize("seed", [*range(5), *thorough(*range(5, 300))])
 def test_in_random_runs_every_sample_is_in_the_weights_once(seed: int) -> None:
     """Whoever joins and is lost, under any model and its changes, and with calls that all workers make."""
     draw = random.Random(seed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import itertools
 import math
 import os
 import random
@@ -271,6 +272,11 @@ def by_name(value: object) -> str:
     return getattr(value, "__name__", "")
 
 
+def others(chosen: list[Any], *values: Iterable[object]) -> list[Any]:
+    """All combinations of values except the chosen ones, which every run tests."""
+    return thorough(*(case for case in itertools.product(*values) if case not in chosen))
+
+
 def assert_close(found: object, expected: State) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
@@ -289,25 +295,36 @@ def test_bsp_equals_one_process_on_the_joint_batch(script: Script, kind: Kind) -
         assert replay(trace) == []
 
 
+WAYS: dict[str, dict[str, Any]] = {
+    "shm": {"transport": "shm"},
+    "shm without rings": {"transport": "shm", "rings": False},
+    "tcp": {"transport": "tcp"},
+    "shm without overlap": {"transport": "shm", "overlap": "off"},
+    "unix by parameter": {"transport": "unix", "servers": 1, "shards": 2, "slicing": "by-parameter"},
+}
+WAYS_OF_SCRIPTS: list[tuple[Script, str]] = [
+    *((script, "shm") for script in SCRIPTS),
+    (growing, "shm without rings"),
+    (growing, "tcp"),
+    (several_in_each_fold, "tcp"),
+    (several_in_each_fold, "shm without overlap"),
+    (growing, "unix by parameter"),
+]
+"""Every script, and every way with a growing set of parameters or with several optimizers."""
+
+
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"transport": "shm"},
-        {"transport": "shm", "rings": False},
-        {"transport": "tcp"},
-        {"transport": "shm", "overlap": "off"},
-        {"transport": "unix", "servers": 1, "shards": 2, "slicing": "by-parameter"},
-    ],
-    ids=["shm", "shm without rings", "tcp", "shm without overlap", "unix by parameter"],
+    ("script", "way"),
+    [*WAYS_OF_SCRIPTS, *others(WAYS_OF_SCRIPTS, SCRIPTS, WAYS)],
+    ids=lambda value: by_name(value) or value,
 )
-@pytest.mark.parametrize("script", SCRIPTS, ids=by_name)
 def test_live_workers_have_the_weights_of_one_process(
     script: Script,
-    options: dict[str, Any],
+    way: str,
     run_on_threads: RunOnThreads,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    options = {"servers": 2, "sync": "bsp", **options}
+    options: dict[str, Any] = {"servers": 2, "sync": "bsp", **WAYS[way]}
     if not options.pop("rings", True):
         monkeypatch.setattr("paceline.wire.transports.rings_available", lambda: False)
     run = run_on_threads(lambda: script(sgd), workers=2, **options)
@@ -332,8 +349,23 @@ def test_a_model_whose_names_are_new_keeps_them(run_on_threads: RunOnThreads) ->
 # -- under other models -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sync", [*RELAXED[1::2], *thorough(*RELAXED[::2])])
-@pytest.mark.parametrize("script", SCRIPTS, ids=by_name)
+MODELS_OF_SCRIPTS: list[tuple[Script, str]] = [
+    (k_fold, "ssp:staleness=1"),
+    (second_phase, "ssp:staleness=1"),
+    (growing, "ssp:staleness=1"),
+    (another_optimizer, "ssp:staleness=1"),
+    (unfreezing, "spec-sync"),
+    (late_discriminator, "spec-sync"),
+    (k_fold, "elastic-bsp:lookahead=4"),
+]
+"""Later optimizers, later groups, and later optimizers of earlier parameters."""
+
+
+@pytest.mark.parametrize(
+    ("script", "sync"),
+    [*MODELS_OF_SCRIPTS, *others(MODELS_OF_SCRIPTS, SCRIPTS, RELAXED)],
+    ids=lambda value: by_name(value) or value,
+)
 def test_every_step_of_unequal_workers_counts(script: Script, sync: str) -> None:
     result = simulate(UNEQUAL, sync, train_fn=lambda: script(adam), record=True)
     assert result.state_dict is not None
@@ -407,8 +439,15 @@ def test_workers_wait_where_others_have_more_iterations_before_it(sync: str) -> 
         assert seen[0] == seen[1]
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-@pytest.mark.parametrize("sync", ["asp", "ssp:staleness=1", "elastic-bsp:lookahead=4"])
+@pytest.mark.parametrize(
+    ("sync", "transport"),
+    [
+        ("asp", "tcp"),
+        ("ssp:staleness=1", "shm"),
+        ("elastic-bsp:lookahead=4", "tcp"),
+        *thorough(("asp", "shm"), ("ssp:staleness=1", "tcp"), ("elastic-bsp:lookahead=4", "shm")),
+    ],
+)
 def test_live_workers_wait_where_others_have_more_iterations_before_it(
     sync: str, transport: str, run_on_threads: RunOnThreads
 ) -> None:
@@ -471,8 +510,10 @@ def test_a_graph_may_contain_earlier_and_new_parameters(sync: str) -> None:
         assert replay(trace) == []
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-@pytest.mark.parametrize("sync", ["asp", "ssp:staleness=1"])
+@pytest.mark.parametrize(
+    ("sync", "transport"),
+    [("asp", "tcp"), ("ssp:staleness=1", "shm"), *thorough(("asp", "shm"), ("ssp:staleness=1", "tcp"))],
+)
 def test_a_live_graph_may_contain_earlier_and_new_parameters(
     sync: str, transport: str, run_on_threads: RunOnThreads
 ) -> None:
@@ -1105,14 +1146,14 @@ def test_one_worker_evaluates_a_later_model_while_another_trains_it(run_on_threa
     }
 
 
-@pytest.mark.parametrize("transport", ["shm", "unix"])
+@pytest.mark.parametrize("transport", ["shm", *thorough("unix")])
 def test_in_lockstep_a_worker_that_has_evaluated_reaches_the_next_fold_later(
     transport: str, run_on_threads: RunOnThreads
 ) -> None:
     """During the evaluation, worker 0 pushes without gradients, so it has steps left when worker 1 waits for it."""
 
     def train() -> None:
-        for fold in range(3):
+        for fold in range(2):
             model, optimizer = counting(10.0 * fold)
             count(model, optimizer, 2)
             if paceline.worker_index() == 0:
@@ -1127,9 +1168,9 @@ def test_in_lockstep_a_worker_that_has_evaluated_reaches_the_next_fold_later(
         live.await_that(lambda: session.core.iteration > begun + pushes, "worker 1 has gone on")
 
     run = run_on_threads(train, workers=2, servers=2, sync="bsp", transport=transport)
-    assert measure(run.shards).gradients == 2 * 3 * 6
+    assert measure(run.shards).gradients == 2 * 2 * 6
     # Worker 1 has taken at least two steps alone, and worker 0 as many.
-    for fold, prefix in enumerate(("", "model1.", "model2.")):
+    for fold, prefix in enumerate(("", "model1.")):
         assert run.state_dict[f"{prefix}weight"].item() <= 10.0 * fold - 8
 
 

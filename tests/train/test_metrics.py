@@ -624,6 +624,7 @@ def test_the_guess_for_several_optimizers_is_none() -> None:
     assert simulated(train).history == {}
 
 
+@pytest.mark.thorough
 def test_a_compiled_loss_is_guessed_and_computed_as_without_a_run(guessing: None) -> None:
     def train(model: nn.Module) -> None:
         def loss_of(x: torch.Tensor) -> Any:

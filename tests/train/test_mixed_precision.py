@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -194,8 +195,23 @@ def test_a_simulated_run_equals_one_process_with_a_scaler(way: str) -> None:
     assert_close(state_of(result), expected)
 
 
-@pytest.mark.parametrize("transport", ["shm", "unix", "tcp"])
-@pytest.mark.parametrize("way", WAYS)
+LIVE_WAYS = [
+    ("step", "shm"),
+    ("unscale", "tcp"),
+    ("accumulate", "unix"),
+    ("accumulate and unscale", "tcp"),
+]
+
+
+@pytest.mark.parametrize(
+    ("way", "transport"),
+    [
+        *LIVE_WAYS,
+        *thorough(
+            *(case for case in itertools.product(WAYS, ["shm", "unix", "tcp"]) if case not in LIVE_WAYS)
+        ),
+    ],
+)
 def test_a_run_on_threads_equals_one_process_with_a_scaler(
     run_on_threads: RunOnThreads, ready: list[int], watched: None, way: str, transport: str
 ) -> None:
@@ -403,9 +419,21 @@ def test_gradients_that_overflow_are_left_out(unscales: bool) -> None:
     assert (result.measures.updates, result.measures.dropped_pushes) == (STEPS - 1, 4)
 
 
-@pytest.mark.parametrize("unscales", [True, False])
-@pytest.mark.parametrize("sends_early", [True, False])
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize(
+    ("transport", "sends_early", "unscales"),
+    [
+        ("shm", False, True),
+        ("tcp", True, True),
+        ("tcp", True, False),
+        *thorough(
+            ("shm", False, False),
+            ("shm", True, True),
+            ("shm", True, False),
+            ("tcp", False, True),
+            ("tcp", False, False),
+        ),
+    ],
+)
 def test_nobody_waits_for_gradients_that_overflow(
     run_on_threads: RunOnThreads, ready: list[int], transport: str, sends_early: bool, unscales: bool
 ) -> None:
@@ -739,8 +767,13 @@ KINDS: dict[str, Callable[[Net], Callable[[torch.Tensor], torch.Tensor]]] = {
 }
 
 
+ONLY_COMPILED = ["compiled", "compiled ahead of time"]  # so is what is also checkpointed
+
+
 @pytest.mark.parametrize("autocasts", [True, *thorough(False)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [*(kind for kind in KINDS if kind not in ONLY_COMPILED), *thorough(*ONLY_COMPILED)]
+)
 def test_compiled_and_checkpointed_models_train_as_others(
     run_on_threads: RunOnThreads, kind: str, autocasts: bool
 ) -> None:
@@ -794,6 +827,7 @@ def test_a_model_may_be_compiled_before_and_after_it_is_prepared(when: str) -> N
 
 # torch asks for the gradients of all tensors that go from one graph to the next.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.thorough
 def test_a_compiled_step_trains_as_others() -> None:
     def train(compiles: bool) -> None:
         model = copy.deepcopy(FIRST)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from paceline import DistributedOptimizer, simulate, worker_count, worker_index
 from paceline.errors import UsageError, WeightsChangedError
 from paceline.sim import Cluster
 from tests.support.delayed_queue import on_the_double
+from tests.support.marks import thorough
 from tests.train.test_tensorwise import largest_difference
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 State = dict[str, torch.Tensor]
 Make = Callable[..., Any]
 BATCH = 16
-STEPS = 16
+STEPS = 12  # twice as many as the warm-up has
 
 
 class Net(nn.Module):
@@ -95,6 +97,11 @@ MAKERS: dict[str, Make] = {
 LIVE = ["SGD", "AdamW"]  # servers cannot import this file
 
 
+def others(chosen: list[Any], *values: Iterable[object]) -> list[Any]:
+    """All combinations of values except the chosen ones, which every run tests."""
+    return thorough(*(case for case in itertools.product(*values) if case not in chosen))
+
+
 def training(
     name: str,
     *,
@@ -121,7 +128,7 @@ def training(
                 (net.loss(x[part][half::2], y[part][half::2], step) / 2).backward()
             optimizer.clip_grad_norm(0.5)
             optimizer.step()
-            if step % 7 == 6:
+            if step % 7 == 3:
                 optimizer.eval()
                 with torch.no_grad():
                     losses.append(float(net.loss(x, y, 1)))
@@ -132,9 +139,15 @@ def training(
     return train
 
 
-@pytest.mark.parametrize("name", MAKERS)
-@pytest.mark.parametrize(("workers", "servers"), [(1, 1), (2, 2), (4, 5)])
-def test_under_bsp_a_run_equals_one_process_on_the_joint_batch(name: str, workers: int, servers: int) -> None:
+ON_HOW_MANY = [("SGD", (2, 2)), ("AdamW", (4, 5)), ("RAdam", (2, 2)), (OWN, (2, 2))]
+"""Every optimizer on several workers and servers, one of them on more servers than workers."""
+
+
+@pytest.mark.parametrize(
+    ("name", "hosts"), [*ON_HOW_MANY, *others(ON_HOW_MANY, MAKERS, [(1, 1), (2, 2), (4, 5)])], ids=str
+)
+def test_under_bsp_a_run_equals_one_process_on_the_joint_batch(name: str, hosts: tuple[int, int]) -> None:
+    workers, servers = hosts
     of_workers: list[Any] = []
     of_process: list[Any] = []
     cluster = Cluster([1.0 + 0.1 * worker for worker in range(workers)], servers=servers)
@@ -156,8 +169,10 @@ def test_in_single_precision_too_after_200_steps(name: str, workers: int, server
     assert largest_difference(run.state_dict, training(name, **options)()) <= 1e-6
 
 
-@pytest.mark.parametrize("name", LIVE)
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+LIVE_RUNS = [("AdamW", "shm"), ("SGD", "tcp")]
+
+
+@pytest.mark.parametrize(("name", "transport"), [*LIVE_RUNS, *others(LIVE_RUNS, LIVE, ["shm", "tcp"])])
 def test_a_live_run_is_its_simulation_to_the_bit(
     name: str, transport: str, run_on_threads: RunOnThreads
 ) -> None:
@@ -178,8 +193,13 @@ def test_a_live_run_is_its_simulation_to_the_bit(
     assert live[0] == live[1] == simulated[0]
 
 
-@pytest.mark.parametrize("servers", [(1, 3), (3, 2)], ids=str)
-@pytest.mark.parametrize("name", MAKERS)
+FROM_A_CUT = [("AdamW", (1, 3)), ("SGD", (3, 2)), (OWN, (3, 2))]
+"""More servers and fewer, and states of different kinds."""
+
+
+@pytest.mark.parametrize(
+    ("name", "servers"), [*FROM_A_CUT, *others(FROM_A_CUT, MAKERS, [(1, 3), (3, 2)])], ids=str
+)
 def test_a_run_goes_on_from_a_cut_on_another_number_of_servers(name: str, servers: tuple[int, int]) -> None:
     def train() -> None:
         net = Net(torch.float64)
@@ -211,7 +231,7 @@ def test_a_run_goes_on_from_a_cut_on_another_number_of_servers(name: str, server
     assert len(told) == 2
 
 
-@pytest.mark.parametrize("name", ["AdamW", OWN])
+@pytest.mark.parametrize("name", ["AdamW", *thorough(OWN)])
 def test_on_a_device_whose_copies_are_late_too(name: str) -> None:
     of_device: list[Any] = []
     of_host: list[Any] = []
@@ -262,7 +282,7 @@ class Script:
 HOSTS = ["simulated", "shm", "tcp"]
 
 
-@pytest.fixture(params=HOSTS)
+@pytest.fixture(params=["simulated", "shm", *thorough("tcp")])  # some tests choose their hosts, tcp too
 def host(request: pytest.FixtureRequest, run_on_threads: RunOnThreads) -> Callable[..., Any]:
     """host(train, workers=..., sync=...): simulates a run, or runs it on threads; returns the final weights."""
 
@@ -293,7 +313,15 @@ def test_train_gives_back_the_very_weights(host: Callable[..., Any]) -> None:
     host(train)
 
 
-@pytest.mark.parametrize("sync", ["bsp", "asp", "ssp:staleness=1"])
+WHERE = [("bsp", "simulated"), ("asp", "tcp"), ("ssp:staleness=1", "shm")]
+"""Each sync model and each host once."""
+
+
+@pytest.mark.parametrize(
+    ("sync", "host"),
+    [*WHERE, *others(WHERE, ["bsp", "asp", "ssp:staleness=1"], HOSTS)],
+    indirect=["host"],
+)
 def test_the_weights_do_not_change_while_a_script_evaluates_and_reduces(
     sync: str, host: Callable[..., Any]
 ) -> None:
@@ -368,8 +396,13 @@ def test_a_worker_that_joins_late_has_the_weights_for_an_evaluation_until_it_tra
     assert all(value.isfinite().all() for value in run.state_dict.values())
 
 
-@pytest.mark.parametrize("evaluates", [False, True])
-@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+SAVED = [("SGD", False, "simulated"), ("AdamW", True, "shm"), ("SGD", True, "tcp")]
+"""Each optimizer, each mode and each host."""
+
+
+@pytest.mark.parametrize(
+    ("name", "evaluates", "host"), [*SAVED, *others(SAVED, LIVE, [False, True], HOSTS)], indirect=["host"]
+)
 def test_a_model_and_its_optimizer_may_be_saved_in_both_modes_and_go_on_alone_or_in_a_run(
     name: str, evaluates: bool, host: Callable[..., Any]
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from paceline.run.readers import Fetches
 from paceline.sim import Cluster, Presence, simulate
 from paceline.train.session import Callbacks
 from tests.conftest import RunOnThreads
+from tests.support.marks import thorough
 from tests.support.sharded import Net, Shards, model_of
 
 UNTRAINED = -1000.0
@@ -107,11 +109,31 @@ RETURNS = Cluster(compute_s=[1.0, 1.0, 1.0], presence={0: Presence(lost_at_s=9.5
 """Worker 0 comes back in an epoch whose data has been divided among the others."""
 
 
-@pytest.mark.parametrize("look", LOOKS, ids=lambda look: look.__name__)
-@pytest.mark.parametrize("sync", ["bsp", "asp"])
-@pytest.mark.parametrize("numbers", [paceline.epochs, range], ids=["epochs", "range"])
+# Each look once, in both kinds of loops.
+FIRST_LOOKS: list[Any] = [
+    (paceline.epochs, "bsp", by_evaluating),
+    (paceline.epochs, "bsp", by_reading),
+    (paceline.epochs, "asp", by_saving),
+    (range, "asp", by_a_forward_pass),
+    (range, "bsp", of_the_statistics),
+]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "sync", "look"),
+    [
+        *FIRST_LOOKS,
+        *thorough(
+            *(
+                case
+                for case in product([paceline.epochs, range], ["bsp", "asp"], LOOKS)
+                if case not in FIRST_LOOKS
+            )
+        ),
+    ],
+)
 def test_a_worker_without_a_batch_in_its_first_epoch_sees_the_jobs_model(
-    sync: str, look: Callable[[Script, Path], float], numbers: Any, tmp_path: Path
+    numbers: Any, sync: str, look: Callable[[Script, Path], float], tmp_path: Path
 ) -> None:
     lives: list[list[tuple[int, float]]] = []
 

@@ -315,6 +315,7 @@ def test_a_bar_of_tqdm_is_full_at_the_end_of_each_epoch(
     assert log.count("100%|") >= 2
 
 
+@pytest.mark.thorough
 def test_the_page_of_optimizers_is_what_the_test_of_their_classes_finds() -> None:
     require("pytorch_optimizer")
     require("schedulefree")
@@ -340,9 +341,9 @@ def optimizers() -> Any:
     return importlib.import_module("pytorch_optimizer")
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_an_optimizer_of_another_package_equals_one_process_on_the_joint_batch(name: str) -> None:
-    """200 steps with a scheduler, clipping, decay, accumulation, a frozen layer and tied weights.
+@pytest.mark.parametrize(("name", "steps"), [("Lamb", 60), *thorough(*((name, STEPS) for name in OTHERS))])
+def test_an_optimizer_of_another_package_equals_one_process_on_the_joint_batch(name: str, steps: int) -> None:
+    """With a scheduler, clipping, decay, accumulation, a frozen layer and tied weights.
 
     SOAP chooses a basis for what is zero in the first gradients, and rounding decides which. CAME makes tiny
     differences larger. So they may differ by what they differ from themselves, if their gradients are changed in the
@@ -357,7 +358,7 @@ def test_an_optimizer_of_another_package_equals_one_process_on_the_joint_batch(n
         )
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
         count, worker = paceline.worker_count(), paceline.worker_index()
-        for step in range(STEPS):
+        for step in range(steps):
             generator = torch.Generator().manual_seed(step)
             x = torch.randn(BATCH, 12, generator=generator, dtype=torch.float64)
             y = torch.randint(0, 5, (BATCH,), generator=generator)

@@ -21,6 +21,7 @@ from paceline.core.loader_ledger import LoaderLedger, PositionCounts
 from paceline.core.requests import Request
 from paceline.train.session import Session, install, resumption_of
 from tests.support.data_grants import granted
+from tests.support.marks import thorough
 
 EPOCHS, SIZE, BATCH = 3, 22, 4
 
@@ -190,7 +191,7 @@ def test_the_length_of_a_loader_is_that_of_the_rest_under_a_dynamic_split() -> N
 @pytest.mark.parametrize(
     ("name", "every"), [*((name, 1) for name in LOADERS), ("shuffled", 2), ("resumable stream", 2)]
 )
-@pytest.mark.parametrize("cut", [1, 3, 4, 5, 6, 8])
+@pytest.mark.parametrize("cut", [1, 6, 8, *thorough(3, 4, 5)])
 def test_a_script_goes_on_with_the_very_batch_and_its_draws(name: str, every: int, cut: int) -> None:
     expected, alone, _ = trained(LOADERS[name], every=every)
     undisturbed, worker, _ = trained(LOADERS[name], every=every, cut=cut)

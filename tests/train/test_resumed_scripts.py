@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from itertools import product
 from typing import Any, ClassVar
 
 import numpy as np
@@ -210,18 +211,26 @@ def run(
 
 
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return (
-        all(map(torch.equal, one, other, strict=True))
-        if False
-        else all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-    )
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+SCRIPTS: list[type[Script]] = [Script, Plain, Averaged, PlainAveraged, Accumulating, Two]
+# Each script is cut in the second epoch, and some in the first and in the last one.
+CUTS: list[Any] = [
+    *((6.5, make) for make in SCRIPTS),
+    *((0.5, make) for make in (Script, Two)),
+    *((14.1, make) for make in (Averaged, Accumulating)),
+]
 
 
 @pytest.mark.parametrize(
-    "make", [Script, Plain, Averaged, PlainAveraged, Accumulating, Two], ids=lambda make: make.__name__
+    ("cut_at_s", "make"),
+    [
+        *CUTS,
+        *thorough(*(cut for cut in product((0.5, 3.2, 5.5, 6.5, 11.5, 14.1), SCRIPTS) if cut not in CUTS)),
+    ],
 )
-@pytest.mark.parametrize("cut_at_s", [0.5, 6.5, 14.1, *thorough(3.2, 5.5, 11.5)])
-def test_a_resumed_script_computes_the_same_bits(make: type[Script], cut_at_s: float) -> None:
+def test_a_resumed_script_computes_the_same_bits(cut_at_s: float, make: type[Script]) -> None:
     began.clear()
     [expected], _, _ = run(make)
     began.clear()
@@ -249,14 +258,40 @@ def test_three_workers_in_lockstep_go_on_with_the_same_batches() -> None:
         torch.testing.assert_close(after[name], value, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("make", [Averaged, PlainAveraged], ids=lambda make: make.__name__)
-@pytest.mark.parametrize("sync", ["bsp", "asp", "ssp:staleness=2"])
-@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 2), (3, 3)], ids=str)
-@pytest.mark.parametrize("cut_at_s", [6.5, *thorough(2.5, 11.5)])
+# In each kind of loop, each model once, and each change of the number of workers once.
+GOING_ON: list[Any] = [
+    (6.5, (1, 3), "asp", Averaged),
+    (6.5, (3, 2), "ssp:staleness=2", Averaged),
+    (6.5, (3, 3), "bsp", Averaged),
+    (6.5, (1, 3), "ssp:staleness=2", PlainAveraged),
+    (6.5, (3, 2), "bsp", PlainAveraged),
+    (6.5, (3, 3), "asp", PlainAveraged),
+]
+
+
+@pytest.mark.parametrize(
+    ("cut_at_s", "workers", "sync", "make"),
+    [
+        *GOING_ON,
+        *thorough(
+            *(
+                case
+                for case in product(
+                    (2.5, 6.5, 11.5),
+                    ((1, 3), (3, 2), (3, 3)),
+                    ("bsp", "asp", "ssp:staleness=2"),
+                    (Averaged, PlainAveraged),
+                )
+                if case not in GOING_ON
+            )
+        ),
+    ],
+)
 def test_every_item_is_used_once_in_each_epoch_by_any_number_of_workers(
-    make: type[Script], sync: str, before: int, after: int, cut_at_s: float
+    cut_at_s: float, workers: tuple[int, int], sync: str, make: type[Script]
 ) -> None:
     began.clear()
+    before, after = workers
     cut_at_s /= before
     scripts, [cut], _ = run(make, workers=before, sync=sync, cut_at_s=[cut_at_s])
     used = Counter[int]()

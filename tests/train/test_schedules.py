@@ -149,17 +149,32 @@ def host(request: pytest.FixtureRequest, run_on_threads: RunOnThreads) -> Host:
 # -- scripts that resume ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", SCHEDULES)
+# Each schedule alone, and in a run those that differ most.
+RESUMED: list[Any] = [
+    *(("alone", range, make) for make in SCHEDULES),
+    *(("simulated", range, make) for make in (one_cycle, chained, in_epochs)),
+    *(("live", paceline.epochs, make) for make in (warm_up_and_cosine, in_epochs)),
+]
+
+
 @pytest.mark.parametrize(
-    ("host", "loop"),
+    ("host", "loop", "make"),
     [
-        *(("alone", range), ("simulated", range), ("live", paceline.epochs)),
-        *thorough(("alone", paceline.epochs), ("simulated", paceline.epochs), ("live", range)),
+        *RESUMED,
+        *thorough(
+            *(
+                case
+                for case in itertools.product(
+                    ("alone", "simulated", "live"), (range, paceline.epochs), SCHEDULES
+                )
+                if case not in RESUMED
+            )
+        ),
     ],
     indirect=["host"],
 )
 def test_a_resumed_schedule_is_the_uninterrupted_one(
-    host: Host, make: Make, loop: Callable[[int], Iterable[int]]
+    host: Host, loop: Callable[[int], Iterable[int]], make: Make
 ) -> None:
     def uninterrupted() -> Script:
         script = Script(make)
@@ -184,10 +199,15 @@ def test_a_resumed_schedule_is_the_uninterrupted_one(
             assert begun[worker].rates + resumed[worker].rates == script.rates, (load, skip)
 
 
-@pytest.mark.parametrize("make", SCHEDULES)
-@pytest.mark.parametrize("skip", [0, 3])
+SPLIT: list[Any] = [(0, one_cycle), (3, chained), (0, warm_up_and_cosine), (3, in_epochs)]
+
+
+@pytest.mark.parametrize(
+    ("skip", "make"),
+    [*SPLIT, *thorough(*(case for case in itertools.product((0, 3), SCHEDULES) if case not in SPLIT))],
+)
 def test_under_a_dynamic_split_the_resumed_schedule_ends_where_the_uninterrupted_one_does(
-    make: Make, skip: int
+    skip: int, make: Make
 ) -> None:
     """At the end of an epoch, all workers have the same rate, whoever received the last batches."""
 
@@ -219,11 +239,25 @@ def cosine_over(batches: int) -> Make:
     return lambda optimizer: CosineAnnealingLR(optimizer, T_max=EPOCHS * batches)
 
 
-@pytest.mark.parametrize("make_of", [linear_by_lambda, cosine_over])
-@pytest.mark.parametrize("sync", ["bsp", "asp"])
-@pytest.mark.parametrize("batch", [2, 8])
+# The batches become larger or smaller.
+OTHER_SIZES: list[Any] = [(2, "asp", linear_by_lambda), (8, "bsp", linear_by_lambda), (8, "asp", cosine_over)]
+
+
+@pytest.mark.parametrize(
+    ("batch", "sync", "make_of"),
+    [
+        *OTHER_SIZES,
+        *thorough(
+            *(
+                case
+                for case in itertools.product((2, 8), ("bsp", "asp"), (linear_by_lambda, cosine_over))
+                if case not in OTHER_SIZES
+            )
+        ),
+    ],
+)
 def test_a_schedule_goes_on_at_the_same_part_of_training_if_the_batches_have_another_size(
-    make_of: Callable[[int], Make], sync: str, batch: int
+    batch: int, sync: str, make_of: Callable[[int], Make]
 ) -> None:
     there, here = BATCHES * 4 // batch, BATCHES
 
@@ -253,11 +287,32 @@ def test_a_schedule_goes_on_at_the_same_part_of_training_if_the_batches_have_ano
     assert end["place"][2] == (here if make_of is linear_by_lambda else there)  # type: ignore[index]
 
 
-@pytest.mark.parametrize("make", [one_cycle, cosine, chained, warm_up_and_cosine])
-@pytest.mark.parametrize("resumed", [False, True])
-@pytest.mark.parametrize("tracked", [False, True])
+# Each schedule once, with and without each of the two.
+JOINED_LATE: list[Any] = [
+    (False, False, cosine),
+    (False, True, one_cycle),
+    (True, False, warm_up_and_cosine),
+    (True, True, chained),
+]
+
+
+@pytest.mark.parametrize(
+    ("tracked", "resumed", "make"),
+    [
+        *JOINED_LATE,
+        *thorough(
+            *(
+                case
+                for case in itertools.product(
+                    (False, True), (False, True), (one_cycle, cosine, chained, warm_up_and_cosine)
+                )
+                if case not in JOINED_LATE
+            )
+        ),
+    ],
+)
 def test_a_worker_that_joins_late_has_the_rates_of_the_others(
-    make: Make, resumed: bool, tracked: bool
+    tracked: bool, resumed: bool, make: Make
 ) -> None:
     first = simulated(lambda: _trained(Script(make), range(3)), EQUAL)[0].state if resumed else None
     scripts: list[Script] = []
@@ -377,19 +432,28 @@ def cosine_of(steps: int) -> Make:
     return lambda optimizer: CosineAnnealingLR(optimizer, T_max=steps)
 
 
-@pytest.mark.parametrize("sync", ["bsp", "asp", "ssp:staleness=2", "elastic-bsp:lookahead=4"])
+UPDATES, SAMPLES, COUNT = {"updates": 120}, {"samples": 480}, {"updates": 120, "count": 1000}
+
+
 @pytest.mark.parametrize(
-    ("limits", "steps"),
+    ("limits", "sync"),
     [
-        ({"updates": 120}, 120),
-        ({"samples": 480}, 120),
-        ({"updates": 120, "count": 1000}, 120),
+        *(
+            (UPDATES, "bsp"),
+            (SAMPLES, "asp"),
+            (COUNT, "ssp:staleness=2"),
+            (UPDATES, "elastic-bsp:lookahead=4"),
+        ),
+        *thorough(
+            *((UPDATES, "asp"), (UPDATES, "ssp:staleness=2")),
+            *((SAMPLES, sync) for sync in ("bsp", "ssp:staleness=2", "elastic-bsp:lookahead=4")),
+            *((COUNT, sync) for sync in ("bsp", "asp", "elastic-bsp:lookahead=4")),
+        ),
     ],
 )
-def test_without_a_loader_the_schedule_ends_with_the_loop(
-    sync: str, limits: dict[str, Any], steps: int
-) -> None:
+def test_without_a_loader_the_schedule_ends_with_the_loop(limits: dict[str, Any], sync: str) -> None:
     """The cosine begins at 1 and ends at 0 with the last update, whoever has made the updates."""
+    steps = 120
     ends: dict[int, tuple[list[float], float]] = {}
 
     def train() -> None:

@@ -398,8 +398,9 @@ def test_nothing_is_copied_again_if_no_gradient_changes(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(EarlyCopies, "_changed", count)
     unchanged = Iteration((0, 1, 2, 3), (), closure=False, between=None)
-    for number in range(20):
+    for number in range(5):
         on_device(HALVED._replace(iterations=(unchanged,) * 3, seed=number))
+    assert counts
     assert all(early > 1 and not changed for early, changed in counts)
 
 
@@ -572,7 +573,7 @@ def assert_same(expected: dict[int, Any], results: dict[int, Any]) -> None:
 
 
 @pytest.mark.parametrize("wire", ["float32", "bf16"])
-@pytest.mark.parametrize("seeds", [range(2), *thorough(range(2, 5))], ids=str)
+@pytest.mark.parametrize("seeds", [range(1), *thorough(range(1, 5))], ids=str)
 def test_weights_go_to_the_device_in_pieces_while_later_ones_still_travel(
     wire: str, seeds: Sequence[int], run_on_threads: RunOnThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -601,6 +602,7 @@ LIVE_MUTATIONS = [
 """What makes sure that a part of the weights is copied only when it has arrived, left out."""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "mutation", LIVE_MUTATIONS, ids=lambda each: f"{each.owner.__name__}.{each.method}: {each.right}"
 )

@@ -6,6 +6,7 @@ import copy
 import runpy
 import sys
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 State = dict[str, torch.Tensor]
 BATCH = 16
-STEPS = 24
+STEPS = 12
 
 
 class Net(nn.Module):
@@ -147,9 +148,24 @@ def largest_difference(found: Any, expected: State) -> float:
     return max(float((value - expected[name]).abs().max()) for name, value in found.items())
 
 
-@pytest.mark.parametrize("name", MAKERS)
-@pytest.mark.parametrize(("workers", "servers"), [(1, 1), (2, 2), (4, 5)])
-def test_under_bsp_a_run_equals_one_process_on_the_joint_batch(name: str, workers: int, servers: int) -> None:
+# Each optimizer with two workers, one of them with a single worker, and one with more workers and servers.
+JOINT = [*((2, 2, name) for name in MAKERS), (1, 1, "Adafactor"), (4, 5, "Muon and AdamW")]
+
+
+@pytest.mark.parametrize(
+    ("workers", "servers", "name"),
+    [
+        *JOINT,
+        *thorough(
+            *(
+                (workers, servers, name)
+                for (workers, servers), name in product([(1, 1), (2, 2), (4, 5)], MAKERS)
+                if (workers, servers, name) not in JOINT
+            )
+        ),
+    ],
+)
+def test_under_bsp_a_run_equals_one_process_on_the_joint_batch(workers: int, servers: int, name: str) -> None:
     alone = training(name)()
     cluster = Cluster([1.0 + 0.1 * worker for worker in range(workers)], servers=servers)
     run = simulate(cluster, "bsp", train_fn=training(name))
@@ -158,7 +174,7 @@ def test_under_bsp_a_run_equals_one_process_on_the_joint_batch(name: str, worker
     assert largest_difference(run.state_dict, alone) <= allowed
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", ["Muon and AdamW", NESTED, *thorough("Adafactor", OWN)])
 def test_the_number_of_servers_does_not_change_a_bit(name: str) -> None:
     first, *others = (
         simulate(Cluster([1.0, 1.3], servers=servers), "bsp", train_fn=training(name)).state_dict
@@ -171,8 +187,14 @@ def test_the_number_of_servers_does_not_change_a_bit(name: str) -> None:
             assert torch.equal(value, first[key])
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-@pytest.mark.parametrize("name", ["Muon and AdamW", "Adafactor"])  # servers cannot import this file
+@pytest.mark.parametrize(
+    ("name", "transport"),  # servers cannot import this file
+    [
+        ("Muon and AdamW", "tcp"),
+        ("Adafactor", "shm"),
+        *thorough(("Muon and AdamW", "shm"), ("Adafactor", "tcp")),
+    ],
+)
 def test_a_live_run_is_its_simulation_to_the_bit(
     name: str, transport: str, run_on_threads: RunOnThreads
 ) -> None:
@@ -223,8 +245,17 @@ def test_the_state_can_be_fetched_and_loaded_with_what_is_counted_in_the_groups(
     assert largest_difference(run.state_dict, go_on()) <= 1e-12
 
 
-@pytest.mark.parametrize("servers", [(1, 3), (3, 1)], ids=str)
-@pytest.mark.parametrize("name", MAKERS)
+FROM_CUTS: list[tuple[str, tuple[int, int]]] = [("Muon and AdamW", (1, 3)), (NESTED, (3, 1))]
+
+
+@pytest.mark.parametrize(
+    ("name", "servers"),
+    [
+        *FROM_CUTS,
+        *thorough(*(case for case in product(MAKERS, [(1, 3), (3, 1)]) if case not in FROM_CUTS)),
+    ],
+    ids=str,
+)
 def test_a_run_goes_on_from_a_cut_on_another_number_of_servers(name: str, servers: tuple[int, int]) -> None:
     def train() -> None:
         net = Net()
@@ -334,7 +365,8 @@ EXAMPLE = str(Path(__file__).parents[2] / "examples" / "small_gpt_muon.py")
 SMALL = "--steps 60 --width 32 --layers 1"
 
 
-@pytest.mark.parametrize("options", [SMALL, *thorough("")])
+@pytest.mark.thorough
+@pytest.mark.parametrize("options", [SMALL, ""])
 def test_the_example_learns_better_with_muon_than_with_adamw(
     options: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,7 @@ from paceline.errors import ProtocolError, UsageError
 from paceline.shard.vectors import decode_states, encode_states
 from paceline.sim import Cluster, Presence, simulate
 from paceline.train import session as sessions
+from tests.support.marks import thorough
 
 if TYPE_CHECKING:
     from tests.conftest import RunOnThreads
@@ -214,7 +215,7 @@ def test_a_name_is_used_once(run_on_threads: RunOnThreads) -> None:
 # -- a worker that joins late -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sync", ["asp", "bsp", "ssp:staleness=2"])
+@pytest.mark.parametrize("sync", ["asp", "bsp", *thorough("ssp:staleness=2")])
 def test_a_worker_that_joins_late_continues_with_the_jobs_epoch_and_states(sync: str) -> None:
     scripts: list[Script] = []
 

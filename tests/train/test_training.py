@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -453,7 +454,7 @@ def test_fewer_weights_than_servers_leave_some_servers_with_nothing(
     assert relative_error(run.state_dict, alone(make, sgd, 5, workers=2)) <= 1e-12
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["tcp", *thorough("shm")])
 def test_weights_larger_than_any_socket_buffer_arrive(run_on_threads: RunOnThreads, transport: str) -> None:
     class Wide(nn.Module):
         def __init__(self) -> None:
@@ -529,8 +530,20 @@ ARRANGED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("transport", ["shm", "unix", "tcp"])
-@pytest.mark.parametrize("arranged", ARRANGED)
+# Each arrangement over TCP, and one over each other transport.
+CARRIED = [
+    *((arranged, "tcp") for arranged in ARRANGED),
+    *(("more shards than servers", "shm"), ("a shard for each parameter", "unix")),
+]
+
+
+@pytest.mark.parametrize(
+    ("arranged", "transport"),
+    [
+        *CARRIED,
+        *thorough(*(case for case in product(ARRANGED, ("shm", "unix", "tcp")) if case not in CARRIED)),
+    ],
+)
 def test_bsp_equals_one_process_however_shards_are_cut_and_overlap(
     run_on_threads: RunOnThreads, remote: list[int], arranged: str, transport: str
 ) -> None:
@@ -543,8 +556,27 @@ def test_bsp_equals_one_process_however_shards_are_cut_and_overlap(
     assert bool(remote) == (transport != "shm" and "overlap" not in ARRANGED[arranged])
 
 
-@pytest.mark.parametrize("transport", ["shm", "unix", "tcp"])
-@pytest.mark.parametrize("arranged", ["more shards than servers", "by parameter", "without overlap"])
+IN_PIECES = [
+    *(("more shards than servers", "tcp"), ("by parameter", "tcp")),
+    *(("without overlap", "unix"), ("more shards than servers", "shm")),
+]
+
+
+@pytest.mark.parametrize(
+    ("arranged", "transport"),
+    [
+        *IN_PIECES,
+        *thorough(
+            *(
+                case
+                for case in product(
+                    ("more shards than servers", "by parameter", "without overlap"), ("shm", "unix", "tcp")
+                )
+                if case not in IN_PIECES
+            )
+        ),
+    ],
+)
 def test_a_gradient_of_several_pieces_is_put_together(
     run_on_threads: RunOnThreads, remote: list[int], arranged: str, transport: str
 ) -> None:
@@ -606,13 +638,16 @@ GRADIENT_EDITS: dict[str, Callable[[nn.Module], None]] = {
 }
 
 
+# A function of torch, another tensor, the smallest change, one that keeps the norm, and a gradient of zeros.
+EDITED = [
+    *((what, "tcp") for what in ("clipped", "replaced", "one element", "all signs", "zeroed")),
+    ("clipped", "unix"),
+]
+
+
 @pytest.mark.parametrize(
     ("what", "transport"),
-    [
-        *((what, "tcp") for what in GRADIENT_EDITS),
-        ("clipped", "unix"),
-        *thorough(*((what, "unix") for what in GRADIENT_EDITS if what != "clipped")),
-    ],
+    [*EDITED, *thorough(*(case for case in product(GRADIENT_EDITS, ("unix", "tcp")) if case not in EDITED))],
 )
 def test_gradients_that_are_changed_after_they_were_sent_count_as_they_are_at_the_step(
     run_on_threads: RunOnThreads, remote: list[int], what: str, transport: str
@@ -675,7 +710,7 @@ class Long(nn.Module):
         self.few = nn.Parameter(torch.zeros(8))
 
 
-@pytest.mark.parametrize("transport", ["unix", "tcp"])
+@pytest.mark.parametrize("transport", ["tcp", *thorough("unix")])
 def test_what_is_changed_and_changed_back_while_it_is_on_its_way_arrives(
     run_on_threads: RunOnThreads, remote: list[int], monkeypatch: pytest.MonkeyPatch, transport: str
 ) -> None:
@@ -780,10 +815,15 @@ def watched(
     return train
 
 
-@pytest.mark.parametrize("sync", ["bsp", "asp", "ssp:staleness=2"])
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize(
+    ("transport", "sync"),
+    [
+        *(("shm", "bsp"), ("shm", "asp"), ("tcp", "ssp:staleness=2")),
+        *thorough(("shm", "ssp:staleness=2"), ("tcp", "bsp"), ("tcp", "asp")),
+    ],
+)
 def test_nobodys_parameters_change_outside_a_step(
-    run_on_threads: RunOnThreads, sync: str, transport: str
+    run_on_threads: RunOnThreads, transport: str, sync: str
 ) -> None:
     train = watched(seeded(Net), (40, 40, 40), {})
     run = run_on_threads(train, workers=3, servers=2, shards=3, sync=sync, transport=transport)
@@ -794,7 +834,9 @@ def test_nobodys_parameters_change_outside_a_step(
 
 
 @pytest.mark.parametrize(
-    "changes", [{10: "asp", 25: "bsp"}, {10: "asp"}, {0: "asp", 20: "bsp", 30: "asp"}], ids=str
+    "changes",
+    [{10: "asp", 25: "bsp"}, *thorough({10: "asp"}, {0: "asp", 20: "bsp", 30: "asp"})],
+    ids=str,
 )
 def test_parameters_change_in_steps_only_through_changes_of_the_sync_model(
     run_on_threads: RunOnThreads, changes: dict[int, str]
@@ -1127,7 +1169,9 @@ def test_a_buffer_that_changes_its_shape_is_an_error_of_the_script(run_on_thread
 
 
 @pytest.mark.parametrize("transport", ["shm", *thorough("tcp")])
-@pytest.mark.parametrize("sync", MODELS, ids=str)
+@pytest.mark.parametrize(
+    "sync", [BSP(), SSP(staleness=3), ElasticBSP(lookahead=5), *thorough(ASP())], ids=str
+)
 def test_a_live_trace_gives_identical_actions_when_replayed(
     run_on_threads: RunOnThreads, sync: SyncModel, transport: str
 ) -> None:
@@ -1157,7 +1201,9 @@ def test_a_live_trace_gives_identical_actions_when_replayed(
         assert barriers[0] == barriers[1]  # no two shards disagree on a superstep
 
 
-@pytest.mark.parametrize("sync", MODELS, ids=str)
+@pytest.mark.parametrize(
+    "sync", [ASP(), ElasticBSP(lookahead=5), *thorough(BSP(), SSP(staleness=3))], ids=str
+)
 def test_every_model_learns(run_on_threads: RunOnThreads, sync: SyncModel) -> None:
     make = seeded(Net)
     run = run_on_threads(
@@ -1306,7 +1352,9 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name", ["sgd-momentum", "adam", "amsgrad", "rprop", *thorough("adagrad", "rmsprop", "asgd")]
+)
 def test_a_run_that_was_saved_and_resumed_equals_one_that_was_not_interrupted(
     run_on_threads: RunOnThreads, name: str
 ) -> None:

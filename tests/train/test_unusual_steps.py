@@ -25,6 +25,7 @@ from paceline.train.data import EpochOrder
 from paceline.train.generator_states import generators_lock
 from paceline.train.job_model import Buffers, JointModel
 from paceline.train.weights import WATCHED_PULLS
+from tests.support.marks import thorough
 
 if TYPE_CHECKING:
     from tests.conftest import RunOnThreads
@@ -210,8 +211,13 @@ def adversarial(model: nn.Module, x: torch.Tensor) -> None:
     last.data = before
 
 
-@pytest.mark.parametrize(("sync", "transport"), [("bsp", "shm"), ("bsp", "tcp"), ("asp", "shm")])
-@pytest.mark.parametrize("width", [8, 3000])
+@pytest.mark.parametrize(
+    ("width", "sync", "transport"),
+    [
+        *((8, "bsp", "shm"), (3000, "bsp", "tcp"), (8, "asp", "shm")),
+        *thorough((3000, "bsp", "shm"), (8, "bsp", "tcp"), (3000, "asp", "shm")),
+    ],
+)
 @pytest.mark.parametrize("compute", [copied_back, subtracted, subtracted_through_data, put_back, adversarial])
 def test_weights_that_are_restored_before_the_step_are_no_edit(
     run_on_threads: RunOnThreads, compute: Compute, width: int, sync: str, transport: str

@@ -21,7 +21,7 @@ from paceline.zipline import zipline as sweep
 EXACT = ["auto", "naive", "zipline", "zipline-opt", "zipline-opt-bs"]
 SCANS = ["grid-scan", "full-grid-scan"]
 
-BATCH = 2500 if os.environ.get("PACELINE_CHECK_MODELS") else 500
+BATCH = 2500 if os.environ.get("PACELINE_CHECK_MODELS") else 200
 
 
 def answer(solution: Solution) -> tuple[float, float, list[int]]:
@@ -41,7 +41,7 @@ def every_set(batch: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[Any], NDA
     return wait[each, best], barrier[each, best], picks[best]
 
 
-# Ten shapes times 2,000 matrices (10,000 in `make check-models`). Few different times make many ties.
+# Ten shapes times 800 matrices (10,000 in `make check-models`). Few different times make many ties.
 @pytest.mark.parametrize(
     ("n", "lookahead"), [(1, 5), (2, 2), (2, 5), (3, 1), (3, 3), (3, 4), (3, 5), (4, 2), (4, 3), (4, 4)]
 )

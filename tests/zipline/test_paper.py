@@ -23,6 +23,7 @@ from paceline.zipline import (
     solve,
     solve_periodic,
 )
+from tests.support.marks import thorough
 
 Floats = NDArray[np.float64]
 
@@ -52,7 +53,7 @@ def test_table_3_the_least_wait_of_1000_workers(method: str, lookahead: int, wai
     assert solve(published(lookahead), method).wait == wait
 
 
-@pytest.mark.parametrize("method", ["zipline", "zipline-opt", "full-grid-scan"])
+@pytest.mark.parametrize("method", ["zipline", "zipline-opt", *thorough("full-grid-scan")])
 def test_table_3_the_slower_methods_find_it_too(method: str) -> None:
     assert solve(published(15), method).wait == 1403
 
@@ -73,7 +74,8 @@ def test_all_exact_methods_give_one_answer_on_the_authors_data(lookahead: int) -
 
 
 @pytest.mark.parametrize(
-    ("method", "candidates"), [("zipline", 13_795), ("full-grid-scan", 15_000), ("grid-scan", 15)]
+    ("method", "candidates"),
+    [("zipline", 13_795), ("grid-scan", 15), *thorough(("full-grid-scan", 15_000))],
 )
 def test_figure_7_the_number_of_candidates(method: str, candidates: int) -> None:
     assert solve(published(15), method).candidates == candidates
