@@ -1,10 +1,11 @@
 """Measures the time that Paceline adds to a training step on an accelerator, and which share of the copies is hidden.
 
-One worker trains a language model on the device, once with plain PyTorch and once with servers on the same machine. So
-a step includes the optimizers of the servers and all copies, but no waiting, because there is no other worker.
+One worker trains a language model on the device, once with plain PyTorch and once with servers on the same machine.
+With servers, a step includes their optimizers and all copies of gradients and weights between the device and the host.
+It includes no wait for other workers, because there are none.
 
-Copies run beside computations on streams of their own. The profiler of torch records when each copy and each kernel
-ran on the device. A copy is *hidden* while a kernel of the training itself runs.
+The copies run at the same time as the computations, on streams of their own. The profiler of torch records when each
+copy and each kernel ran on the device. A copy is *hidden* while a kernel of the training itself runs.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class AcceleratorRow(msgspec.Struct, frozen=True):
     """The measurements with one model. Times are medians over the rounds, in seconds."""
 
     device: str
-    weights: int  # number of weights, in float32
+    weights: int  # number of weights, each of which is a float32 number
     batch: int
     plain_s: float  # time of a step of plain PyTorch
     paceline_s: float  # time of a step with one worker
@@ -115,7 +116,7 @@ class _Found(msgspec.Struct, frozen=True):
 
 
 def _run(model: LanguageModel, device: str, *, alone: bool) -> _Found:
-    """Measure in a process of its own, so that no run finds memory or compiled kernels of another run."""
+    """Measure in a new process, which cannot reuse the memory or the compiled kernels of an earlier run."""
     if alone:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             return pool.apply(_train, (model, device))
@@ -128,7 +129,7 @@ def _train(model: LanguageModel, alone_on: str | None = None) -> _Found:
 
     Args:
         model: what is trained.
-        alone_on: the device of plain PyTorch; None for a worker of Paceline.
+        alone_on: device on which plain PyTorch trains; None to train as a worker of Paceline.
     """
     device = torch.device(alone_on) if alone_on is not None else paceline.device()
     net = _Net(model).to(device)
@@ -194,7 +195,7 @@ class _Span(NamedTuple):
 
 
 def copies_of(events: Iterable[dict[str, Any]]) -> dict[str, tuple[float, float]]:
-    """Return, for "DtoH" and "HtoD", the time of the copies in seconds, and the hidden share of this time.
+    """Return, for "DtoH" (to the host) and "HtoD" (to the device), the time of the copies in s, and its hidden share.
 
     Args:
         events: events of torch's profiler in Chrome's format, with times in microseconds. Kernels of the training are
@@ -222,7 +223,7 @@ def copies_of(events: Iterable[dict[str, Any]]) -> dict[str, tuple[float, float]
 def _hidden(spans: Sequence[_Span], kernels: Sequence[_Span]) -> tuple[float, float]:
     """Return the total length of time spans in seconds, and the share of this time in which kernels ran.
 
-    Kernels do not overlap.
+    The kernels must not overlap each other.
     """
     total = sum(span.end - span.begin for span in spans)
     hidden = sum(

@@ -36,7 +36,7 @@ WORKERS = 3
 BATCH = 8
 BATCHES = 12  # number of batches of each worker in an epoch, if all workers have equal shares
 EPOCHS = 5
-SAMPLE_S = 0.02  # compute time of one sample, so long that other programs on the machine matter little
+SAMPLE_S = 0.02  # compute time of one sample: long, so that other programs on the machine matter little
 GOAL = 0.1  # largest permitted error of a promise
 
 
@@ -71,7 +71,7 @@ class AdviceRow(msgspec.Struct, frozen=True):
     """The promised and the measured factor of the samples per second: medians over the rounds."""
 
     kind: str
-    change: str  # as the options of the command line
+    change: str  # the change, as options of the command line
     promised: float
     measured: float
 
@@ -144,7 +144,7 @@ class Items(Dataset[torch.Tensor]):
 
 
 def train(name: str) -> None:
-    """Train as a script of this kind does."""
+    """Train as a script of the kind `name` does."""
     kind, worker = KINDS[name], worker_index()
     torch.set_num_threads(1)
     loader = distribute(DataLoader(Items(kind.loading.get(worker, 0.0)), batch_size=BATCH, shuffle=True))

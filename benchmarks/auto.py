@@ -2,8 +2,8 @@
 
 The clusters are of six kinds, ten of each: some workers are always slower, times vary at random, workers pause, links
 are slow, machines are equal, or the speeds of machines change in mid-run. The workers use up the same data under each
-choice. A *time* is the virtual time of the run, divided by the share of the data that was applied, because
-`drop-stragglers` drops some data.
+choice. A *time* is the virtual time of the run, divided by the share of the data whose gradients were applied, because
+`drop-stragglers` drops some gradients.
 
 The time says nothing about the quality of the result: an epoch is assumed to be worth the same under each choice, which
 is the aim of translated hyper-parameters (see `paceline.sync.translation`).
@@ -72,7 +72,7 @@ COLUMNS: Columns[Row] = {
 
 
 def clusters(each: int = EACH) -> Iterator[Cluster]:
-    """Yield some clusters of each kind. The clusters differ in size and in the inequality of their workers."""
+    """Yield `each` clusters of each kind. The clusters differ in size, and in how unequal their workers are."""
     for kind in KINDS:
         for number in range(each):
             draw = random.Random(f"{kind} {number}")

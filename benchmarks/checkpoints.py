@@ -1,8 +1,8 @@
 """Measures how much longer the steps of training are while a checkpoint is written.
 
-A worker trains layers of equal size, and times each whole step. The worker requests a checkpoint, and requests the next
-checkpoint when some steps have passed since the previous checkpoint was complete. The steps from the request until the
-checkpoint is complete are compared with the other steps of the same run.
+A worker trains layers of equal size, and times each whole step. The worker requests a checkpoint. It requests the next
+one when a fixed number of steps has passed since the previous checkpoint was complete. The steps from the request until
+the checkpoint is complete are compared with the other steps of the same run.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _train(case: Case, rounds: int, directory: str) -> list[Step]:
             now_s = time.perf_counter()
             steps.append(Step(now_s - began_s, writing))
             began_s, since = now_s, since + 1
-            if writing and (found := _newest(directory)) > newest:  # a checkpoint number may be left out
+            if writing and (found := _newest(directory)) > newest:  # the numbers of checkpoints may have gaps
                 writing, complete, newest, since = 0, writing, found, 0
             if not writing and since == APART + SETTLING:
                 if complete == rounds:

@@ -36,7 +36,7 @@ def _cell(row: CodecRow, ms: float) -> str:
 
 
 COLUMNS: Columns[CodecRow] = {
-    "25 MB on their way": lambda row: row.what,
+    "25 MB of": lambda row: row.what,
     "encoding: ms, ns, sums": lambda row: _cell(row, row.encode_ms),
     "decoding: ms, ns, sums": lambda row: _cell(row, row.decode_ms),
 }
@@ -110,7 +110,7 @@ def _row(
     torch.set_num_threads(1)
     try:
         times_ms: list[tuple[float, float, float]] = []
-        for _ in range(rounds + 1):  # the first round only touches the memory
+        for _ in range(rounds + 1):  # the first round, which first uses the memory, is not measured
             summed = _time_ms(lambda: torch.add(*terms, out=total))
             encoded = _time_ms(encode)
             pass_on()

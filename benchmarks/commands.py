@@ -52,7 +52,7 @@ def app_of(names: Iterable[str] = BENCHMARKS) -> typer.Typer:
         pretty_exceptions_enable=False,
         help="Measure how fast Paceline is on this machine. Run the benchmarks on an otherwise idle machine.",
     )
-    app.callback()(lambda: None)  # otherwise, a single command would have no name
+    app.callback()(lambda: None)  # without it, typer would not accept the name of the only command
     for name in names:
         measure = import_module(f"benchmarks.{BENCHMARKS[name]}").measure
         app.command(name, cls=_SpacedLists)(command_of(name, measure))

@@ -111,7 +111,7 @@ def _measure(
 ) -> CoordinatorRow:
     allow_descriptors(workers + machines)
     with TemporaryDirectory() as folder, ExitStack() as stack:
-        # No process trains, so the memory for the processes of so many workers is not needed.
+        # `make_job` gets one worker, because it checks the memory for all workers, but no process trains here.
         job = make_job(workers=1, servers=1, sync=sync, joined=True, transport="tcp", run_dir=f"{folder}/run")
         job = msgspec.structs.replace(
             job, workers=workers, least=workers, secure=secure, token=new_secret(), version=__version__

@@ -1,8 +1,8 @@
-"""Light workers: many workers, and one server, in one process that computes nothing.
+"""Light workers: many workers and one server in one process, which exchange messages but do not train.
 
 Workers and server use the cores of `paceline.core`, so the coordinator receives the same messages as from real workers
-and servers. The messages arrive over one connection per worker, one per machine, and one for the server. Messages
-between the workers and the server stay in this process.
+and servers. The messages reach the coordinator over one connection per worker, one per machine, and one for the server.
+Messages between the workers and the server stay in this process.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ LOOK_S = 0.1  # time between two checks whether a heartbeat is due
 ASKS_EVERY = 10  # a worker measures the coordinator's response time once in this many iterations
 JITTER = 0.2  # computing times are uniformly distributed between 1 - JITTER and 1 + JITTER times their mean
 
-NO_TENSORS = [NullStore()]  # the store of the only shard
+NO_TENSORS = [NullStore()]  # the stores of the server: one, because there is only one shard
 
 
 def allow_descriptors(needed: int) -> None:
@@ -104,7 +104,7 @@ class Load(NamedTuple):
 
 
 def load_of(thread: threading.Thread, seconds: float) -> Load:
-    """Measure the load of a running thread for some seconds, and return it."""
+    """Return the load of a running thread, measured over the given number of seconds."""
     assert thread.ident is not None
     clock = time.pthread_getcpuclockid(thread.ident)
     begun_s, used_s = time.monotonic(), time.clock_gettime(clock)
@@ -121,7 +121,7 @@ class Place(msgspec.Struct, frozen=True):
     version: str  # of Paceline
     sync: str
     workers: int
-    machines: int  # number of machines, to which the workers are distributed
+    machines: int  # number of machines, among which the workers are divided
     interval_s: float  # mean computing time of an iteration
     model: ModelSpec  # the model that the workers register
 
@@ -149,7 +149,7 @@ class Crowd:
         self._cores = [
             Worker(schedule, workers=place.workers, shards=1, servers=1) for _ in range(place.workers)
         ]
-        self._waiting = [False] * place.workers  # True from a push to the answer
+        self._waiting = [False] * place.workers  # True while the worker waits for an answer
         self._connected: set[int] = set()  # workers that are connected to the server
         self._streams: dict[Peer, Stream[Any]] = {}
         self._agents: dict[int, Stream[Any]] = {}
@@ -344,7 +344,7 @@ class _LightHost(Host):
         self._crowd._at(timer.due_ticks / 1e9, partial(self._crowd._fire, timer))
 
     def proceed(self, request: Proceed) -> None:
-        """Do nothing: `Crowd._deliver` sees that the worker no longer waits."""
+        """Do nothing: `Crowd._deliver` finds out that the worker no longer waits."""
 
     def abort(self, request: Abort) -> None:
         worker = self._peer.index

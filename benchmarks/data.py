@@ -29,12 +29,12 @@ from .data_requests import SECONDS, RequestsRow, ask_core, ask_floor, ask_host
 from .harness import Benchmark, Columns, Figures, live, marked
 
 WORKERS = (1, 4)
-PROCESSES = (0, 2)  # numbers of worker processes of the loader
+PROCESSES = (0, 2)  # numbers of processes of the loader
 BATCH = 16
 BATCHES = 100  # number of batches in an epoch, for each worker
 STEP_S = 0.005  # compute time of a gradient
-ADDED_GOAL = 0.01  # of `STEP_S`
-SHARE_GOAL = 0.1  # of one core
+ADDED_GOAL = 0.01  # goal: largest time that the distributed loader adds, as a share of `STEP_S`
+SHARE_GOAL = 0.1  # goal: largest share of one core that the coordinator uses
 ASKING = 1000  # number of workers that ask the coordinator
 RATE = 10.0  # number of requests per second of each of these workers
 
@@ -59,7 +59,7 @@ class LoaderRow(msgspec.Struct, frozen=True):
     """
 
     workers: int
-    processes: int  # number of worker processes of the loader
+    processes: int  # number of processes of the loader
     plain_us: float  # time to load a batch of the plain loader
     distributed_us: float
     plain_step_us: float  # time of a step with a batch of the plain loader
@@ -233,7 +233,7 @@ def _pass(
 
 
 class Watch:
-    """Counts the requests for data of a session, and measures how long the session waits for answers. See `Pass`.
+    """Counts the requests for data that a session sends, and measures how long it waits for answers. See `Pass`.
 
     Reading an answer that has already arrived is not a wait.
     """

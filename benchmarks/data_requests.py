@@ -33,7 +33,7 @@ from paceline.wire.transports import UNIX, connect
 
 from .crowd import allow_descriptors, beside, load_of
 
-CLIENTS = 2  # number of processes, each of which acts as many workers
+CLIENTS = 2  # number of processes, among which the workers are divided
 ROUNDS = 5
 SECONDS = 5.0
 GREETING_TIMEOUT_S = 60.0
@@ -47,12 +47,12 @@ class RequestsRow(msgspec.Struct, frozen=True):
 
     measured: str  # what was measured
     workers: int
-    rate: float  # number of requests per second that were answered; 0 if the requests were not paced
+    rate: float  # number of requests per second that were answered; 0 if requests followed each other without a pause
     request_us: float  # processor time per request
 
 
 class Asker:
-    """A worker that does nothing but use its data."""
+    """A worker that only requests data and uses up what it receives."""
 
     def __init__(self) -> None:
         self._feed = DataFeed()
@@ -89,7 +89,8 @@ def ask_core(workers: int, rate: float) -> RequestsRow:
         core.connected(peer, 0)
     requests = [encoder.encode(asker.begin()) for asker in askers]
     rounds_us = []
-    # The workers' times per batch are unknown in the first rounds, so these rounds are not measured.
+    # In the first rounds, the coordinator does not know the workers' times per batch yet, so these rounds are not
+    # measured.
     for number in range(ROUNDS + 3):
         answers = []
         begun_s = time.thread_time()
@@ -114,7 +115,7 @@ def ask_host(workers: int, rate: float, seconds: float = SECONDS) -> RequestsRow
     """
     allow_descriptors(workers)
     with TemporaryDirectory() as folder, ExitStack() as stack:
-        # No process trains, so the memory for the processes of so many workers is not needed.
+        # `make_job` gets one worker, because it checks the memory for all workers, but no process trains here.
         job = make_job(workers=1, servers=1, sync="asp", transport="unix", run_dir=f"{folder}/run")
         job = msgspec.structs.replace(job, workers=workers)
         coordinator = CoordinatorHost.listen(job)
@@ -175,7 +176,7 @@ def _answer_all(listener: socket.socket, workers: int, stopping: socket.socket) 
 def _load(
     thread: threading.Thread, address: str, token: str, workers: int, rate: float, seconds: float
 ) -> tuple[float, float]:
-    """Let workers in other processes ask at an address, and measure the thread that answers them.
+    """Let workers in other processes request data at an address, and measure the thread that answers them.
 
     Returns:
         The processor time per request in microseconds, and the number of answered requests per second.

@@ -59,7 +59,7 @@ Measure = TypeVar("Measure", bound=Callable[..., Any])
 
 NOTHING_LEFT = "there are no results, and all processes have been stopped"
 ROOT = Path(__file__).resolve().parents[1]
-WARM_UP = 2  # calls or iterations that are not measured
+WARM_UP = 2  # number of calls or iterations at the beginning that are not measured
 QUIET = 0.05  # share of all cores that other programs may use without a warning
 LOOK_S = 0.5  # seconds for which the harness measures the load by other programs
 PAIRS = 3  # number of runs of each commit with `--against`
@@ -68,7 +68,7 @@ PAIRS = 3  # number of runs of each commit with `--against`
 
 
 def list_option(name: str, metavar: str, help: str, read: Callable[[str], Sequence[object]]) -> Any:
-    """Return an option whose value is a list. `read` receives a text with commas."""
+    """Return an option whose value is a list. `read` makes the list from text with commas."""
 
     def parse(given: str | Sequence[object]) -> Sequence[object]:
         return read(given) if isinstance(given, str) else given  # the default value is a list already
@@ -116,7 +116,7 @@ class Figures(Generic[Row]):
         rows: the results. Each row is a `msgspec.Struct`, whose fields are printed with `--json`.
         columns: the columns of the table.
         caption: text below the table.
-        labels: number of columns, from the left, with text.
+        labels: number of columns with text, which are the leftmost ones.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ def new_table(title: str, caption: str = "") -> Table:
 
 
 def marked(text: str, met: bool) -> str:
-    """Return a text, with a mark if a goal is missed."""
+    """Return a text, followed by a mark if a goal is not met."""
     return text if met else f"{text} !"
 
 
@@ -326,7 +326,7 @@ def require_success(name: str, process: subprocess.Popen[str], errors: str) -> N
 
 
 def busy_share(seconds: float = LOOK_S) -> float:
-    """Return the share of all cores that is in use, while this process sleeps; 0 if it is unknown."""
+    """Sleep, and return which share of all cores is in use meanwhile; 0 if this share is unknown."""
     try:
         before = _ticks()
         time.sleep(seconds)
@@ -389,8 +389,8 @@ def command_of(name: str, measure: Callable[..., list[Figures[Any]]]) -> Callabl
         console.print(f"This takes {'a minute or less' if quick or declared.minutes < 1 else takes}.")
         if (busy := busy_share()) > QUIET:
             console.print(
-                f"warning: other programs use {busy:.0%} of this machine's cores. All times may be wrong, and "
-                "ratios, too. Measure on an idle machine."
+                f"warning: other programs use {busy:.0%} of this machine's cores. All times and "
+                "ratios may be wrong. Measure on an idle machine."
             )
         with interruptible(NOTHING_LEFT), shown_progress(console) as tell:
             found = measure(tell, **given)

@@ -1,10 +1,10 @@
 """Measures how long a worker that joins a run in progress takes from the end of its imports to its first update.
 
 `paceline serve` runs on this machine, and one worker trains throughout. Further workers join one after another with
-`paceline join`, and leave when they have made their first update. The script writes down how long it has taken from
-the end of its imports until its first `optimizer.step()` has returned. This time includes the registration of the
-model, the join at all shards, the connections to the servers, the first weights, one iteration, and the wait that the
-sync model requires.
+`paceline join`, and leave when they have made their first update. The script of each of these workers writes down the
+time from the end of its imports to the return of its first `optimizer.step()`. This time includes the registration of
+the model, the join at all shards, the connections to the servers, the first weights, one iteration, and the wait that
+the sync model requires.
 """
 
 from __future__ import annotations

@@ -3,18 +3,18 @@
 A worker and one or two servers are on machines of their own: network namespaces with a rate-limited link each. The
 worker trains with ASP, so a step is a push of the whole gradient and a pull of all weights.
 
-The *link time* of a step is the time in which iperf3 passes as many bytes as the step over the same links, first from
-the worker to the server, and then back. The *communication time* is the time of a step minus the time of the backward
-pass alone. The link time can exceed the communication time, because a link carries both directions at the same time:
-the server answers for one shard while the gradient for another shard arrives.
+The *link time* of a step is the time in which iperf3 sends as many bytes as the step does over the same links, first
+from the worker to the server, and then back. The *communication time* is the time of a step minus the time of the
+backward pass alone. The link time can exceed the communication time, because a link carries both directions at the same
+time: the server answers for one shard while the gradient for another shard arrives.
 
 In the second measurement, the link of one of two servers is ten times slower. The *delay* of a shard is the time from
 the beginning of an iteration until the shard answers the pull, according to its trace.
 
 With `--wire`, a format of gradients and weights is compared with float32 instead. Two workers train in lockstep, so
 in each step the server receives two gradients over its link, and sends the weights twice. Then four workers, one of
-which computes three times slower, train with a server on a fast link: with float32 and equal batches, and with the
-format and balanced batches.
+which computes three times slower, train twice with a server on a fast link: first with float32 and equal batches, then
+with the format and balanced batches.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ DELAYED_MB = 8.0  # size of the model in the second measurement
 GOAL = 0.9
 WIRE_WORKERS = 2
 WIRE_GOALS = {"bf16": 0.6, "int4": 0.25}  # largest share of the time of float32 that a format may take
-UNEQUAL = (1.0, 1.0, 1.0, 3.0)  # slowness of the workers in the second measurement with a format
-SERVER_RATE = "1gbit"  # their server's link
+UNEQUAL = (1.0, 1.0, 1.0, 3.0)  # each worker's slowness in the second measurement with a format
+SERVER_RATE = "1gbit"  # rate of the link of the server of these workers
 COMPUTE_S = 0.03  # time in which the fastest of these workers compute a batch
 BATCH = 12
 
@@ -146,8 +146,9 @@ Wire = Annotated[
     typer.Option(
         "--wire",
         metavar="<bf16|int8|int4>",
-        help="Instead, compare this format of gradients and weights with float32, with two and four workers and the "
-        "first of the sizes. This takes about 4 minutes on links of 250mbit, and does not need iperf3.",
+        help="Instead, compare this format of gradients and weights with float32. Only the first of the sizes is "
+        "measured, with two and with four workers. This takes about 4 minutes on links of 250mbit, and does not need "
+        "iperf3.",
     ),
 ]
 
@@ -304,7 +305,7 @@ def _communication_s(placement: ProcessPlacement, size_mb: float, tls: bool, ite
         if not tls:
             _, [time_s] = live(train, size_mb, iterations, kind=float, placement=placement, **settings)
             return time_s
-        # No argument of `launch` asks for TLS: only runs that machines join use it.
+        # No argument of `launch` asks for TLS, because only a run that other machines can join uses TLS.
         job = make_job(**settings, run_dir=Path(out, "run"), dry_run=True)
         job = structs.replace(job, token=new_secret(), secure=True)
         function = (_write_time, (size_mb, iterations, Path(out, "time")))

@@ -67,7 +67,7 @@ class RayRow(msgspec.Struct, frozen=True):
 
     @property
     def met(self) -> bool:
-        """True if the run begins soon enough."""
+        """True if `more_s` is at most the goal."""
         return self.more_s <= GOAL_MORE_S
 
 

@@ -1,7 +1,8 @@
-"""`python -m benchmarks slicing`: compares whole tensors with even slices, and several servers with threads of one.
+"""`python -m benchmarks slicing`: compares whole tensors with even slices, and servers with threads of one server.
 
-If an optimizer needs whole tensors, as Muon does, the shards get tensors whose updates cost about the same. The
-layout is that of a transformer: Muon trains the matrices of its layers, and AdamW the embedding and the vectors.
+If an optimizer needs whole tensors, as Muon does, each shard gets whole tensors, chosen so that the updates of all
+shards cost about the same. The layout is that of a transformer: Muon trains the matrices of its layers, and AdamW the
+embedding and the vectors.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from paceline.shard.store import Push, Store
 from .harness import Benchmark, Columns, Figures, Rounds, marked, rounds_text
 
 SHARDS = 4
-GOAL = 1.1  # largest ratio of the time of a step, whole tensors to even slices
+GOAL = 1.1  # largest permitted ratio: time of a step with whole tensors / time with even slices
 TABLE = 16_384  # rows of the embedding
 
 
@@ -84,7 +85,7 @@ SLICING_COLUMNS: Columns[SlicingRow] = {
     "largest / mean size": lambda row: f"{row.largest:.2f}",
     "step: mean (ms)": lambda row: f"{row.mean_ms:.1f}",
     "slowest shard (ms)": lambda row: f"{row.slowest_ms:.1f}",
-    "to even slices": lambda row: (
+    "ratio to even slices": lambda row: (
         marked(f"{row.slowest_ms / row.even_ms:.2f}", row.slowest_ms <= GOAL * row.even_ms)
         if row.even_ms
         else "-"
@@ -138,7 +139,7 @@ def measure(tell: TellShare, rounds: Rounds = 15, width: int = 512, layers: int 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        for number in range(rounds + 1):  # the first round only touches the memory
+        for number in range(rounds + 1):  # the first round, which first uses the memory, is not measured
             tell(f"round {number}", 0.5 * number / (rounds + 1))
             for index in range(SHARDS):
                 for name in ways:

@@ -39,7 +39,7 @@ class StepRow(msgspec.Struct, frozen=True):
     one_us: float  # what Paceline adds in the only worker of a run
     two_us: float  # what Paceline adds in one of two workers
     ddp_us: float  # what DistributedDataParallel adds in one process, with gloo
-    met: bool  # True if both workers meet the goal
+    met: bool  # True if `one_us` and `two_us` both meet the goal
 
 
 @Benchmark(minutes=4, quick={"rounds": 1, "blocks": 2, "sizes": (1, 10)})
@@ -87,7 +87,7 @@ def _run(case: tuple[int, str, int]) -> float:
 
 
 class _Gradients(torch.autograd.Function):
-    """A loss that does not depend on the weights. Each element of its gradients is `slope`, a number of the worker."""
+    """A loss that does not depend on the weights. All elements of its gradients are `slope`, one number per worker."""
 
     @staticmethod
     def forward(ctx: Any, slope: float, *weights: torch.Tensor) -> torch.Tensor:

@@ -74,7 +74,7 @@ class WhatIfRow(msgspec.Struct, frozen=True):
 
     @property
     def met(self) -> bool:
-        """True if the error of the median is at most the goal."""
+        """True if the error of the median ratio is at most the goal."""
         return abs(self.ratio - 1) <= CASES[self.case].goal
 
 

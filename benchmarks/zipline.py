@@ -101,7 +101,8 @@ NOTES = (
     "the first predicted end time is the time of the last push; in our data, it is one interval later.",
     "Our success rate is the share of inputs on which a method finds the smallest wait found by any method, averaged "
     "over the rows with n >= 10. The paper's success rate seems to be the share of rows (grid-scan: 3 of 10). "
-    "full-grid-scan is not exact: the grid point nearest to an end time may lie on the wrong side of the end time.",
+    "full-grid-scan is not exact: of a worker's end times, it takes the one nearest to a given end time, although only "
+    "an end time on the other side may belong to the narrowest set.",
     "naive enumerates all R^n sets of one end time per worker, so it is not measured if there are more than "
     f"{NAIVE_SETS:,} sets. With 10 workers and 15 end times each, there are already 5.8e11 sets. Therefore, naive is "
     "measured with 4 workers, for which the paper has no numbers.",
@@ -363,7 +364,7 @@ def _cells(paper: Mapping[Shape, Round], small: bool) -> Iterator[Cell]:
 
 
 def success_share(cells: Sequence[Cell], method: str) -> float | None:
-    """Return the mean share of optimal results of a method over the shapes of Table 3; None without any."""
+    """Return the mean share of optimal results of a method over the shapes of Table 3; None if there is no result."""
     shares = [c.optimal_share for c in cells if c.method == method and c.shape in TABLE_3_SHAPES]
     return fmean(found) if (found := [share for share in shares if share is not None]) else None
 

@@ -134,8 +134,8 @@ evaluations of the study come before this update. If a run of each of the 69 cel
 seed of the table's schedule and without evaluations during training, it ends at the same time and with the same
 accuracy as in the table (`tests/reproductions/test_studies.py`).
 
-The next table shows how many times sooner than `bsp` a model reaches the final accuracy of `bsp`, less the
-bound. The first two numbers are those of the mean over the seeds, in the table and in the study. The third
+The next table shows how many times sooner than `bsp` a model reaches the final accuracy of `bsp` to
+within the bound. The first two numbers are those of the mean over the seeds, in the table and in the study. The third
 number is that of single runs, as in the `summary.md` of the study. A single run exceeds the target now and then
 before the mean does, most of all under `bsp`.
 
@@ -262,8 +262,8 @@ def _of_times(
             f"`bsp` needs {' and '.join(f'{each:.0f} s' for each in usual)}"
         )
     return (
-        f"The first two numbers differ {'; '.join(parts)}. The table has one schedule, so its times depend on when "
-        "this schedule slows down which worker: most of all in the cluster *pauses*, where a run has few pauses."
+        f"The first two numbers differ {'; '.join(parts)}. The table has one schedule, so its times depend on which "
+        "workers this schedule slows down, and when: most of all in the cluster *pauses*, where a run has few pauses."
     )
 
 

@@ -60,27 +60,28 @@ METHOD = (
     "weights, so those of the first peer are evaluated after each of its steps; under Paceline asp, the weights are "
     f"those that the first worker has received last. A run ends after {LIMIT_S:g} s.",
     f"*Rates.* Each system makes a run with each of the learning rates {', '.join(f'{lr:g}' for lr in RATES)} "
-    "under the first condition, and keeps the best one. DDP with shares by hand has the rate of DDP. The results are "
-    f"medians over {len(SEEDS)} other seeds.",
+    "under the first condition, and keeps the best of these rates. DDP with shares by hand has the rate of DDP. The "
+    f"results are medians over {len(SEEDS)} other seeds.",
     "*Settings.* The settings are those that the documentation of each system recommends, if they fit a run of "
     "about 100 steps: see the heads of the files in `benchmarks/peers`. H is the number of local steps: 8 for "
-    "Accelerate as in its guide, 4 for PostLocalSGD as in PyTorch's examples, after 10 steps of warm-up instead of "
-    "100, and 8 instead of 100 for torchft. hivemind averages local weights after 8 joint batches. It searches at most "
-    "0.5 s for a group before each average, while a joint batch takes 0.14 s. On slow links, systems send fewer bytes "
-    "if they can: Paceline uses `--wire int4` and a server on each machine, as its guide says; DDP uses float16, and "
-    "hivemind 8 bits. PostLocalSGD, Accelerate and torchft have no such option on CPUs.",
+    "Accelerate, as in its guide; 4 for PostLocalSGD, as in PyTorch's examples, but after 10 steps of warm-up instead "
+    "of 100; and 8 for torchft, instead of 100. hivemind averages local weights after 8 joint batches. It searches for "
+    "a group for at most 0.5 s before each average, while a joint batch takes 0.14 s. On slow links, systems send "
+    "fewer bytes if they can: Paceline uses `--wire int4` and a server on each machine, as its guide says; DDP uses "
+    "float16, and hivemind uses 8 bits. PostLocalSGD, Accelerate and torchft have no such option on CPUs.",
     "*MB sent* is the amount that the interfaces of all three machines have sent until the loss was reached (in the "
     "whole run, if it was not reached). *Samples lost* are samples whose gradient a worker has computed, but which has "
-    "no part in the common weights. Paceline hands out the samples of a lost worker again, so only the computation is "
-    "lost there. Samples that were under way at the end do not count.",
+    "no part in the common weights. Paceline hands out the samples of a lost worker again, so under Paceline, only the "
+    "computation is lost. Samples whose gradients were still being computed or exchanged at the end of the run do not "
+    "count.",
 )
 LIMITS = (
     "There are no results for GPUs, NCCL, or more than three workers.",
-    "There are no results for large models: the sleep stands for their computation, but their gradients are larger, "
-    "too.",
-    "Gradients are not exchanged during a computation: each step first sleeps. DDP and Paceline send parts of a "
-    "gradient while a real model still computes the others. Only hivemind (averages of weights, search for groups) and "
-    "torchft DDP (quorum) do a part of their work during the sleep.",
+    "There are no results for large models: the sleep stands for the computation of a large model, but its gradients "
+    "would also be larger than those sent here.",
+    "Gradients are not exchanged during a computation: each step first sleeps. With a real model, DDP and Paceline "
+    "send parts of a gradient while the other parts are still being computed. Only hivemind (averages of "
+    "weights, search for groups) and torchft DDP (quorum) do a part of their work during the sleep.",
     "DDP could send fewer bytes with PowerSGD, which was not measured.",
     "There are no results for the final quality of a model, which matters most if steps are local or gradients are "
     "stale.",
@@ -144,15 +145,20 @@ def text(outcomes: Sequence[Outcome], sessions: Sequence[Session]) -> str:
         f"{', '.join(f'{name} {version}' for name, version in each.versions.items())}"
         for each in sessions
     ]
-    counted = f"{len(outcomes)} of {TOTAL} runs; {'; '.join(dict.fromkeys(where))}."
+    counted = f"{len(outcomes)} of {TOTAL} runs were made; {'; '.join(dict.fromkeys(where))}."
     if at_edge := edges(found):
-        counted += f" The best rate is the least or the largest one for {', '.join(at_edge)}."
+        counted += (
+            f" For {', '.join(at_edge)}, the best rate is the smallest or the largest rate that was tried."
+        )
     lines = ["# Beside other systems", "", *textwrap.wrap(QUESTION, 118, break_on_hyphens=False), ""]
     lines += [*bullets(findings(found)), "", *textwrap.wrap(counted, 118, break_on_hyphens=False), ""]
     lines += ["## Results", "", *tables(found), "## How it was measured", ""]
     for paragraph in METHOD:
         lines += [*textwrap.wrap(paragraph, 118, break_on_hyphens=False), ""]
-    again = "The following commands repeat the runs, and write this page. Runs that a file contains are not repeated:"
+    again = (
+        "The following commands repeat the runs, and write this page. Runs whose results the file already contains "
+        "are not repeated:"
+    )
     lines += [*textwrap.wrap(again, 118), "", "    make .venv-peers/.ready"]
     lines += ["    python -m benchmarks peers --results FILE", "    python docs/make_comparison.py", ""]
     lines += ["## Limits of these results", "", *bullets(LIMITS)]

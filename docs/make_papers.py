@@ -37,7 +37,7 @@ whether our number agrees, by the rules of `reproductions/verdicts.py`:
 - *contradicts*: the whole interval shows no effect, an effect of less than a tenth of the paper's, or an effect of
   the opposite sign. A number that is not an effect, such as a count, is contradicted by any other number.
 - *cannot tell*: the interval includes both an effect and no effect, so more seeds would be needed; or the number
-  depends on the paper's machines and data, which are replaced by others here.
+  depends on the paper's machines and data, which are replaced by other machines and data here.
 - *not reproduced*: no result in `reproductions/results` measures the number.
 
 Where training is involved, a small network, small data and virtual time stand in for the paper's network, data and
@@ -50,8 +50,8 @@ the machine that is named in the result. Where the paper only says "faster" or "
 "about 1".
 
     python -m reproductions --list       # every number with its verdict
-    python -m reproductions NAME...      # make an exhibit: its text, numbers and picture
-    python -m reproductions NAME --again # make it at one learning rate, and compare it with the kept result
+    python -m reproductions NAME...      # reproduce an exhibit (a table or a figure): its text, numbers and picture
+    python -m reproductions NAME --again # reproduce it at one learning rate, and compare it with the kept result
     pytest FILE                          # the tests of an algorithm or theorem
 """
 
@@ -221,7 +221,7 @@ def headlines() -> Iterator[str]:
     rows = {(prefix, row.key): row for prefix in PAPERS for row in judged(prefix)}
     yield "## The headlines"
     yield ""
-    yield "The table has the numbers in the papers' abstracts and conclusions, and seven others."
+    yield "The table has the numbers in the papers' abstracts and conclusions, and seven other numbers."
     yield ""
     yield from table(
         ("paper", "claim", "paper", "ours", "ours, own rates", "verdict", "why"),

@@ -110,7 +110,7 @@ METHOD = (
     "workers always take 3 times as long. *Jitter*: log-normal times with sigma 0.5. *Pauses*: each worker is 10 "
     "times slower for 5 s in every 50 s. A worker's batch is the joint batch divided by the number of workers.",
     "*Tuning.* The best rate is that with the best mean quality over three seeds, under `bsp` with 4 workers. Each "
-    "rate that was tried is twice as large as the one before. Where the best rate is the largest one that was "
+    "rate that was tried is twice as large as the next smaller rate. Where the best rate is the largest one that was "
     "tried, a larger rate may be better. The table uses the best rate, half and a quarter of it, and eight other "
     "seeds.",
     "*Runs.* All runs are in virtual time, as with `paceline.simulate`. The times of the pushes do not depend on "
@@ -125,10 +125,10 @@ METHOD = (
     "loss at the best rate, and by at most 1 point or 2 % at half and a quarter of this rate. A run has learned "
     "nothing (*lost*: a cell with such a run) if its accuracy is at most 0.15, or its loss is at least 0.9 on the "
     "quadratics, 1 on `ratings` or 3.15 on `text-gpt`, or not finite.",
-    "*Time.* The quality is computed 40 times in a run. For both models, the time to `bsp`'s quality is the virtual "
-    "time at which the mean over the seeds first reaches `bsp`'s final quality at the same rate, less the bound. All "
-    "runs of a cell have the same schedule, so this time depends on when the schedule slows down which worker, most "
-    "of all in the cluster *pauses* (see the last section of the results).",
+    "*Time.* The quality is computed 40 times in a run. The time to `bsp`'s quality, under `bsp` and under the other "
+    "model, is the virtual time at which the mean over the seeds first reaches `bsp`'s final quality at the same rate, "
+    "to within the bound. All runs of a cell have the same schedule, so this time depends on which workers the "
+    "schedule slows down, and when, most of all in the cluster *pauses* (see the last section of the results).",
 )
 
 
@@ -169,8 +169,8 @@ def completeness(results: Sequence[Result]) -> str:
     return (
         f"There are {len(results)} results with {runs} training runs, which have taken {hours:.1f} hours of one core. "
         f"{left}The GPT is trained only under {models}, and only in these clusters: {places}. Its runs take much "
-        f"longer than all others. With {MANY} workers, all models are trained in the cluster {next(iter(CLUSTERS))}, "
-        f"and only {', '.join(f'`{model}`' for model in MODELS_OF_MANY)} in the other clusters."
+        f"longer than all other runs. With {MANY} workers, all models are trained in the cluster "
+        f"{next(iter(CLUSTERS))}, and only {', '.join(f'`{model}`' for model in MODELS_OF_MANY)} in the other clusters."
     )
 
 

@@ -57,14 +57,14 @@ Different shards may run different models, and the model may change during a run
     paceline run --workers 4 --sync bsp@0,elastic-bsp@epoch:5 train.py            # from the 6th epoch on
 
 A script can change the model with `paceline.set_sync("elastic-bsp")`. All shards change at the same boundary: for
-each worker, the old model ends with the worker's next push, and the new model begins when all workers have sent this
-push. Pushes that were held back are averaged and applied at the boundary, so no push is lost, and all workers have
+each worker, the old model ends with the worker's next push, and the new model begins when every worker has sent its
+next push. Pushes that were held back are averaged and applied at the boundary, so no push is lost, and all workers have
 the same c_p when the new model begins. Some models must run on all shards, because they plan for the whole job:
 `elastic-bsp` and `spec-sync`. `rennala` and `ringmaster` need a single shard (`--servers 1`), because a push could
 otherwise be applied at one shard and dropped at another.
 
 `--sync auto` lets the run choose: it begins with `bsp` and balanced batches, and changes to another model at the
-beginning of an epoch if that saves at least 10 % of the time per epoch. See
+beginning of an epoch if the change saves at least 10 % of the time per epoch. See
 [the guide](../how-to/choose-a-model.md#let-the-run-choose).
 
 A model decides which pushes are applied, and when. How far an update then moves the weights follows from the

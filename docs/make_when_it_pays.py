@@ -93,9 +93,9 @@ The following commands repeat the study, which takes about {minutes} minutes on 
 LET_THE_RUN_CHOOSE = """\
 ## Let the run choose
 
-`--sync auto` begins with `bsp` and balanced batches, and changes to another model at the beginning of an epoch if
-that saves at least 10 % of the time per epoch ([details](../how-to/choose-a-model.md#let-the-run-choose)). `python -m
-benchmarks auto` simulates such runs on 60 clusters of 4 to 16 workers, with 24 epochs of 30 iterations each. It
+`--sync auto` begins with `bsp` and balanced batches, and changes to another model at the beginning of an epoch if the
+change saves at least 10 % of the time per epoch ([details](../how-to/choose-a-model.md#let-the-run-choose)). `python
+-m benchmarks auto` simulates such runs on 60 clusters of 4 to 16 workers, with 24 epochs of 30 iterations each. It
 compares the durations of these runs, until all data is used, with the durations under `bsp`, `bsp` with balanced
 batches, `drop-stragglers`, `ssp`, `elastic-bsp` and `asp`. An epoch is assumed to reduce the loss by the same amount
 under each model, which is the aim of translated hyper-parameters. Dropped data is not counted as used.
@@ -126,7 +126,7 @@ CANNOT = (
     "anything about ratios between 0.9 and 1.1, even if they are significant: neighboring learning rates differ by "
     "41 %, so an optimum between them can be missed by a few percent.",
     "which settings are safe: the best settings were chosen with three seeds, and some of them diverge with other "
-    "seeds. Such results count as never.",
+    'seeds. Such a result counts as "never".',
     "by how much final losses would differ on a real problem: without noise, a quadratic's loss falls exponentially.",
 )
 
@@ -160,10 +160,10 @@ PROBLEMS = {
 REAL = (
     "These studies follow the protocol of [When it pays](when-it-pays.md#how-it-was-measured), with six contenders "
     f"that were chosen before any result was known. There are two clusters ({TWO[0]}; {TWO[1]}), and all batches of "
-    "a problem have the same size. Settings are chosen by the time to the second target, with a constant learning "
-    "rate, and used for all measures. The tuning begins with 18 settings, and the evaluation uses 16 seeds. The loss "
-    "is measured on held-out data, and a target is a share of the loss at the beginning. Holm's correction covers all "
-    "comparisons of a problem."
+    "a problem have the same size. Settings are chosen by the time to the first target in the tables, with a "
+    "constant learning rate, and used for all measures. The tuning begins with 18 settings, and the evaluation uses "
+    "16 seeds. The loss is measured on held-out data, and a target is a share of the loss at the beginning. Holm's "
+    "correction covers all comparisons of a problem."
 )
 
 

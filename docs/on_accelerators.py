@@ -236,15 +236,15 @@ that runs during the backward pass is *hidden*: it takes no additional time. P i
 for each weight.
 
 - *Gradients to the host:* P / 25 GB/s over PCIe 4.0 x16 (nominal). A gradient is copied as soon as it is complete, so
-these copies are hidden as far as the backward pass is long enough. Nothing is hidden if the device has no streams, or
+these copies are hidden if the backward pass is long enough. Nothing is hidden if the device has no streams, or
 if the script changes its gradients after the backward pass, as `clip_grad_norm_` does, because the changed gradients
 are copied again.
 - *Gradients to the servers:* at most P / 1.25 GB/s over 10-gigabit Ethernet. The parts that are sent during the
 backward pass are hidden.
 - *The update*, on the CPUs of the servers. It begins when the last gradient has arrived, so nothing is hidden.
-- *Weights to the workers:* at most P / 1.25 GB/s again. Nothing is hidden.
-- *Weights to the device:* P / 25 GB/s again. A piece is copied as soon as it has arrived, so this time is hidden
-behind the transfer if the link is slower than the device. In shared memory, nothing is hidden.
+- *Weights to the workers:* at most P / 1.25 GB/s, as for the gradients. Nothing is hidden.
+- *Weights to the device:* P / 25 GB/s, as for the gradients. A piece is copied as soon as it has arrived, so
+this time is hidden behind the transfer if the link is slower than the device. In shared memory, nothing is hidden.
 
 With 100 million weights ({gigabytes:.1f} GB), a copy over PCIe takes {device_ms:.0f} ms, and 10-gigabit Ethernet
 takes {ethernet_ms:.0f} ms in each direction. Over shared memory, there is no link between workers and servers.
@@ -255,7 +255,7 @@ codecs`):
 
 ENCODING
 
-Gradients are encoded and decoded during the backward pass, as far as it is long enough. Each server encodes its part
+Gradients are encoded and decoded during the backward pass, if it is long enough. Each server encodes its part
 of the weights after the update, and each worker decodes all weights. So with one core for each process, codecs save
 little over 10-gigabit Ethernet, and cost time over faster links. [Over slower links](#on-slow-links), codecs save
 most of the time.
@@ -270,7 +270,7 @@ So Adam on one core takes about {adam_ms:.0f} ms for 100 million weights, which 
 second. The shards of several servers are updated at the same time: {machines} servers with a core each allow about
 {adam_rate_4:.0f} steps per second, unless they share memory that is too slow for all of them. Under `bsp`, a step is
 one update with the mean of all pushes. Each push after the first adds at most the time of an update by SGD. Under
-`asp`, each push is an update, so all workers together make this number of steps. Muon multiplies matrices, which
+`asp`, each push is an update, so this is the number of steps of all workers together. Muon multiplies matrices, which
 takes far longer on a CPU. With `--server-device`, the servers make the steps of Muon on an accelerator, which takes
 two more copies of P in each step.
 
@@ -284,7 +284,7 @@ device.
 server with a core of its own. If devices are unequal, half of them take twice as long. The optimizer is Adam.
 Paceline uses `bsp` and balanced batches. DDP uses equal batches, so its steps take as long as those of the slow
 devices. The backward pass takes two thirds of the computation. For both systems, communication is assumed to be hidden
-as far as the backward pass is long enough. The times in the table are computed, not measured
+if the backward pass is long enough. The times in the table are computed, not measured
 (`docs/on_accelerators.py`). Paceline is recommended if it takes at least 10 % less time. The columns `int8` and `int4`
 show the time of Paceline with a codec, including encoding and decoding:
 

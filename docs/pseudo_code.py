@@ -58,7 +58,7 @@ ALGORITHMS: dict[str, list[Line]] = {
         Line("16", "count the push", "sync.model:Counts.pushed"),
         Line(
             "17-23",
-            "if the push condition holds, answer what is filed under the round, and begin the next one",
+            "if the push condition holds, answer the pulls that are filed under the round, and begin the next round",
             "sync.conditions:ConditionMachine._close_rounds",
             "The condition is tested again until it fails, because several rounds may become complete when a worker "
             "is lost. A worker that has left no longer counts.",
@@ -105,17 +105,18 @@ ALGORITHMS: dict[str, list[Line]] = {
     "SpecSync, Algorithm 1 (`spec-sync` without fixed parameters)": [
         Line(
             "2-8",
-            "try each difference of times, and keep the one with the largest gain",
+            "try each candidate for the abort time, and keep the candidate with the largest gain",
             "sync.spec_sync:tune",
-            "Candidates are differences between pushes and starts, up to the mean iteration time. Nothing is aborted "
-            "if no candidate gains anything.",
+            "Candidates are the times from the start of an iteration to a later push of another worker, up to the "
+            "mean iteration time. Nothing is aborted if no candidate gains anything.",
         ),
     ],
     "ElasticBSP, Algorithm 1, GridScan (a baseline of the paper, which `elastic-bsp` does not use)": [
         Line("4", "designate the worker with the earliest end time", "zipline.searches:grid_scan"),
         Line(
             "5-11",
-            "for each of its end times e, form the set Z of e and each other worker's end time that is nearest to e",
+            "for each end time e of this worker, form the set Z of e and, for each other worker, its end time that is "
+            "nearest to e",
             "zipline.searches:_narrowest_near",
             "Of two end times that are equally near, the earlier column is taken.",
         ),
@@ -123,8 +124,8 @@ ALGORITHMS: dict[str, list[Line]] = {
             "12-16",
             "keep the set Z with the least difference",
             "zipline.searches:_narrowest_near",
-            "By its indentation, the listing evaluates Z in the loops of lines 8 and 9, when Z does not have an end "
-            "time of every worker yet. Here, as in the text of section 5.1 and in Fig. 7 (15 sets for R = 15), only "
+            "By its indentation, the listing evaluates Z in the loops of lines 8 and 9, when Z still lacks the "
+            "end times of some workers. Here, as in the text of section 5.1 and in Fig. 7 (15 sets for R = 15), only "
             "complete sets are evaluated.",
         ),
     ],
@@ -132,12 +133,13 @@ ALGORITHMS: dict[str, list[Line]] = {
         Line("2-3", "merge and sort the predicted end times", "zipline.zipline:timeline"),
         Line(
             "4-9",
-            "take end times in this order, the latest of each worker, until the set Z has one of every worker",
+            "take end times in this order, and keep the latest of each worker, until the set Z has an end time of "
+            "every worker",
             "zipline.zipline:_candidates",
         ),
         Line(
             "13-19",
-            "take the next end times; each replaces the one of the same worker in Z",
+            "take the next end times; each replaces the end time of the same worker in Z",
             "zipline.zipline:_candidates",
             "Line 14 first removes the earliest end time from Z, and lines 15 to 19 add other end times until Z is "
             "complete again. But line 16 may find no further end time. Here, as in the text of section 5.2 and "
@@ -148,8 +150,8 @@ ALGORITHMS: dict[str, list[Line]] = {
             "keep the set Z with the least difference",
             "zipline.zipline:zipline",
             "By its indentation, the listing evaluates Z in the loop of lines 15 to 19, while Z lacks a worker. The "
-            "difference is then too small, so the listing may return a set without an end time of every worker. Here, "
-            "only complete sets are evaluated. Of sets with the same difference, the earliest is kept.",
+            "difference is then too small, so the listing may return a set that lacks the end times of some workers. "
+            "Here, only complete sets are evaluated. Of sets with the same difference, the earliest is kept.",
         ),
     ],
 }

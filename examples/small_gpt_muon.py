@@ -51,7 +51,7 @@ class Block(nn.Module):
         self.narrow = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the activations after this layer. Shape of both: (sequences, context, width)."""
+        """Return the activations after this layer. Shape of `x` and of the result: (sequences, context, width)."""
         count, length, width = x.shape
         heads = self.attention(self.attention_norm(x)).view(count, length, 3, self.heads, -1)
         query, key, value = heads.permute(2, 0, 3, 1, 4)
@@ -75,7 +75,7 @@ class GPT(nn.Module):
             nn.init.normal_(embedding.weight, std=0.1)
 
     def loss(self, text: Tensor) -> Tensor:
-        """Return the cross-entropy of each next byte, in nats. Shape of the text: (sequences, context + 1)."""
+        """Return the mean cross-entropy of the next bytes, in nats. Shape of the text: (sequences, context + 1)."""
         x = self.embedding(text[:, :-1]) + self.position.weight
         scores = self.output(self.norm(self.blocks(x)))
         return functional.cross_entropy(scores.flatten(0, 1), text[:, 1:].flatten())

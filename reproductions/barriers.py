@@ -170,7 +170,7 @@ def table_2(options: Options, tell: TellShare) -> Made:
 
 # -- Simulated runs ------------------------------------------------------------------------------------------------
 
-TRANSFER_S = 0.25  # of a push, and of the answer to a pull
+TRANSFER_S = 0.25  # time to transfer a push; the answer to a pull takes as long
 
 
 class Finished(msgspec.Struct, frozen=True):
@@ -290,7 +290,7 @@ FIGURE_5_LOOKAHEAD = 6
 
 
 def figure_5(options: Options, tell: TellShare) -> Made:
-    """Show two supersteps of ElasticBSP with three workers, of which one becomes faster in the second."""
+    """Show two supersteps of ElasticBSP with three workers, one of which becomes faster in the second superstep."""
     result = simulate(
         Cluster(compute_s=FIGURE_5), f"elastic-bsp:lookahead={FIGURE_5_LOOKAHEAD}", 40, record=True
     )

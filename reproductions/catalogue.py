@@ -171,7 +171,7 @@ def compared(exhibit: Exhibit, folder: Path) -> tuple[Table, bool]:
         folder: where the exhibit was made.
 
     Returns:
-        A table, and whether each value lies in the kept interval.
+        A table, and True if every value lies in its kept interval.
 
     Raises:
         ConfigurationError: there is no kept result.

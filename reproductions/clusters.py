@@ -20,7 +20,7 @@ def scaled(cluster: Cluster, factor: float, size_bytes: int) -> Cluster:
 
     Args:
         cluster: the cluster.
-        factor: the time of an iteration, relative to that of the network that the cluster describes.
+        factor: time of an iteration, divided by the time with the network that the cluster describes.
         size_bytes: size of the network's parameters in bytes.
     """
     times = [Scaled(base=cluster.compute(worker), factor=factor) for worker in range(cluster.workers)]

@@ -153,8 +153,8 @@ def evidence(
     study: Annotated[
         str, typer.Argument(help="The problem: quadratics, text-transformer, digits or ratings.")
     ] = "quadratics",
-    places: Annotated[list[str] | None, only("--place", "place", "'jitter, 4 workers'")] = None,
-    contenders: Annotated[list[str] | None, only("--contender", "contender", "'bsp balanced'")] = None,
+    places: Annotated[list[str] | None, only("--place", "simulated cluster", "'jitter, 4 workers'")] = None,
+    contenders: Annotated[list[str] | None, only("--contender", "sync model", "'bsp balanced'")] = None,
     results: Results = None,
     estimate: Annotated[
         bool,
@@ -186,7 +186,7 @@ def same_accuracy(
         list[str] | None,
         typer.Option(
             "--hyperparameters",
-            help="Only raw, or translated, or 'translated without delay'. Default: the first two.",
+            help="Only these: raw, translated or 'translated without delay'. Default: raw and translated.",
         ),
     ] = None,
     seeds: Annotated[int, whole_number_option("--seeds", least=1, help="Number of seeds.")] = 8,
@@ -206,7 +206,7 @@ def same_accuracy(
     ] = False,
     results: Results = None,
 ) -> None:
-    """Compare the result of training under each sync model with that under bsp with the same hyper-parameters.
+    """With the same hyper-parameters, compare the result of training under each sync model with the result under bsp.
 
     Each option may be given several times. If the command is stopped and started again, it continues with the first
     missing result. At the end, the command prints a summary of the results.

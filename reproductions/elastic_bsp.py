@@ -53,8 +53,8 @@ class AccuracyFigure(msgspec.Struct, frozen=True, kw_only=True):
         lookaheads: values of R.
         minutes: approximate time for the stand-in in minutes.
         claims: what the paper says about the figure, as a sentence.
-        momentum: momentum of SGD. The paper refers to the setting of AlexNet and VGG, which includes a momentum, and
-            states none for residual networks.
+        momentum: momentum of SGD. The paper refers to the settings of AlexNet and VGG, which include a momentum. For
+            residual networks, it states none.
         compute_s: compute time of an iteration in seconds, except in slow phases.
         stand_in_epochs: epochs on the digits; milestones are scaled.
         stand_in_rate: rate of all models on the digits; None for the paper's rate.
@@ -108,8 +108,8 @@ FIGURES = (
         minutes=30,
         momentum=0.9,
         claims=(
-            "In the paper, ElasticBSP converges faster and to a higher accuracy than the other models, and BSP to a "
-            "higher accuracy than ASP and SSP. A larger R only takes more time."
+            "In the paper, ElasticBSP converges faster and to a higher accuracy than the other models, and BSP "
+            "converges to a higher accuracy than ASP and SSP. A larger R only takes more time."
         ),
         stand_in_epochs=22,
         stand_in_rate=0.02,
@@ -289,8 +289,8 @@ def make(figure: AccuracyFigure, options: Options, tell: TellShare) -> Made:
             beside(f"{PAPER}, Fig. {figure.number}: epochs in the time of 99 under BSP", rows, columns)
         )
         notes.append(
-            f"An update is taken to cost {UPDATE_SHARE:.0%} of a computation, with which ASP completes as many epochs "
-            "as in the paper if all machines are equally fast. So ASP agrees by construction; the others do not."
+            f"If an update costs {UPDATE_SHARE:.0%} of a computation, as assumed here, ASP completes as many epochs "
+            "as in the paper if all machines are equally fast. So ASP agrees by construction, unlike the other models."
         )
         measured |= {
             f"fig15-epochs: epochs, {column}": [

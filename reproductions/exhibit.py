@@ -43,7 +43,7 @@ class Options(msgspec.Struct, frozen=True):
 
     @property
     def sweeps(self) -> bool:
-        """True to try many learning rates, which takes too long on the published data."""
+        """True if many learning rates are tried. On the published data, this would take too long."""
         return not self.quick and not self.again and self.data is None
 
 

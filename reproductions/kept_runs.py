@@ -27,7 +27,7 @@ class KeptRun(msgspec.Struct, frozen=True):
 
     Attributes:
         key: what identifies the run.
-        outcome: the fields of its `TrainingOutcome`, without the run itself.
+        outcome: the fields of the run's `TrainingOutcome`, without the run itself.
     """
 
     key: str
@@ -35,7 +35,7 @@ class KeptRun(msgspec.Struct, frozen=True):
 
 
 class KeptRuns:
-    """Outcomes by their run.
+    """Outcomes, stored under the keys of their runs.
 
     Args:
         path: file of the outcomes; None to keep them in memory only.
@@ -45,7 +45,7 @@ class KeptRuns:
         self._path = path
         self._found: dict[str, dict[str, Any]] = {}
         for each in [] if path is None else read_results(path, KeptRun):
-            values = [math.inf if value is None else value for value in each.outcome["values"]]  # not in JSON
+            values = [math.inf if value is None else value for value in each.outcome["values"]]  # null is inf
             self._found[each.key] = each.outcome | {"values": values}
 
     def get(self, parameters: object) -> dict[str, Any] | None:

@@ -91,8 +91,8 @@ class QuotedTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         rows: name of a row -> one value for each column.
         unit: see `Quote`.
         bound: see `Quote`.
-        relative_to: the row or column with whose numbers the others are compared, because only the ratios can be
-            expected to be the same elsewhere; "" to compare the numbers themselves.
+        relative_to: row or column with whose numbers all others are compared, because only their ratios can be expected
+            to be the same on other machines; "" to compare the numbers themselves.
         absolute: see `Quote`.
         setting: see `Quote`.
         not_made: see `Quote`; it concerns the numbers that are not measured.
@@ -136,7 +136,7 @@ class QuotedTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     def base(self, row: str, column: str) -> Quote | None:
-        """Return the number with which a number is compared; None if a number is not compared, or only with itself."""
+        """Return the number with which a cell is compared; None if the cell is not compared, or only with itself."""
         if not self.relative_to or self.relative_to in (row, column):
             return None
         in_rows = self.relative_to in self.rows

@@ -57,7 +57,7 @@ class Problem(msgspec.Struct, frozen=True):
 
 
 def digits() -> Images:
-    """Read the digits, in the split of the demo."""
+    """Read the digits, with the training and test images of the demo."""
     found = load()
     return Images(
         TensorDataset(found.train_images, found.train_labels),
@@ -118,12 +118,12 @@ class Workload(msgspec.Struct, frozen=True):
 
 
 def on_cifar(classes: int, network: Callable[[], nn.Module], stand_in: Problem, crop: int = 32) -> Workload:
-    """Return a network with CIFAR-10 or CIFAR-100."""
+    """Return the workload of a network on CIFAR-10 or CIFAR-100."""
     return Workload(network, partial(read_cifar, classes=classes, crop=crop), 50_000, stand_in)
 
 
 def on_imagenet(network: Callable[[], nn.Module], stand_in: Problem) -> Workload:
-    """Return a network with ImageNet 1K."""
+    """Return the workload of a network on ImageNet 1K."""
     return Workload(network, read_imagenet, 1_281_167, stand_in)
 
 

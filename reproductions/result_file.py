@@ -1,7 +1,7 @@
 """A file of results, one JSON object per line, to which each result is appended when its task has ended.
 
-So a command that was stopped continues with what is missing. If a command is killed while it writes a line, the line
-has no end. Such a line is ignored, and the next result takes its place.
+So a command that was stopped continues with the missing results. If a command is killed while it writes a line, the
+line has no end. Such a line is ignored, and the next result takes its place.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def append_results(path: Path, *results: msgspec.Struct) -> None:
 
 
 def rounded(value: float, digits: int) -> float | None:
-    """Return a number with as many significant digits as a result keeps; None if it is not finite.
+    """Return a number, rounded to `digits` significant digits; None if it is not finite.
 
     >>> rounded(12345.678, 4), rounded(math.inf, 4)
     (12350.0, None)

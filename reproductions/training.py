@@ -153,7 +153,7 @@ class TrainingOutcome(msgspec.Struct, frozen=True, kw_only=True):
         return Time(float(count), float(self.gradients), reached)
 
     def pushed_until(self, time_s: float) -> int:
-        """Return the number of pushes until a time."""
+        """Return the number of pushes until `time_s`."""
         return bisect.bisect_right(self.pushes_s, time_s)
 
 
@@ -226,7 +226,7 @@ def speed_up(
     ours, others = (
         [measure(each) for each in outcomes if each.run.label == name] for name in (label, reference)
     )
-    # A run ends at its target. Otherwise, it would last as long as a run that misses the target.
+    # A run that reaches its target ends early. Here, all runs have the end of a run that misses its target.
     end = max(time.end for time in (*ours, *others))
     ours, others = ([time._replace(end=end) for time in times] for times in (ours, others))
     return ratio_of_times(others, ours)
@@ -261,13 +261,13 @@ def _prepare(images: Mapping[str, Images]) -> None:
 
 
 def _prepare_process(images: Mapping[str, Images]) -> None:
-    """Prepare a process of the pool. Runs that diverge would otherwise log a warning at each push."""
+    """Prepare a process of the pool, and silence the warning that a diverging run would log at each push."""
     _prepare(images)
     logging.getLogger("paceline.train.training").setLevel(logging.ERROR)
 
 
 def _tasks(runs: Mapping[tuple[str, float, int], TrainingRun]) -> list[Task]:
-    """Divide runs into tasks: together if they are of one kind and their weights fit into memory."""
+    """Divide runs into tasks. Runs of one kind share a task if their weights fit into memory."""
     rates: dict[str, set[float]] = {}
     for kind, rate, _ in runs:
         rates.setdefault(kind, set()).add(rate)
@@ -304,7 +304,7 @@ def _execute(task: Task) -> list[Fields]:
 
 
 def _train_together(task: Task, images: Images) -> list[Fields]:
-    """Train all rates with all seeds along one schedule."""
+    """Train with every learning rate and every seed along one schedule."""
     first = task[0]
     rates, seeds = (sorted({getattr(run, name) for run in task}) for name in ("learning_rate", "seed"))
     schedule = record(

@@ -30,14 +30,14 @@ Word = Literal["agrees", "agrees in direction", "contradicts", "cannot tell", "n
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """A measurement by an exhibit of a number of a paper, in the unit of that number.
+    """An exhibit's measurement of a number that a paper prints, in the unit of that number.
 
     Attributes:
         value: the measured value; None if it is unknown, for example because no run reached the target.
         low: lower end of its interval; None if the interval is open below.
         high: upper end of its interval; None if the interval is open above.
         how: under which conditions, where an exhibit measures the same number in several ways: "at its own best rate".
-            The first measurement follows the paper.
+            The first measurement of a number follows the paper.
     """
 
     value: float | None
@@ -87,7 +87,7 @@ class Verdict(NamedTuple):
 
     Attributes:
         word: the verdict.
-        reason: what is missing for a verdict, if this measurement allows none; or why there is no measurement; else "".
+        reason: what is missing if the measurement allows no verdict, or why there is no measurement; "" otherwise.
     """
 
     word: Word
@@ -101,9 +101,9 @@ class Verdict(NamedTuple):
 def verdict(quote: Quote, ours: Measured | None) -> Verdict:
     """Compare a measurement with the number that a paper prints.
 
-    - *agrees*: the interval holds a value that the paper would print as its number. If the paper has an effect,
-      so has the whole interval. If it has none, the whole interval lies within the paper's precision. With "up to",
-      "over", "above" and "at least", a larger number agrees, too; with "below" and "at most", a smaller number.
+    - *agrees*: the interval contains a value that the paper would print as its number. If the paper reports an effect,
+      the whole interval shows one; if not, the interval is within the paper's precision. With "up to", "over", "above"
+      and "at least", a larger number agrees, too. With "below" and "at most", a smaller number agrees, too.
     - *agrees in direction*: the whole interval shows an effect of the same sign, but of another size.
     - *contradicts*: the whole interval shows no effect, less than a tenth of the paper's effect, or an effect of the
       other sign. A number that is not an effect, such as a count, is contradicted by any other number.

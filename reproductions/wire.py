@@ -3,7 +3,7 @@
 Both runs of a pair begin with the same weights and compute gradients from the same batches, in the same order. Codecs
 round as in a live run (`paceline.shard.codecs`). All workers share a joint batch. The learning rate falls to 0 in
 stages of ten steps. The quality is the mean of the last five of 50 evaluations of the servers' weights. A *cell* has
-the runs that differ only in their seeds. Its loss of quality is their mean paired difference: above 0 is worse.
+the runs that differ only in their seeds. Its loss of quality is the mean difference of its pairs: above 0 is worse.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Problem(NamedTuple):
     learned: Callable[[int], Learned]  # all runs of a process share its result
     samples: int
     joint_batch: int
-    relative: bool  # True if a loss is compared, in percent; False if an accuracy is, in points
+    relative: bool  # True to compare a loss, in percent; False to compare an accuracy, in points
     most: float  # the goal: the largest loss of quality
 
 
@@ -103,13 +103,13 @@ def _muon(weights: Weights, lr: float, others: dict[str, Any]) -> list[torch.opt
 
 
 class Optimizer(NamedTuple):
-    """An optimizer and its settings: the first learning rates are near the best ones of a single process."""
+    """An optimizer and its settings. The first learning rates are near the best ones of a single process."""
 
     make: Callable[..., list[torch.optim.Optimizer]]
     settings: dict[str, Any]
     rates: dict[str, float]  # first learning rate for each problem
-    only: Mapping[str, Sequence[str]] = {}  # places with the codecs that are tried there; empty for all
-    step_s: float = 1.0  # of virtual time; a second optimizer's step takes as long as a whole joint batch
+    only: Mapping[str, Sequence[str]] = {}  # name in `PLACES` -> the codecs to try there; empty for all
+    step_s: float = 1.0  # virtual time of a step; a second optimizer's part takes as long as a joint batch
 
 
 ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1}
@@ -131,7 +131,7 @@ OPTIMIZERS = {
 
 
 class Place(NamedTuple):
-    """Workers, and the codecs with which they train. The cluster states the times of whole joint batches."""
+    """A cluster, and the codecs with which its workers train. Its times are those of whole joint batches."""
 
     cluster: Cluster
     codecs: Sequence[str] = ("int8", "int4")
@@ -179,7 +179,7 @@ class Run(NamedTuple):
 
 
 def cells(problems: Sequence[str] = (), codecs: Sequence[str] = ()) -> list[Run]:
-    """Return the cells with some problems and codecs, or with all of them. An unknown name is an error."""
+    """Return the cells with these problems and codecs; [] means all of them. An unknown name is an error."""
     problems, codecs = known("problem", problems, PROBLEMS), known("codec", codecs, [*ALL, ASP])
     return [
         Run(problem, optimizer, name, codec)
@@ -193,7 +193,7 @@ def cells(problems: Sequence[str] = (), codecs: Sequence[str] = ()) -> list[Run]
 
 
 def missing(wanted: Sequence[Run], seeds: int, path: Path) -> list[Run]:
-    """Return the runs of some cells that a file of results lacks: one seed of all cells before the next seed."""
+    """Return the runs of these cells that are missing in a file: first, all cells with one seed, then with the next."""
     kept = KeptRuns(path)
     both = dict.fromkeys(cell._replace(codec=codec) for cell in wanted for codec in ("float32", cell.codec))
     runs = (run._replace(seed=seed) for seed in range(seeds) for run in both)
@@ -201,7 +201,7 @@ def missing(wanted: Sequence[Run], seeds: int, path: Path) -> list[Run]:
 
 
 def make(runs: Sequence[Run], path: Path, processes: int, tell: Tell) -> None:
-    """Train in some processes, and append each result to a file as soon as its run has ended."""
+    """Train in several processes, and append each result to a file as soon as its run has ended."""
     kept = KeptRuns(path)
 
     def keep(run: Run, outcome: dict[str, Any]) -> None:
@@ -231,7 +231,7 @@ def found(wanted: Sequence[Run], seeds: int, path: Path) -> dict[Run, tuple[floa
 
 
 def result_tables(results: Mapping[Run, tuple[float, float, str]]) -> list[Table]:
-    """Return a table for each problem: a row for each place and optimizer, a column for each codec."""
+    """Return a table for each problem: a row for each name in `PLACES` and optimizer, a column for each codec."""
     tables = []
     for name in dict.fromkeys(cell.problem for cell in results):
         unit = "increase of the loss in percent" if PROBLEMS[name].relative else "points of accuracy lost"

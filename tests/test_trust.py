@@ -49,7 +49,7 @@ def test_a_key_that_others_may_read_vouches_for_nothing(
     signed = {**CONTENT, "signature": signature_of(CONTENT)}
     key.chmod(mode)
     assert not is_signed(signed)
-    assert "is not used, because others can read or change it; remove it" in caplog.text
+    assert "is not used, because it is not a file that only you can read; remove it" in caplog.text
     assert signature_of(CONTENT) == ""
 
 

@@ -25,7 +25,7 @@ COLUMNS: Columns[Sequence[Judged]] = {
     "first words": lambda runs: next((each.told for each in runs if each.words), ""),
     "seeds": len,
     "right": lambda runs: sum(each.right for each in runs),
-    "updates until said": lambda runs: _range([each.late for each in runs if each.late is not None]),
+    "updates until reported": lambda runs: _range([each.late for each in runs if each.late is not None]),
 }
 COST_COLUMNS: Columns[Cost] = {
     "observed by the worker": lambda cost: f"{cost.observe_us:.1f}",
@@ -55,7 +55,8 @@ def figures_of(judged: Sequence[Sequence[Judged]], cost: Cost) -> list[Figures[A
     """Return the runs of each scenario, and the cost."""
     right = sum(each.right for runs in judged for each in runs)
     caption = (
-        f"{right} of {sum(map(len, judged))} right: divergences are reported within {MOST_UPDATES} updates"
+        f"{right} of {sum(map(len, judged))} runs are right: divergences are reported within {MOST_UPDATES} "
+        "updates"
     )
     goal = f"Goal: at most {MOST_US:g} us, 1 % of a step of 5 ms."
     return [

@@ -22,7 +22,7 @@ WORKERS = 4
 
 
 class Cost(msgspec.Struct, frozen=True):
-    """The time on the processor of each part, in microseconds per push."""
+    """The processor time of each part of the guard, in microseconds per push."""
 
     observe_us: float  # at the worker: the norm of the weights (the check for NaN also gives the norm of the gradient)
     report_us: float  # at the worker and the coordinator: a message, as if each push had a message of its own
@@ -30,14 +30,14 @@ class Cost(msgspec.Struct, frozen=True):
 
     @property
     def total_us(self) -> float:
-        """The sum."""
+        """The sum of the three times."""
         return self.observe_us + self.report_us + self.judge_us
 
 
 def measure_cost() -> Cost:
-    """Measure on one thread what a push costs with a model of 200,000 weights and four workers.
+    """Measure on one thread what the guard costs per push, with a model of 200,000 weights and four workers.
 
-    The time on the processor includes the time of threads that only wait for work.
+    The processor time includes the time of threads that only wait for work.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Runs a scenario with a guard, and compares the reports of the guard with the divergence that can be seen."""
+"""Runs a scenario with a guard, and compares its reports with the moment at which the divergence can be seen."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Judged(msgspec.Struct, frozen=True):
 
     @property
     def right(self) -> bool:
-        """True if the guard has named the culprit in time, or was silent in a healthy run."""
+        """True if the guard has reported a divergence in time, with its culprit, or was silent in a healthy run."""
         if not self.planted:
             return self.said_at is None
         return self.said_at is not None and self.named and (self.late or 0) <= MOST_UPDATES

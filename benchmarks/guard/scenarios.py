@@ -250,7 +250,7 @@ def run(
     on_nan: str = "stop",
     **how: Any,
 ) -> Scenario:
-    """Return a scenario that trains on a problem. `how` are arguments of `training`."""
+    """Return a scenario that trains on a problem. `how` contains further arguments of `training`."""
     function = training(problem, optimizer, **how)
     return Scenario(name, function, sync, compute_s, planted_at, culprit, at_once, on_nan)
 

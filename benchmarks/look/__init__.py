@@ -2,10 +2,11 @@
 
 A script trains with steps of about 5 ms, which compute all the time. The run has a live page, TensorBoard's files and
 metrics. The cases take turns within this run, for a few seconds each: in some cases the script logs, and in some
-cases clients fetch the page and the metrics. In each round, every case has one turn. In two turns of a round, nothing
-happens. The time of a step in a turn is divided by the time of a step in the first of these two turns, and the result
-is the median of this ratio over the rounds. The ratio of the second of these two turns shows the influence of chance.
-Turns are so short because a machine's speed may change by several percent within a minute.
+cases clients fetch the page and the metrics. In each round, every case has one turn. In two turns of each round, the
+script logs nothing and no client fetches anything. The time of a step in a turn is divided by the time of a step in the
+first of these two turns, and the result is the median of this ratio over the rounds. The ratio of the second of these
+two turns shows the influence of chance. Turns are so short because a machine's speed may change by several percent
+within a minute.
 """
 
 from __future__ import annotations
@@ -198,7 +199,7 @@ def measure(
         visitors.terminate()
         counts: dict[str, float] = json.loads(visitors.communicate()[0])
         if not counts.get("data") or not counts.get("metrics"):
-            raise RunFailedError("the benchmark", f"no page has seen the run: {counts}")
+            raise RunFailedError("the benchmark", f"a client has received no data or metrics: {counts}")
         taken = [
             msgspec.json.decode(file.read_bytes(), type=dict[int, list[float]])
             for file in sorted(Path(folder).glob("steps-*.json"))

@@ -32,7 +32,7 @@ from urllib.parse import SplitResult, urlsplit
 PAGE_INTERVAL_S = 2.0
 METRICS_INTERVAL_S = 3.0
 POLLING_INTERVAL_S = 0.05
-HELD = 256  # connections of a flood that wait for an answer
+HELD = 256  # number of connections that a flood keeps open to wait for an answer
 TIMEOUT_S = 60.0
 
 over = threading.Event()
@@ -90,7 +90,7 @@ def flood(kind: str, page: SplitResult, rate_per_s: float, is_turn: Turn) -> Non
 
     The priority is low because real strangers are on other machines, and use no processor of this machine.
     """
-    os.nice(19)  # of this thread only
+    os.nice(19)  # lowers the priority of this thread only
     listener = socket.create_server(("127.0.0.1", 0), backlog=HELD) if kind == "busy" else None
     place = listener.getsockname() if listener is not None else (page.hostname, page.port)
     request = f"GET /data HTTP/1.1\r\nHost: {page.netloc}\r\nAccept: */*\r\n\r\n".encode()

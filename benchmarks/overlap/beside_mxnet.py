@@ -50,7 +50,7 @@ class BesideRow(msgspec.Struct, frozen=True):
     high_ms: float
     iteration_ms: float
     saved: float  # fraction of the first setting's communication time that this setting saves
-    faster: float  # how many times as fast as in the first setting an iteration is
+    faster: float  # time of an iteration in the first setting, divided by the time in this setting
 
 
 COLUMNS: Columns[BesideRow] = {
@@ -82,7 +82,7 @@ def measure_beside(
     shards: int,
     compute_s: float,
 ) -> list[Figures[BesideRow]]:
-    """Measure all settings in turn. `python` has MXNet."""
+    """Measure all settings in turn. `python` is an interpreter that can import MXNet."""
     with network(SERVERS + WORKERS, link) as machines:
         mxnet = partial(_run_mxnet, python, machines, iterations, compute_s)
         paceline = partial(_run_paceline, machines, iterations, compute_s, shards=SERVERS)
@@ -107,7 +107,8 @@ def measure_beside(
     caption = (
         f"{WORKERS} workers and {SERVERS} servers, each with a link of {link.rate} and {delay}; passes of "
         f"{1e3 * compute_s:g} ms; {rounds_text(rounds)}\nsaved, times as fast: compared with the first setting\n"
-        f"FluentPS, compared with PS-Lite: overlap saves {saved}, with even slices {both}, {faster} as fast"
+        f"FluentPS, compared with PS-Lite: overlap saves {saved}; with even slices, it saves {both} and is "
+        f"{faster} as fast"
     )
     return [Figures("Communication time per iteration of ResNet-56, ms", rows_of(found), COLUMNS, caption)]
 

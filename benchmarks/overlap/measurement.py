@@ -85,7 +85,7 @@ class OverlapSetting(msgspec.Struct, frozen=True):
 
 
 def settings_of(shards: int) -> tuple[OverlapSetting, ...]:
-    """Return the compared settings. The first setting is the baseline of the others.
+    """Return the compared settings. The first setting is the baseline for the other settings.
 
     With one shard per server, a server answers only after it has received all pushes. With several shards per server,
     a server sends the first answers while later pushes arrive, but there are more messages.
@@ -151,7 +151,7 @@ Shards = Annotated[
 def _require_sound(mxnet: str | None, picture: object, **rest: object) -> None:
     if mxnet is not None:
         if picture is not None:
-            raise ConfigurationError("picture is given, but --mxnet draws no picture.")
+            raise ConfigurationError("--picture is given, but --mxnet draws no picture.")
         require_mxnet(mxnet)
 
 

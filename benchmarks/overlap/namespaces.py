@@ -49,7 +49,7 @@ SLOWEST_BPS = 10**6
 BURST_S = 0.001  # largest burst that may exceed the link's rate, given as the time to send it at this rate
 SMALLEST_BURST_BYTES = (
     16 * 1024
-)  # the kernel splits larger packets. A large burst would send small messages for nothing.
+)  # the kernel splits larger packets. With a large burst, small messages would pass without delay.
 PACKETS = 100_000  # maximum number of packets that netem can hold at a time
 
 
@@ -58,7 +58,8 @@ class NetworkLink(msgspec.Struct, frozen=True):
 
     rate: str = "1gbit"  # rate in each direction, in tc's notation, for example "1gbit"
     delay_s: float = 0.001  # delay of each packet that the machine sends, if the kernel can delay packets
-    # Length of the queue of each direction, as the time to send a full queue. Further packets are dropped.
+    # Length of the queue of each direction, as the time to send a full queue. A packet that does not fit into the queue
+    # is dropped.
     queue_s: float = 0.05
 
 

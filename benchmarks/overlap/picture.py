@@ -33,7 +33,7 @@ GAP = 0.16  # fraction of a worker's row that is left empty, as a gap before the
 class Exchange(msgspec.Struct, frozen=True):
     """The pushes and pulls of one iteration. All times are in seconds since the first worker began the iteration."""
 
-    # For each worker, the time at which its whole gradient was ready. Parts may have been sent before.
+    # For each worker, the time at which its whole gradient was ready. Parts of the gradient may have been sent earlier.
     computed_s: tuple[float, ...]
     # For each worker, the time at which it had received the weights from all shards.
     answered_s: tuple[float, ...]

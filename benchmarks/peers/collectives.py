@@ -109,9 +109,9 @@ def train(
     Args:
         task: the task of the run.
         worker: this worker.
-        size: number of samples of a step.
+        size: number of samples in a step.
         model: the model.
-        step: makes a step with some samples.
+        step: makes a step with the given samples.
         agreed: returns True if all workers have the same weights after the step with this number, counted from 0.
     """
     batches = Text().batches(task.seed, worker.machine, size)

@@ -67,7 +67,8 @@ class Machine:
         self._first = int(Path(f"/proc/{holder}/task/{holder}/children").read_text().split()[0])
 
     def start(self, *command: str, env: Mapping[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:
-        """Start a program on the machine, in a directory of its own. The returned process ends with the program."""
+        """Start a program on the machine, in a directory of its own. The returned process ends when the program
+        ends."""
         enter = ["nsenter", f"--target={self._first}", f"--wd={self._folder}", *NAMESPACES, "--"]
         return subprocess.Popen(
             [*enter, *command],

@@ -392,14 +392,14 @@ def _begun_s(run: _Run) -> float:
 
 
 def _returned_s(run: _Run, back_s: float) -> float | None:
-    """Return the seconds from the return of the last machine to its first gradient; None before this gradient."""
+    """Return the seconds from the return of the killed machine to its first gradient; None before this gradient."""
     computed = (each["at_s"] for each in run.events(len(run.on) - 1) if each["event"] == "computed")
     first_s = next((at_s for at_s in computed if at_s > back_s), None)
     return None if first_s is None else round(first_s - back_s, 1)
 
 
 def evaluation() -> Any:
-    """Return a function that returns when the weights in a file were saved, and the loss of these weights."""
+    """Return a function that returns, for a file, the time at which its weights were saved, and their loss."""
     model = work.new_model(0)
     samples = work.Text().validation()
 

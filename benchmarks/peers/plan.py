@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 RESULTS = Path(__file__).with_name("results.jsonl")
-TARGET = 2.6  # nats per byte of the validation
+TARGET = 2.6  # validation loss at which a run ends, in nats per byte
 LIMIT_S = 90.0  # a run is ended if it has not reached the target after this time
 RATES = (0.002, 0.004, 0.008, 0.016)
 TUNING_SEED = 0
@@ -83,7 +83,8 @@ class System(NamedTuple):
         program: module of `benchmarks.peers` that its workers run.
         survives: True if the other workers go on when a worker is lost.
         without: name of a condition -> why the system has no result there.
-        rate_of: system whose learning rate it uses; "" if runs of its own choose its learning rate.
+        rate_of: system whose learning rate this system uses, too; "" if the rate is chosen by comparing runs of this
+            system.
         options: options of `paceline serve`.
         slow_link_options: further options for slow links.
     """
@@ -145,8 +146,8 @@ class Outcome(msgspec.Struct, frozen=True, tag="outcome"):
     Attributes:
         time_s: seconds from the first step to the first weights whose validation loss is at most the target; None if
             the target was not reached.
-        sent_mb: 10**6 bytes that the three machines sent until the target was reached; in the whole run if it was not
-            reached.
+        sent_mb: megabytes (10**6 bytes) that the three machines sent until the target was reached, or in the whole run
+            if the target was not reached.
         lost_samples: samples that workers had computed or received, but that had no part in the weights that the
             system has agreed on (see `work`).
         loss: validation loss of the last weights.
@@ -203,7 +204,7 @@ def _whole_lines(content: bytes) -> bytes:
 def best_rate(outcomes: Iterable[Outcome], system: str) -> float | None:
     """Return the learning rate with which a system was fastest, or had the least loss if no rate reached the target.
 
-    Return None if some of the runs with these rates have not been made yet, or if none of them has succeeded.
+    Return None if a run with one of the four rates has not been made yet, or if all of these runs have failed.
     """
     system = SYSTEMS[system].rate_of or system
     first = next(iter(CONDITIONS))
@@ -219,7 +220,7 @@ def best_rate(outcomes: Iterable[Outcome], system: str) -> float | None:
 
 
 def left(outcomes: Sequence[Outcome]) -> Iterator[Case]:
-    """Yield the remaining runs that can be made now: at first, only the runs that choose the learning rates."""
+    """Yield the remaining runs that can be made now: at first, only the runs by which the learning rates are chosen."""
     done = {each.case for each in outcomes}
     first = next(iter(CONDITIONS))
     tuned = [name for name, system in SYSTEMS.items() if not system.rate_of]
@@ -236,7 +237,7 @@ def left(outcomes: Sequence[Outcome]) -> Iterator[Case]:
 
 
 def quick_cases() -> list[Case]:
-    """Return a run of each system. If a system can continue without a killed machine, one is killed in its run."""
+    """Return a run of each system. If a system can continue without a machine, a machine is killed in its run."""
     return [
         Case(
             name,
@@ -257,7 +258,7 @@ class Row(msgspec.Struct, frozen=True):
         lr: its learning rate.
         runs: number of runs.
         reached: number of runs that have reached the target.
-        time_s: median time; None if not more than half of the runs have reached the target.
+        time_s: median time; None unless more than half of the runs have reached the target.
         low_s, high_s: the shortest and the longest time of the runs that have reached the target.
         remark: the text in the place of a time; "" if there is a time.
     """

@@ -1,13 +1,13 @@
 """hivemind: peers that average gradients as soon as these make up a joint batch, or weights after local updates.
 
-Peers find each other in a distributed hash table, which they enter through the peer on machine 0. The guide recommends
-3 to 15 s of matchmaking and joint batches of thousands of samples. Here, the joint batch is that of the other systems:
-42 samples, which take a fraction of a second. So the times are short: a peer searches at most 0.5 s for a group (with
-1 or 2 s, runs were slower), and averages as soon as all three peers are in the group. A peer looks at the other peers'
-progress after 0.05 s or more. Requests to other peers may take 0.3 s, because hivemind may be deadlocked if they may
-take longer than the search. Gradients are accumulated in batches of 7 samples, so a fast peer contributes more batches.
-With local updates, weights are averaged after every 8 joint batches. On slow links, numbers are sent in 8 bits, or in
-16 bits for small tensors, as in the ALBERT example.
+Peers find each other in a distributed hash table, which they enter through the peer on machine 0. hivemind's guide
+recommends 3 to 15 s of matchmaking and joint batches of thousands of samples. Here, the joint batch is that of the
+other systems: 42 samples, which take a fraction of a second. So the times are short: a peer searches at most 0.5 s for
+a group (with 1 or 2 s, runs were slower), and averages as soon as all three peers are in the group. A peer asks for the
+progress of the other peers at most every 0.05 s. Requests to other peers may take at most 0.3 s: if they may take
+longer than the search, hivemind can deadlock. Gradients are accumulated in batches of 7 samples, so a fast peer
+contributes more batches. With local updates, weights are averaged after every 8 joint batches. On slow links, numbers
+are sent in 8 bits, or in 16 bits for small tensors, as in the ALBERT example.
 
 If a late peer loads the state of another peer, the samples of the late peer since the last average are given up.
 """

@@ -2,9 +2,9 @@
 
 The settings are those of torchft's examples, with these exceptions, because a run has only about 100 steps: H, the
 number of local steps between two synchronizations, is 8 instead of 100; the lighthouse waits 2 s for missing groups
-instead of 10 s, and looks every 50 ms instead of 100 ms. All groups begin with the same weights, so `init_sync` is
-False. A quorum needs two groups. DiLoCo's outer optimizer is SGD with the rate 0.7 and
-Nesterov's momentum 0.9. torchft has no compression for CPUs.
+instead of 10 s, and looks for a quorum every 50 ms instead of 100 ms. All groups begin with the same weights, so
+`init_sync` is False. A quorum needs two groups. DiLoCo's outer optimizer is SGD with the rate 0.7 and Nesterov's
+momentum 0.9. torchft has no compression for CPUs.
 
 A step counts as kept if torchft has committed it. If a step is not committed, DDP and DiLoCo give up the samples since
 the last commit, and LocalSGD goes on with its local weights.

@@ -202,11 +202,11 @@ class Worker:
         self._tell("begun")
 
     def pace(self, samples: int) -> None:
-        """Sleep for as long as a computation with some samples takes on this machine."""
+        """Sleep for as long as a computation with this many samples takes on this machine."""
         time.sleep(PACE_S * samples * self.task.slowness[self.machine])
 
     def computed(self, samples: int) -> None:
-        """Record that a gradient of some samples was computed."""
+        """Record that a gradient of this many samples was computed."""
         self._tell("computed", samples)
 
     def kept(self) -> None:

@@ -196,7 +196,7 @@ def rows_of(turn: Turn, rounds: Sequence[plan.Times]) -> list[TransportRow]:
 class Goal(NamedTuple):
     """A bound on a time, or on the ratio of two times."""
 
-    top: Case  # case whose time is bounded or, for a ratio, is the numerator
+    top: Case  # case whose time is bounded; for a ratio, its time is the numerator
     bottom: Case | None  # case whose time is the denominator; None for a bound on the time of `top`
     size_mb: float  # model size in MB (2**20 bytes)
     workers: int  # number of workers

@@ -20,7 +20,7 @@ from paceline.start.local import HostMachine
 
 INSTALL = "pip install mxnet==1.9.1 'numpy<1.24' 'setuptools<81'"
 NEEDED = f"--mxnet PYTHON, the Python of an environment with MXNet ({INSTALL})"
-LOOK_S = 0.1  # time between two looks at the processes
+LOOK_S = 0.1  # time between two checks of the processes
 SHOWN = 2000  # number of characters of the log that are shown if a process fails
 
 Mxnet = Annotated[
@@ -47,7 +47,7 @@ class KvTask(msgspec.Struct, frozen=True):
 
 
 class KvTimes(msgspec.Struct, frozen=True):
-    """The median time of an iteration of a worker, with its exchange and without."""
+    """The median time of an iteration of a worker, with and without the exchange of gradients and weights."""
 
     whole_s: float
     bare_s: float

@@ -1,7 +1,8 @@
-"""A process of a job of MXNet's kvstore, run by the Python that has MXNet. So this file imports no Paceline or torch.
+"""A process of a job of MXNet's kvstore, run by a Python that has MXNet, but neither Paceline nor torch.
 
-The variables DMLC_* say whether the process is the scheduler, a server or a worker. The argument of the process is a
-`KvTask`. A worker prints its median times as JSON. Every process ends when the launcher closes its standard input.
+The environment variables DMLC_* say whether the process is the scheduler, a server or a worker. The argument of the
+process is a `KvTask`. A worker prints its median times as JSON. Every process ends when the launcher closes its
+standard input.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def _end_with_the_launcher() -> None:
 
 
 def main() -> None:
-    """A worker measures. Any other process serves until the job ends."""
+    """In a worker, measure. In any other process, serve until the job ends."""
     threading.Thread(target=_end_with_the_launcher, daemon=True).start()
     import mxnet as mx  # the scheduler and the servers stay in this import
 

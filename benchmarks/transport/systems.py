@@ -368,7 +368,7 @@ def _dial(out: Path, server: int) -> socket.socket:
 
 
 def _receive(stream: socket.socket, view: memoryview) -> None:
-    """Fill the whole view."""
+    """Receive bytes until the view is full."""
     while view:
         count = stream.recv_into(view)
         if not count:

@@ -80,9 +80,9 @@ def _quadratics(cells: Sequence[Cell], results: Mapping[tuple[object, ...], Resu
         "those of the quadratics at a quarter of the best rate, where the loss is still falling at the end. Joint "
         "steps are missing: 3 samples per worker are a joint batch of 120 instead of 128, and 1,408 is no multiple of "
         f"120. This makes the loss {_range([100 * cost for cost in costs], '.1f')} % higher, depending on the "
-        f"curvatures: the loss of `bsp` with {FEWER} workers, which make fewer steps, shows how fast it falls. The "
+        f"curvatures: `bsp` with {FEWER} workers, which make fewer steps, shows how fast the loss falls. The "
         f"loss is {_range([100 * c.lack for c in own if c.model != 'rennala'], '.1f')} % above that of `bsp`. Under "
-        "`rennala`, which also drops gradients, it is "
+        "`rennala`, which also drops gradients, the loss is "
         f"{_range([100 * c.lack for c in own if c.model == 'rennala'], '.1f')} % above. With 1,440 "
         "samples, which are twelve joint batches of 120, the loss in the cluster steady 3x is between 2.2 % below "
         "and 1.1 % above that of `bsp` under `asp`, and 1.1 to 2.0 % above it under `ssp`."
@@ -103,7 +103,7 @@ def _lost(cells: Sequence[Cell], results: Mapping[tuple[object, ...], Result]) -
             parts.append(part_until(curve, sign, cell.quality))
         found.append(
             f"The runs of `{model}` on `{name}` at {factor:g} of the best rate count as runs that have learned "
-            f"nothing, because they do not reach {problem.chance:g}, but end at "
+            f"nothing, because their results do not reach {problem.chance:g}, but end at "
             f"{_range([cell.quality for cell in own], '.2f')}. But `bsp` itself needs "
             f"{_range([100 * part for part in learned], '.0f')} % of its run to reach {problem.chance:g}, and ends at "
             f"{_range([cell.reference for cell in own], '.2f')}. The runs of `{model}` end where `bsp` is after "

@@ -144,7 +144,7 @@ def findings(cells: Sequence[Cell]) -> list[str]:
         lost = [cell for cell in own if cell.at_chance]
         if own:
             runs = sum(cell.at_chance for cell in lost)
-            words = f" ({runs} runs, of which {sum(c.untold for c in lost)} did not say so)" if lost else ""
+            words = f" ({runs} runs, of which {sum(c.untold for c in lost)} gave no warning)" if lost else ""
             found.append(
                 f"In {len(lost)} of {len(own)} {kind} cells, at least one run has learned nothing{words}."
             )
@@ -159,7 +159,7 @@ def findings(cells: Sequence[Cell]) -> list[str]:
             soon = sum(factor >= SOONER for factor in reached)
             middle = f" (median {median(reached):.2f})" if reached else ""
             found.append(
-                f"With a quarter of the workers 3 times slower, {model} reaches bsp's quality, less the bound, at "
+                f"With a quarter of the workers 3 times slower, {model} reaches bsp's quality to within the bound at "
                 f"least {SOONER:g} times sooner in {soon} of {len(own)} cells at half and a quarter of the best "
                 f"rate{middle}. All epochs together take {median(c.shorter for c in own):.2f} times less time."
             )
@@ -277,7 +277,7 @@ WORST = 25
 def _worst(cells: Sequence[Cell]) -> Table:
     """Return the translated cells with the largest `lack`, relative to their bounds."""
     table = plain_table(
-        f"the {WORST} translated cells that are worst compared with bsp (lack: as a multiple of the bound)",
+        f"the {WORST} translated cells that are worst compared with bsp (lack: how much worse, relative to the bound)",
         *("problem", "cluster", "workers", "sync model", "rate", "bsp", "translated", "at chance", "lack"),
     )
     translated = [cell for cell in cells if cell.hyperparameters == "translated"]

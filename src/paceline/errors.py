@@ -11,7 +11,7 @@
     ├── PeerLostError             the connection to a peer could not be established or was lost
     │   └── TakenOutError         the run continues without this worker, because it was stopped or silent
     ├── DeadlineError             an operation took longer than allowed
-    ├── CheckpointError           a checkpoint cannot be written or read; the run goes on, or resumes from another one
+    ├── CheckpointError           a checkpoint cannot be written or read; the run goes on, or uses another checkpoint
     ├── RunFailedError            a process of the run failed; contains the traceback of that process
     │   └── UserCodeError         code of the user failed: a sync model or an optimizer that Paceline calls
     └── InternalError             an internal invariant is violated: a bug in Paceline, please report it
@@ -178,10 +178,10 @@ class InternalError(PacelineError):
 
 
 def refused_by_system(error: OSError) -> str:
-    """Return a sentence, without a full stop, about what the system has refused to a process, and about the remedy.
+    """Return a sentence, without a full stop, about what the operating system has refused to a process, and the remedy.
 
     >>> refused_by_system(OSError(28, "No space left on device", "trace.jsonl"))
-    'the system has refused what it needs: No space left on device (trace.jsonl). Free space there'
+    'the system has refused what this process needs: No space left on device (trace.jsonl). Free space there'
     """
     remedies = {
         errno.EFBIG: "Raise the limit on the size of files: ulimit -f unlimited",
@@ -191,7 +191,7 @@ def refused_by_system(error: OSError) -> str:
     }
     where = f" ({error.filename})" if error.filename else ""
     remedy = f". {remedies[error.errno]}" if error.errno in remedies else ""
-    return f"the system has refused what it needs: {error.strerror or error}{where}{remedy}"
+    return f"the system has refused what this process needs: {error.strerror or error}{where}{remedy}"
 
 
 def first_line(error: BaseException) -> str:

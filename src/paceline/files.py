@@ -4,8 +4,8 @@ A file is written under a temporary name in the same directory, and gets its nam
 So no reader finds an incomplete file, even if the disk is full, or if the writer is killed. Until a file gets its name,
 an earlier file of this name stays unchanged.
 
-Other programs may also write to the directories of runs. If a pipe has the name of a file, a reader of this file would
-wait for ever. So files of a run are opened by `open_regular`.
+Other programs may also write to the directories of runs. If such a program has made a pipe in place of a file, a reader
+would wait for ever. So files of a run are opened by `open_regular`, which refuses pipes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import IO
 
 import msgspec
 
-SYNC_BYTES = 16 * 2**20  # number of bytes after which a patient writer waits for the disk
+SYNC_BYTES = 16 * 2**20  # number of bytes after which a `PatientWriter` waits for the disk
 
 
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
@@ -123,7 +123,7 @@ class Unfinished:
             raise
 
     def discard(self) -> None:
-        """Remove the file, if there is any."""
+        """Remove the unfinished file, if it exists."""
         with contextlib.suppress(OSError):
             self.place.unlink()
 
@@ -139,11 +139,11 @@ def write_json(path: Path, value: object) -> None:
 
 
 class PatientWriter:
-    """Writes to a file in small parts, and reports after each part that it is on the disk.
+    """Writes to a file. After every `SYNC_BYTES`, it waits until all bytes written so far are on the disk.
 
     Args:
         file: the file.
-        progressed: called after each part.
+        progressed: called after each of these waits.
     """
 
     def __init__(self, file: IO[bytes], progressed: Callable[[], object]) -> None:
@@ -166,5 +166,5 @@ class PatientWriter:
         return data.nbytes
 
     def flush(self) -> None:
-        """Pass buffered data to the system."""
+        """Pass buffered data to the operating system."""
         self._file.flush()

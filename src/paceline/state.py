@@ -1,8 +1,8 @@
 """The state of a core as a value: it can be compared, printed, and given to another core.
 
-A *core* is an object that decides without I/O: a worker, a server, the coordinator, or the machine of a sync model.
-A core consists of *parts*, which are objects with attributes of their own. The attributes of cores and parts are plain
-and mutable. Each attribute, here called a *field*, has one of three meanings:
+A *core* is an object that decides without I/O: a worker, a server, the coordinator, or the state machine of a sync
+model. A core consists of *parts*, which are objects with attributes of their own. The attributes of cores and parts are
+plain and mutable. Each attribute, here called a *field*, has one of three meanings:
 
     decides   the field may determine what the core does from now on. A field decides unless its class declares
               another meaning
@@ -13,15 +13,15 @@ and mutable. Each attribute, here called a *field*, has one of three meanings:
 Three operations use these meanings:
 
 - `snapshot` returns all fields that decide and all history as one immutable value;
-- `restore` gives a new core, which was made with the same configuration, the state of a snapshot. From then on, the new
-  core does what the original core does;
+- `restore` sets a new core, which was made with the same configuration, to the state of a snapshot. From then on, the
+  new core does what the original core does;
 - an `Outlook` returns a value that is equal for two cores that behave alike from now on. The exhaustive search compares
   these values.
 
 The decorator `stateful` declares which fields are history or fixed. So a new attribute decides until the class declares
-otherwise, which is always safe. In a class without this decorator, such as a user's sync model, the fields that hold
-functions are fixed: a function may refer to the object, and a new object has functions of its own. `makes` names the
-method with which an object makes a part that its constructor does not make.
+another meaning. This default is always safe. In a class without this decorator, such as a user's sync model, the fields
+that hold functions are fixed: a function may refer to the object, and a new object has functions of its own. `makes`
+names the method with which an object makes a part that its constructor does not make.
 
 A run calls none of these operations: the declarations are tables that only these operations read.
 """

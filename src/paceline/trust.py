@@ -95,7 +95,9 @@ def _read(file: Path) -> bytes:
         with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as source:
             status = os.fstat(source.fileno())
             if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-                log.warning("%s is not used, because others can read or change it; remove it", file)
+                log.warning(
+                    "%s is not used, because it is not a file that only you can read; remove it", file
+                )
                 return b""
             key = bytes.fromhex(source.read(4 * KEY_BYTES).decode())
     except (OSError, ValueError):

@@ -153,8 +153,8 @@ def test_a_place_that_does_not_exist_is_named(tmp_path: Path) -> None:
         ("s3://bucket/run", "s3://bucket/run needs another package: Install s3fs to access S3."),
         (
             "memory://secret",
-            "memory://secret cannot be read: PermissionError: denied. Check the name and the credentials, or give a "
-            "path.",
+            "memory://secret cannot be read: PermissionError: denied. Check the name and the credentials, or give "
+            "the path of a directory instead.",
         ),
     ],
 )

@@ -201,7 +201,7 @@ RUN_OPTIONS = {
     "--accept-changes": "Resume even if the script has changed",
     "--trust": "Do what the run directory says",
     "--force": "Use the run directory even if a run in progress holds it",
-    "--on-server-loss": "if a server is lost, the run goes on from its last checkpoint",
+    "--on-server-loss": "if a server is lost, the run goes on from its newest checkpoint",
     "--workers": "Number of workers",
     "--devices": "Devices of the workers, one worker for each",
     "--servers": "Number of servers",

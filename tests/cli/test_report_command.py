@@ -71,7 +71,7 @@ def test_the_page_is_opened_if_asked(runs: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["runs"], "'runs' is not a run, but contains runs; name one of runs/"),
+        (["runs"], "'runs' is not a run, but contains runs (newest first: runs/"),
         (["nothing"], "'nothing' does not exist; give the directory of a run."),
         (["empty"], "'empty' is not the directory of a run"),
         (["runs/one", "--out", "runs"], "--out is 'runs', which is a directory; name a file"),
@@ -91,5 +91,5 @@ def test_bad_input_gets_one_sentence(arguments: list[str], words: str, runs: Pat
 def test_the_runs_in_a_folder_are_named_with_the_command_for_the_newest(command: str, runs: Path) -> None:
     os.utime(runs / "one", (0.0, 0.0))
     error = str(CALLED.invoke(app, [command, "runs"]).exception)
-    assert "contains runs; name one of runs/two, runs/one, newest first" in error
+    assert "contains runs (newest first: runs/two, runs/one); name one of them" in error
     assert error.endswith(f": paceline {command} runs/two")

@@ -122,13 +122,16 @@ def test_a_run_without_a_whole_checkpoint_is_not_resumed() -> None:
     assert "cannot be resumed, because there is no whole checkpoint in" in words
     assert "Checkpoint 1 is not used" in words
     (RUN / CHECKPOINTS).rename("elsewhere")
-    assert "It had --checkpoint-every 1min. Start the run again without --resume." in refusal()
+    assert "The run had --checkpoint-every 1min. Start the run again without --resume." in refusal()
 
 
 def test_a_changed_script_is_refused_with_the_first_difference_unless_the_user_accepts_it() -> None:
     Path("train.py").write_text(SCRIPT.replace("0.05", "0.01"))
     words = refusal()
-    assert "train.py has changed since the run began: line 2 was 'rate = 0.05', and is 'rate = 0.01'" in words
+    assert (
+        "train.py has changed since the run began: line 2 was 'rate = 0.05', and is now 'rate = 0.01'"
+        in words
+    )
     assert "add --accept-changes" in words
     assert resume("--accept-changes").exit_code == 0
     (RUN / "script.py").unlink()

@@ -186,7 +186,7 @@ def test_a_worker_with_losses_unlike_all_others_is_named() -> None:
             run.push(worker, Observation(run.updates, 4.0 if worker == 2 else 0.1, 1.0, 5.0))
     [verdict] = run.verdicts
     assert "Worker 2 differs from all others" in verdict.words
-    assert "its losses are usually 4, and at most 0.125 at the others" in verdict.words
+    assert "its losses are usually 4, those of the others at most 0.125" in verdict.words
     assert verdict.takes_out is None
 
 

@@ -314,7 +314,10 @@ def test_a_parameter_is_described_by_its_first_name() -> None:
         (Parameter(("b",), (8,), "float32"), "b float32[8] instead of b float32[4]"),
         (Parameter(("b", "c"), (4,), "float32"), "b float32[4] is named b and c instead of b"),
         (Parameter(("b",), (4,), "float32", 1), "b float32[4] is trained by optimizer 1 instead of 0"),
-        (Parameter(("b",), (4,), "float32", 0, 1), "b float32[4] is in part 1 of the layout instead of 0"),
+        (
+            Parameter(("b",), (4,), "float32", 0, 1),
+            "b float32[4] belongs to addition 1 of parameters instead of 0 (0: the start)",
+        ),
     ],
     ids=["shape", "names", "optimizer", "part"],
 )

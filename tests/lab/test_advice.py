@@ -205,7 +205,7 @@ def test_modules_that_somebody_else_names_are_not_imported_unless_the_user_says_
             load_kept_models(saved)
     _forget()
     with pytest.raises(
-        ConfigurationError, match="names the module buffered, but your key has not signed this"
+        ConfigurationError, match="names the module buffered, but this is not signed with your key"
     ):
         replay(traces[0])
     assert "buffered" not in sys.modules
@@ -232,7 +232,7 @@ def test_nothing_that_reads_a_run_imports_what_it_names(
     assert Cluster.from_run(saved).workers == 2
     for read in (lambda: advise(saved), lambda: replay(read_run(saved)[0])):
         with pytest.raises(
-            ConfigurationError, match=r"names the module planted.*your key has not signed this"
+            ConfigurationError, match=r"names the module planted.*this is not signed with your key"
         ):
             read()
     for command in ("advise", "replay"):

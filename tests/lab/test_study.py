@@ -662,7 +662,8 @@ def test_a_changed_training_function_is_another_study(tmp_path: Path) -> None:
     carried_out(describe(entries, tmp_path), tmp_path / "out")
     (tmp_path / "mine.py").write_text(text.replace("4", "5"))
     with pytest.raises(
-        ConfigurationError, match="the training function or the command of the script, or its text, differs"
+        ConfigurationError,
+        match="the name or the text of the training function, or the command or the text of the script, differs",
     ):
         carried_out(describe(entries, tmp_path), tmp_path / "out")
 

@@ -187,7 +187,7 @@ def test_the_samples_of_many_workers_are_summarized() -> None:
 def test_the_summary_says_who_was_idle_and_what_was_dropped_or_restarted() -> None:
     lost = {"dropped_pushes": 3, "restarts": 2, "wasted_s": 0.5}
     rows = summary_rows({**SUMMARY, **lost, "idle_s": {"0": 4.0, "1": 0.0}, "idle_share": 0.2})
-    assert rows["idle"] == "1 worker finished up to 4.0 s before the last (20.0% of the workers' time)"
+    assert rows["idle"] == "1 worker finished up to 4.0 s before the last worker (20.0% of the workers' time)"
     assert rows["left out"] == "3 of 400 pushes to 2 shards (no usable gradient, or too late)"
     assert rows["restarts"] == "2"
     assert rows["wasted"] == "0.5 s of computation (aborted, or lost with a worker)"

@@ -161,7 +161,7 @@ def test_a_process_that_does_not_keep_up_delays_nobody(port: Port) -> None:
 @pytest.mark.parametrize(
     ("target", "mark", "error", "words"),
     [
-        ("/7", ANY_RUN, ProtocolError, "there is no such process on this machine"),
+        ("/7", ANY_RUN, ProtocolError, "the target process is not on the machine that was reached"),
         ("/0", b"that run", ProtocolError, "another run is served there"),
         ("", b"that run", ProtocolError, "another run is served there"),
     ],
@@ -182,7 +182,7 @@ def test_a_client_of_another_version_is_told_so(port: Port, monkeypatch: pytest.
 
 def test_a_client_is_told_that_a_process_has_ended(port: Port) -> None:
     port.receivers[0].close()
-    with pytest.raises(PeerLostError, match="it has ended"):
+    with pytest.raises(PeerLostError, match="the target process has ended"):
         connect(f"{port.address}/0", TIMEOUT_S, KNOWN)
 
 

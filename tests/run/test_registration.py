@@ -136,7 +136,9 @@ def test_an_optimizer_that_only_other_versions_of_torch_have_is_named_with_what_
 
 def test_hyper_parameters_that_only_another_version_of_torch_has_are_named() -> None:
     changed = optimizer_with(groups=group_with(added=1.0))
-    with pytest.raises(ConfigurationError, match=r"torch\.optim\.SGD .*\(added\): install the same version"):
+    with pytest.raises(
+        ConfigurationError, match=r"torch\.optim\.SGD .* differ in added\. Install the same version"
+    ):
         require_sound(changed)
 
 

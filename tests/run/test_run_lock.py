@@ -148,7 +148,7 @@ def test_force_ends_the_holder_before_it_goes_on(
         assert program.wait(60) == 1
         assert not lock.look()
     assert "the run of process" in words[0]
-    assert "saves no weights, and what it has done since its last checkpoint is lost" in words[0]
+    assert "saves no weights, and what it has done since its newest checkpoint is lost" in words[0]
     assert "lost: process" in program.communicate()[1]
 
 

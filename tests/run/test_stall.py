@@ -210,7 +210,7 @@ def test_who_waits_is_said_and_what_a_kill_leads_to(
     )
     assert line.count("The script of worker 0 may do something other than training, such as evaluating ") == 1
     assert line.endswith(
-        "Run 'kill -KILL 5912' to kill it and let the others continue. In another run, --stall-timeout SECONDS (in "
+        "Run 'kill -KILL 5912' to kill it and let the others continue. In a later run, --stall-timeout SECONDS (in "
         "Python, stall_timeout=SECONDS) does so."
     )
 

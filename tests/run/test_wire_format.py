@@ -689,7 +689,7 @@ def test_a_worker_that_joins_late_begins_with_exact_weights(
         assert torch.equal(still, -THIRDS if near else narrowed(-THIRDS))
 
 
-# -- int8 and int4: weights as differences to a base ---------------------------------------------------------
+# -- int8 and int4: weights as differences from a base --------------------------------------------------------
 
 
 def perceptron(
@@ -1139,10 +1139,13 @@ for _ in range(3):
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("sync", "weights"),
-    [("bsp", "int8, as differences to what the workers have"), *thorough(("asp", "bf16"))],
+    [("bsp", "int8, as differences from what the workers have"), *thorough(("asp", "bf16"))],
 )
 def test_a_run_says_at_its_beginning_what_travels_how(sync: str, weights: str, mark: str) -> None:
     Path("train.py").write_text(SCRIPT)
     options = ["--workers", "2", "--servers", "1", "--transport", "tcp", "--wire", "int8", "--sync", sync]
     said = run_program("-m", "paceline", "run", *options, "train.py").stderr
-    assert f"on their way: gradients as int8, weights as {weights}; float64 values as they are" in said
+    assert (
+        f"codecs between processes: gradients as int8, weights as {weights}; float64 values as they are"
+        in said
+    )

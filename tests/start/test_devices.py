@@ -173,8 +173,8 @@ def test_a_run_says_where_the_steps_are_made_and_when_the_option_has_no_effect()
     assert server_device_line(on_cpu, BOTH) == server_device_line(on_cuda, None) == ""
     assert server_device_line(on_cuda, BOTH) == "the servers make the steps of Muon on cuda:0 (NVIDIA H100)"
     assert server_device_line(on_cuda, plain) == (
-        "--server-device cuda has no effect, because AdamW needs no whole tensors: the servers make its steps on the "
-        "CPU."
+        "--server-device cuda has no effect, because only optimizers that need whole tensors use it. The steps of "
+        "AdamW are made on the CPU."
     )
     assert server_device_line(unused, BOTH) == (
         "--server-device auto has found no accelerator without a worker, so the steps of Muon are made on the CPU."
@@ -438,7 +438,9 @@ def test_devices_are_no_option_on_a_ray_cluster(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(engines, "import_ray", lambda: None)
     with pytest.raises(ConfigurationError, match="devices cannot be used with engine 'ray'"):
         paceline.launch(print, engine="ray", workers=1, devices="cpu")
-    with pytest.raises(ConfigurationError, match="workers is None, but engine 'ray' needs their number"):
+    with pytest.raises(
+        ConfigurationError, match="workers is missing: engine 'ray' needs the number of workers"
+    ):
         paceline.launch(print, engine="ray")
 
 

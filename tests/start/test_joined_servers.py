@@ -169,8 +169,8 @@ def test_a_run_keeps_its_weights_when_a_machine_with_servers_is_asked_to_leave(
     assert [code for code, *_ in ends] == [1, 128 + number], ends
     assert "failed: its machine was asked to leave the run" in messages
     assert (
-        "a run in progress goes on from its last checkpoint; if it has none, it ends, because it cannot continue "
-        "without server 1, and its weights are saved first" in ends[1][2]
+        "without server 1, a run in progress goes on from its newest checkpoint; if it has none, it saves its weights "
+        "and ends" in ends[1][2]
     )
     assert Path("run", "weights.safetensors").exists(), messages
 

@@ -421,7 +421,7 @@ def test_a_function_goes_on_from_a_checkpoint_unless_it_has_changed(caplog: pyte
         launched(resume="run")
     assert str(refusal.value) == (
         "the training function has changed since the run began: line 6 was 'loader = "
-        "torch.utils.data.DataLoader(data, batch_size=4)', and is 'loader = torch.utils.data.DataLoader(data, "
+        "torch.utils.data.DataLoader(data, batch_size=4)', and is now 'loader = torch.utils.data.DataLoader(data, "
         "batch_size=2)'. Restore it, or add accept_changes=True to resume with it as it is."
     )
     Path("launched.py").write_text("# What surrounds the function may change.\n" + LAUNCHED)
@@ -709,7 +709,9 @@ def test_a_run_goes_on_without_a_machine_with_servers_that_is_asked_to_leave(mar
     leaves.terminate()
     code, _, left = output(leaves)
     assert code == 143
-    assert "a run in progress goes on from its last checkpoint; if it has none, it ends" in left
+    assert (
+        "a run in progress goes on from its newest checkpoint; if it has none, it saves its weights" in left
+    )
     Path("go").touch()
     code, _, stderr = output(stays)
     assert code == 0, stderr

@@ -50,12 +50,12 @@ REFERS = f"the hyper-parameters refer to 3 x 16 = 48 samples, {KEEPS}"
         (
             "bsp",
             {"batch": None, "loader": False},
-            "3 batches of the script an update, one of each worker; it has distributed no loader",
+            "3 batches of the script an update, one of each worker; the script has distributed no loader",
         ),
         (
             "asp",
             {"batch": None, "loader": False, "asked": True},
-            "1 batch of the script an update, 3 under way at the same time; it has distributed no loader, so "
+            "1 batch of the script an update, 3 under way at the same time; the script has distributed no loader, so "
             "--joint-batch divides nothing",
         ),
         ("bsp", {"workers": 1}, ""),

@@ -70,8 +70,8 @@ def test_a_model_that_fails_is_named_with_the_shard_and_the_event(how: str, when
 @pytest.mark.usefixtures("failing")
 def test_a_model_that_returns_nonsense_is_named_and_not_called_a_bug_of_ours(how: str) -> None:
     words = (
-        rf"the sync model failing:how={how} returned what cannot be carried out at shard 0, when it received the "
-        r"push of iteration 3 of worker 0: .*Test the model with paceline\.testing\.check"
+        rf"the sync model failing:how={how} returned something that cannot be carried out at shard 0, when it received "
+        r"the push of iteration 3 of worker 0: .*Test the model with paceline\.testing\.check"
     )
     with pytest.raises(UserCodeError, match=words) as raised:
         simulate(Cluster(compute_s=[1.0]), f"failing:how={how}", 10)

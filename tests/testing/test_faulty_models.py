@@ -245,13 +245,14 @@ AT_RUN_TIME: dict[type[Shard], str] = {
     NeverLetsGo: "worker 0, after its iteration 1, waits at shard \\d .faulty:kind=NeverLetsGo.",
     RaisesAtOneShard: "faulty:kind=RaisesAtOneShard raised KeyError: 0 at shard 1, when it received the push of "
     "iteration 1 of worker 0",
-    AppliesTwice: "faulty:kind=AppliesTwice returned what cannot be carried out at shard [01], when it",
-    NegativeScale: "faulty:kind=NegativeScale returned what cannot be carried out at shard [01], when it "
+    AppliesTwice: "faulty:kind=AppliesTwice returned something that cannot be carried out at shard [01], when it",
+    NegativeScale: "faulty:kind=NegativeScale returned something that cannot be carried out at shard [01], when it "
     "received the push of iteration 0 of worker 0: .* has the scale -0.5",
-    NoScale: "faulty:kind=NoScale returned what cannot be carried out .* has the scale nan",
+    NoScale: "faulty:kind=NoScale returned something that cannot be carried out .* has the scale nan",
     AnswersStrangers: "faulty:kind=AnswersStrangers",
-    ReturnsNothing: "faulty:kind=ReturnsNothing returned what cannot be carried out at shard [01]",
-    ReturnsWords: "faulty:kind=ReturnsWords returned what cannot be carried out .* received the pull of iteration 0",
+    ReturnsNothing: "faulty:kind=ReturnsNothing returned something that cannot be carried out at shard [01]",
+    ReturnsWords: "faulty:kind=ReturnsWords returned something that cannot be carried out .* received the pull of "
+    "iteration 0",
     WaitsForItsTimer: "waits at shard \\d .faulty:kind=WaitsForItsTimer. for the sync model",
 }
 """Machines with which a run fails, and what the error says."""

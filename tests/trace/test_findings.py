@@ -21,13 +21,13 @@ RESERVED = (
     "Check the accuracy first: {}"
 )
 ON_DEMAND = (
-    "Under --sync asp or --sync elastic-bsp, there is no barrier in every iteration, and data is handed out on "
-    "demand"
+    "Under --sync asp or --sync elastic-bsp, workers do not meet at a barrier in every iteration, and data is handed "
+    "out on demand"
 )
 OTHER_MODEL = f"{ON_DEMAND}. {RESERVED.format(HOW)}"
 BACKUP = (
     "If all workers draw from the same data, try --sync drop-stragglers:quorum=2: no gradient is stale, but late "
-    "ones are dropped, so an update averages fewer of them."
+    "gradients are dropped, so an update averages fewer gradients."
 )
 BALANCED = "Try --batch balanced, which makes the size of each worker's batch proportional to its speed."
 BALANCED_LOCKSTEP = (

@@ -68,7 +68,9 @@ def run(tmp_path: Path) -> Path:
 def test_the_command_repeats_all_decisions(run: Path) -> None:
     ended = RUNNER.invoke(app, ["replay", str(run)])
     assert ended.exit_code == 0, ended.output
-    assert ended.output.endswith("events at 3 state machines: all decisions are the same.\n")
+    assert ended.output.endswith(
+        "events at 3 state machines: all decisions are the same as the recorded ones.\n"
+    )
 
 
 def test_the_command_names_decisions_that_differ(run: Path) -> None:
@@ -82,13 +84,13 @@ def test_the_command_names_decisions_that_differ(run: Path) -> None:
     ended = RUNNER.invoke(app, ["replay", str(run)])
     assert ended.exit_code == 1
     assert f"shard 1: entry {number - 1}: " in ended.output
-    assert "1 decisions differ." in ended.output
+    assert "1 decision differs from the recorded ones." in ended.output
 
 
 def test_the_command_tells_what_another_model_decides(run: Path) -> None:
     ended = RUNNER.invoke(app, ["replay", str(run), "--sync", "asp"])
     assert ended.exit_code == 0, ended.output
-    assert "shard 0: asp decides otherwise than ssp:staleness=2, first at" in ended.output
+    assert "shard 0: asp decides differently from ssp:staleness=2, first at" in ended.output
     ended = RUNNER.invoke(app, ["replay", str(run), "--sync", "ssp:staleness=7"], env={"COLUMNS": "80"})
     table = ended.output.partition("shard 0:")[0]
     assert "staleness=2" in "".join(table.split()), "the parameters of equal models tell their rows apart"

@@ -95,7 +95,10 @@ def test_bad_input_is_named() -> None:
         ),
         (lambda: paceline.partition([0, 1], 2, dirichlet=0.0), "dirichlet is 0.0, expected a number > 0"),
         (lambda: paceline.partition([0, 1], 2, shards=2), "shards is 2, expected a whole number from 1 to 1"),
-        (lambda: paceline.partition(ragged, 2, shards=1), "labels cannot be made an array: ValueError"),
+        (
+            lambda: paceline.partition(ragged, 2, shards=1),
+            "labels cannot be converted to an array: ValueError",
+        ),
         (
             lambda: paceline.partition([0, 1], 2, shards=1, seed=-1),
             "seed is -1, expected a whole number >= 0",

@@ -205,7 +205,7 @@ def test_a_script_trains_in_processes(
     options = ("--workers", "2", "--servers", "2", "--sync", sync, "--run-dir", "run")
     ended = live.run_program("-m", "paceline", "run", *options, script, str(BATCH))
     assert ended.returncode == 0, ended.stderr
-    assert ("it has distributed no loader" in ended.stdout + ended.stderr) == (name == "language_model")
+    assert ("has distributed no loader" in ended.stdout + ended.stderr) == (name == "language_model")
     trained = load_file(tmp_path / "run" / "weights.safetensors")
     torch.set_default_dtype(torch.float32)  # as in the processes
     expected = alone(name, 2 * BATCH, monkeypatch)["model"].state_dict()

@@ -117,7 +117,10 @@ def test_a_run_whose_servers_lack_the_optimizer_of_a_worker_says_so(monkeypatch:
     print("\n" + said)
     assert code == 1
     assert f"torch {version(OTHER)}" in said
-    assert "has no torch.optim.Muon, with which a worker trains: install a version of torch there" in said
+    assert (
+        "has no torch.optim.Muon, but a worker uses this optimizer. On the machine of the server, install"
+        in said
+    )
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this version of torch has no Muon")

@@ -75,7 +75,9 @@ def require_bucket(url: str) -> None:
             system, root = _open(url)
             _names_at(system, root)
     except CheckpointError as error:
-        raise ConfigurationError(f"{error}. Check the name and the credentials, or give a path.") from error
+        raise ConfigurationError(
+            f"{error}. Check the name and the credentials, or give the path of a directory instead."
+        ) from error
 
 
 def upload(
@@ -168,8 +170,8 @@ def newest_from(
         directory: directory of all checkpoints of the run on this machine. The folder of the lineage is created in this
             directory if necessary.
         lineage: the identity of the lineage; "" for checkpoints of earlier versions, which name no lineage.
-        after: number of a checkpoint. Only newer checkpoints are copied, for example because this machine has the older
-            checkpoints.
+        after: number of a checkpoint. Only newer checkpoints are considered, for example because this machine has the
+            older checkpoints.
         until: number of the newest checkpoint that may be used; None for no limit.
         use: see `reading.newest_whole`.
 
@@ -270,9 +272,9 @@ def _lineages(system: Any, root: str) -> Iterator[LineageThere]:
 
 @contextlib.contextmanager
 def _explained(words: str) -> Iterator[None]:
-    """Raise `CheckpointError`, which begins with these words, for an exception of a file system.
+    """Turn an exception of a file system into a `CheckpointError` whose message begins with these words.
 
-    A `ConfigurationError` is not changed.
+    A `ConfigurationError` is passed on unchanged.
     """
     try:
         yield

@@ -32,7 +32,7 @@ FORMAT = 2
 ADDED = {2: ("lineage", "origin")}
 """Format -> the attributes that this format has added to `Manifest`.
 
-Checksums of earlier formats do not include them.
+The checksum of a manifest in an earlier format does not include these attributes.
 """
 
 FILE = re.compile(
@@ -56,7 +56,8 @@ class OptimizerRecord(msgspec.Struct, frozen=True):
 
     Attributes:
         name: name of the class that the servers run. See `core.layout.OptimizerSpec`.
-        replaced: number of times that the script has replaced the optimizer of this parameter set.
+        replaced: number of times that the script has replaced the optimizer of these parameters. See
+            `core.layout.OptimizerSpec`.
         parameters: names of the parameters that the optimizer trains. `state_dict()` refers to a parameter by its
             position in this sequence.
         counters: for each group, the values that the optimizer itself has changed in the group.
@@ -85,7 +86,7 @@ class Manifest(msgspec.Struct, frozen=True):
         lineage: the identity of the lineage to which the checkpoint belongs; "" in format 1.
         origin: the checkpoint with which this lineage has begun, if that checkpoint is of another lineage; else "". See
             `origin_of`.
-        sha256: checksum of this manifest with the checksum "".
+        sha256: checksum of this manifest, computed with "" in place of the checksum.
     """
 
     format: int
@@ -262,7 +263,7 @@ class Pace:
         >>> now_s, slept_s = 100.0, []
         >>> pace = Pace(1000, lambda: now_s, slept_s.append)
         >>> pace.spend(500)
-        >>> pace.spend(250)  # too early, because this clock stands still
+        >>> pace.spend(250)  # called 0.5 s too early, because this clock stands still
         >>> slept_s
         [0.5, 0.75]
     """
@@ -290,14 +291,14 @@ class Pace:
 
 
 def yield_to_training() -> None:
-    """Lower the priority of the calling thread, so that training goes first. Only Linux has priorities of threads."""
+    """Lower the priority of the calling thread, so that training goes first. This has an effect only on Linux."""
     if sys.platform.startswith("linux"):
         thread = threading.get_native_id()
         niceness = os.getpriority(os.PRIO_PROCESS, thread) + NICENESS
         os.setpriority(os.PRIO_PROCESS, thread, min(niceness, LOWEST_PRIORITY))
 
 
-# -- The directories of checkpoints: their names, and the identity by which a run recognizes its own ---------
+# -- The directories of checkpoints: their names, and the identity by which a run recognizes its checkpoints
 #
 #     DIR/paceline-0123456789abcdef/      the checkpoints of one lineage
 #         000012/                         a complete checkpoint
@@ -375,7 +376,7 @@ def name_of(number: int) -> str:
 
 
 def number_of(name: str) -> int | None:
-    """Return the number of a checkpoint, given the name of its directory; None if the name is not a checkpoint's.
+    """Return the number of a checkpoint, given the name of its directory; None for any other name.
 
     >>> [number_of(name) for name in ("000012", "1000000", "0000012", "000012.partial")]
     [12, 1000000, None, None]
@@ -410,7 +411,7 @@ def read_draft(path: Path) -> DraftMark | None:
 
 
 def await_disk(path: Path) -> None:
-    """Wait until a file or the names in a directory are on the disk."""
+    """Wait until the content of a file, or the list of the names in a directory, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -85,8 +85,8 @@ def lay_out(
         slices: the slices of all shards.
         entries: the entries of each shard's optimizer state.
         tensors: the tensors of the model that are not parameters, by name. Only their dtypes and shapes are used.
-        settings: the settings of the script in the groups of each optimizer, which are added to those of the first
-            shard's entries; [] if unknown.
+        settings: for each optimizer, the settings of its groups in the script; [] if unknown. They are added to the
+            settings in the entries of the first shard.
 
     Raises:
         OSError: a file cannot be written.
@@ -168,7 +168,7 @@ def name_in_file(dtype: torch.dtype) -> str:
 def _joined(
     layout: Layout, slices: Sequence[ShardSlice], entries: Sequence[StateEntries]
 ) -> dict[int, dict[str, _Entry]]:
-    """Return the entries of each parameter.
+    """Return the entries of the optimizer state of each parameter.
 
     If a number has different values in the shards, the highest value is used.
     """

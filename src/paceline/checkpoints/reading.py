@@ -107,8 +107,10 @@ class Checkpoint:
         tensors += [(buffer.name, buffer.dtype, buffer.shape) for buffer in model.buffers]
         for name, dtype, shape in tensors:
             expected = (name_in_file(torch_dtype(dtype)), tuple(shape))
-            if described.get(name) != expected:
-                raise CheckpointError(f"{MODEL} has {name!r} as {described.get(name)}, expected {expected}")
+            if name not in described:
+                raise CheckpointError(f"{MODEL} does not contain the tensor {name!r}")
+            if described[name] != expected:
+                raise CheckpointError(f"{MODEL} has {name!r} as {described[name]}, expected {expected}")
         records = self.manifest.optimizers
         if [(each.name, each.replaced) for each in records] != [
             (o.name, o.replaced) for o in model.optimizers
@@ -149,7 +151,7 @@ class Checkpoint:
         """Return a shard's slice of the optimizer state: "<segment>/<key>" -> tensor.
 
         The state of an optimizer is left out if the checkpoint has no such optimizer, or if the script had replaced the
-        optimizer a different number of times.
+        optimizer a different number of times when the checkpoint was written.
 
         Args:
             model: a model.
@@ -229,9 +231,8 @@ class NewestCheckpoint(NamedTuple):
 
     Attributes:
         checkpoint: the checkpoint; None if there is none.
-        faults: for each newer checkpoint, a sentence that says why this checkpoint is not used.
-        highest: the highest number of all checkpoints, whole or not; 0 if there is none. The next checkpoint gets the
-            following number.
+        faults: for each checkpoint that is newer than `checkpoint`, a sentence that says why it is not used.
+        highest: the highest number of all checkpoints that were found, whole or not; 0 if none was found.
     """
 
     checkpoint: Checkpoint | None

@@ -110,7 +110,8 @@ class Draft:
             origin: the checkpoint with which this lineage has begun, if that checkpoint is of another lineage; else "".
 
         Raises:
-            CheckpointError: there is too little space, or the files cannot be written. All files have been removed.
+            CheckpointError: there is too little space, or the files cannot be written. All files of the draft have been
+                removed.
         """
         draft = cls(directory, number, model, entries, origin)
         assert draft._lineage, f"{directory} is not named after a lineage"
@@ -160,7 +161,8 @@ class Draft:
             The directory of the checkpoint.
 
         Raises:
-            CheckpointError: a shard has not been written, or a file cannot be written. All files have been removed.
+            CheckpointError: a shard has not been written, or a file cannot be written. All files of the draft have been
+                removed.
         """
         with self._or_discarded():
             self._require_own()
@@ -240,9 +242,10 @@ class Draft:
 
     def _require_space(self, size_bytes: int) -> None:
         free_bytes = shutil.disk_usage(self._directory).free
-        if free_bytes < size_bytes + SPARE_BYTES:
+        needed_bytes = size_bytes + SPARE_BYTES
+        if free_bytes < needed_bytes:
             raise CheckpointError(
-                f"Checkpoint {self._number} was not written: it needs {size_bytes / 1e9:.3g} GB, but only "
+                f"Checkpoint {self._number} was not written: it needs {needed_bytes / 1e9:.3g} GB, but only "
                 f"{free_bytes / 1e9:.3g} GB are free in {self._directory}. Free space there, or choose another "
                 "directory."
             )

@@ -3,9 +3,11 @@
 The commands parse options, call the library and print results. Exit codes:
 
 - 0: success.
-- 1: a run failed, and the traceback of the process that failed is printed once; or `check` has found a mistake.
+- 1: a run failed, and the traceback of the process that failed is printed once; `check` has found a mistake; or
+  `replay` has found a decision that differs.
 - 2: invalid input. An error message is printed to standard error before any process is started.
-- 3: the run finished, but a worker crashed or some results could not be saved in the run directory.
+- 3: the run finished, but a worker crashed or some results could not be saved in the run directory; or some runs of a
+  study have failed.
 - 130: the command was interrupted by Ctrl-C, and all processes have ended.
 - 143, 129 or 131: the command was terminated by SIGTERM, SIGHUP or SIGQUIT, and all processes have ended.
 
@@ -39,7 +41,7 @@ __all__ = ["app", "main"]
 
 
 class Commands(TyperGroup):
-    """The commands. With --slurm, `join` is another command, which has other options and no address."""
+    """The commands. `join --slurm` is a separate command: it has other options than `join`, and takes no address."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[:2] == ["join", "--slurm"]:

@@ -36,10 +36,10 @@ EXIT_INTERRUPTED = 130
 
 
 def command_line(app: typer.Typer) -> Any:
-    """Return the command of a command line, with help texts in which brackets are escaped.
+    """Return the command that a Typer application defines, with the brackets in its help texts escaped.
 
-    The help texts contain extras such as paceline[report], and rich would take a word in brackets for the name of a
-    style.
+    The help texts contain extras such as paceline[report]. Without escaping, rich would take the word in brackets for
+    the name of a style.
     """
     command = typer.main.get_command(app)
     for each in (command, *getattr(command, "commands", {}).values()):
@@ -245,7 +245,9 @@ MOST_NAMED = 5  # number of runs that a message names
 
 
 def require_no_folder_of_runs(folder: Path, command: str, or_else: str = "") -> None:
-    """Raise `ConfigurationError` if a folder is not a run, but contains runs. The error names some of the runs.
+    """Raise `ConfigurationError` if a folder is not the directory of a run, but contains such directories.
+
+    The error names the newest of these runs.
 
     Args:
         folder: the folder.
@@ -263,6 +265,6 @@ def require_no_folder_of_runs(folder: Path, command: str, or_else: str = "") -> 
     named = ", ".join(map(str, runs[:MOST_NAMED]))
     more = f" and {len(runs) - MOST_NAMED} more" if len(runs) > MOST_NAMED else ""
     raise ConfigurationError(
-        f"{str(folder)!r} is not a run, but contains runs; name one of {named}{more}, newest first{or_else}: "
+        f"{str(folder)!r} is not a run, but contains runs (newest first: {named}{more}); name one of them{or_else}: "
         f"paceline {command} {shlex.quote(str(runs[0]))}"
     )

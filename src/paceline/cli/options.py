@@ -82,8 +82,8 @@ def whole_number(text: str) -> int:
 PORT = re.compile(r"(\S+:)?[0-9]+")
 
 OPTIONAL = {"--dashboard": PORT}
-"""Option -> pattern of its value. In a command with a script, a following word that does not match the pattern is the
-script."""
+"""Option -> pattern of its value. In a command with a script, the word after the option is its value if it matches the
+pattern. Otherwise, the option has no value, and the word may be the script."""
 
 
 class OptionalValues(TyperCommand):
@@ -109,7 +109,8 @@ def completed(args: Sequence[str], valued: Collection[str], *, mixed: bool = Fal
     Args:
         args: the arguments.
         valued: the names of all options that have values.
-        mixed: True if options may also follow other arguments; False if other arguments begin a script.
+        mixed: True if options may also follow other arguments; False if the first other argument is the script, so that
+            everything after it belongs to the script.
 
     >>> completed(["-n", "4", "--dashboard", "train.py", "--dashboard"], ["-n", "--dashboard"])
     ['-n', '4', '--dashboard=', 'train.py', '--dashboard']
@@ -280,7 +281,7 @@ Trusted = Annotated[
     bool,
     typer.Option(
         "--trust",
-        help="Import the modules that the directory names, even if you did not start the run, or started it with "
+        help="Import the modules that the run directory lists, even if you did not start the run, or started it with "
         "another home directory.",
     ),
 ]

@@ -1,4 +1,4 @@
-"""Commands about runs that exist: `paceline report`, `paceline replay` and `paceline status`."""
+"""Commands about existing runs: `paceline report`, `paceline replay` and `paceline status`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..look.status import LONG_LINE, StatusView
 from ..start.terminal import ForgivingStream, plain_console, print_sentence
 from ..trace.report import read_run_file
 from ..trace.run_dir import REPORT
-from ..words import wrappable
+from ..words import counted, listed, wrappable
 from .console import interruptible, load_named_models, print_json, require_no_folder_of_runs
 from .options import AsJson, ModelImports, Trusted
 from .run import SecretFile, address_of, secret_of
@@ -96,7 +96,7 @@ def report(
 
 
 def _print(report: RunReport, console: Console, *, name: bool) -> None:
-    """Print the beginning of a report."""
+    """Print the headline of a report, and the causes of lost time with their remedies."""
     if name:
         print(f"{report.name}:")
     print_sentence(console, report.headline)
@@ -165,7 +165,7 @@ def replay(
     trust: Trusted = False,
     as_json: AsJson = False,
 ) -> None:
-    """Repeat the decisions of a run from its traces, and compare them; or show what another model would have decided.
+    """Repeat and check the decisions of a run from its traces, or show what another model would have decided.
 
     paceline replay runs/20261121-120000
     """
@@ -185,7 +185,8 @@ def replay(
     traces = read_run(run_dir)
     if not traces:
         raise ConfigurationError(
-            f"{run_dir} contains no traces. Give the directory of a run that was made without --traces off."
+            f"{run_dir} contains no traces. Give the directory of a run that has kept its traces, as all runs do "
+            "except with --traces off."
         )
     console = plain_console(quiet=as_json)
     if model is None:
@@ -199,7 +200,11 @@ def replay(
         count = sum(map(len, differences.values()))
         console.print(
             f"{entries:,} events at {len(traces)} state machines: "
-            + (f"{count:,} decisions differ." if count else "all decisions are the same."),
+            + (
+                f"{counted(count, 'decision')} {'differ' if count > 1 else 'differs'} from the recorded ones."
+                if count
+                else "all decisions are the same as the recorded ones."
+            ),
             highlight=False,
         )
         if as_json:
@@ -209,8 +214,8 @@ def replay(
         return
     if model.needs_plans or model.at_coordinator() is not None:
         raise ConfigurationError(
-            f"{sync} plans for the whole job, and another plan would have changed the times of the pushes. Simulate it "
-            "with the recorded times instead: "
+            f"{sync} plans for the whole job, and another plan would have changed the times of the pushes. Simulate "
+            "the model with the recorded times instead: "
             + shlex.join(["paceline", "simulate", str(run_dir), "--sync", str(sync)])
         )
     shards = [trace for trace in traces if trace.header.host == "shard"]
@@ -257,14 +262,14 @@ def replay(
             + (
                 "like the recorded model."
                 if first is None
-                else f"otherwise than {recorded.sync}, first at {first:.6g} s."
+                else f"differently from {recorded.sync}, first at {first:.6g} s."
             ),
             highlight=False,
         )
     early = sorted({worker for _, other in pairs for worker in other.too_early})
     if early:
         console.print(
-            f"Under {sync}, workers {', '.join(map(str, early))} would have waited longer, so their later messages "
+            f"Under {sync}, {listed(early)} would have waited longer, so their later messages "
             "would have come later, too. To see how the run would have gone on: "
             + shlex.join(["paceline", "simulate", str(run_dir), "--sync", str(sync)]),
             highlight=False,
@@ -274,19 +279,19 @@ def replay(
 
 # -- `paceline status`: what the workers of a run are doing --------------------------------------------------
 
-SETTLED_S = 0.3  # time after which the servers have answered the coordinator
+SETTLED_S = 0.3  # time within which the servers usually answer the coordinator
 RATE_S = 0.7  # time over which the first rates are averaged
 WATCH_INTERVAL_S = 1.0
 
 
 class _Place(NamedTuple):
-    """Where a run is found.
+    """How a run in progress can be reached.
 
     Attributes:
-        address: address of its coordinator.
-        token: its secret.
-        run_dir: its directory, if the run was found by this directory; else None.
-        notes: sentences about the run that its state does not contain.
+        address: address of the run's coordinator.
+        token: the secret of the run.
+        run_dir: the run directory if the user has named it, or named nothing; None if the user has named an address.
+        notes: notes that are shown with the state of the run, such as the address of its dashboard.
     """
 
     address: str
@@ -329,7 +334,8 @@ def status(
         _in_progress(place),
         contextlib.closing(Observer(place.address, place.token)) as observer,
     ):
-        # Each call asks the servers for the answers that the next state contains. Rates need two answers.
+        # The state that a call returns contains the servers' answers to the call before it. A rate is computed from two
+        # answers, so only the third state contains rates.
         for pause_s in (RATE_S, SETTLED_S):
             observer.fetch()
             time.sleep(pause_s)
@@ -390,7 +396,7 @@ def _in_progress(place: _Place) -> Iterator[None]:
 
 
 def _watch(observer: Observer, state: JobStatus, notes: Sequence[str]) -> None:
-    """Show the state of a run every second until the run is over or the reader of standard output has gone.
+    """Show the state of a run every second until the run is over or standard output can no longer be written.
 
     A terminal shows only the latest state. Any other output, such as a file, receives every state.
     """

@@ -252,8 +252,8 @@ def demo(
         bool,
         typer.Option(
             "--quick",
-            help="Compare bsp, bsp with balanced batches, and asp on generated images, which needs no extra (less "
-            "than a minute).",
+            help="Compare bsp, bsp with balanced batches, and asp on generated images, which needs no additional "
+            "packages (less than a minute).",
         ),
     ] = False,
     run_dir: RunDir = None,
@@ -624,10 +624,11 @@ def _tell_how_to_join(address: str, job: Job, announce_to: int | None, *, is_new
 def require_processes(
     script: Path | None, workers: int | None, servers: int, listen: str, port: int, server_device: str
 ) -> None:
-    """Raise `ConfigurationError` unless a machine that joins has something to do, and its options belong together."""
+    """Raise `ConfigurationError` unless a machine that joins has something to do, and its options are consistent."""
     if workers == 0 and not servers:
         raise ConfigurationError(
-            "workers is 0, so this machine has nothing to do; let it bring a server (--servers 1), or run a worker."
+            "workers is 0, so this machine has nothing to do; let it bring a server (--servers 1), or run a worker "
+            "(--workers 1)."
         )
     if workers != 0 and script is None:
         raise ConfigurationError(
@@ -637,7 +638,7 @@ def require_processes(
     of_servers = {"--listen": listen, "--port": port, "--server-device": server_device.removeprefix("cpu")}
     if not servers and (given := " and ".join(name for name, value in of_servers.items() if value)):
         raise ConfigurationError(
-            f"{given} is for the servers of this machine, but this machine brings none; add --servers 1, or omit "
+            f"only servers on this machine use {given}, but this machine brings no servers; add --servers 1, or omit "
             f"{given}."
         )
 
@@ -668,7 +669,7 @@ def address_of(text: str) -> str:
 
 # -- `python -m paceline.join` and `paceline join --slurm`: training in a job that a scheduler has started ---
 
-PROCESSES = "Each of them runs one worker, and the first of them also runs the coordinator and the servers."
+PROCESSES = "Each process runs one worker, and the first process also runs the coordinator and the servers."
 
 TORCHRUN = f"""Run a script in the processes that torchrun has started. {PROCESSES}
 
@@ -716,7 +717,7 @@ def scheduled_join(scheduler: str) -> Callable[..., None]:
                 "--listen",
                 metavar="ADDRESS",
                 help="Address on which the other processes reach the machine of the first process; 0.0.0.0 for all its "
-                "addresses. Default: the address that belongs to the scheduler's name of this machine.",
+                "addresses. Default: the address to which the scheduler's name for this machine resolves.",
                 show_default=False,
                 rich_help_panel="Run",
             ),

@@ -201,8 +201,9 @@ def simulate(
         if script is not None:
             print_sentence(
                 console,
-                f"{path} writes its files as in a live run: let it use names that no earlier run has used, for example "
-                "by its arguments, or start this command in another directory.",
+                f"{path} writes its files as in a live run, and replaces files of the same names. To keep the files of "
+                "earlier runs, give the script other file names, for example with its arguments, or start this command "
+                "in another directory.",
             )
             result = comparison.train_and_compare(
                 machines,

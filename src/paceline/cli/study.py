@@ -1,4 +1,4 @@
-"""`paceline study`: a comparison of sync models with seeds, intervals, tables and figures."""
+"""`paceline study` compares sync models over several seeds. `paceline check` looks for mistakes in a script."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import typer
 
 from ..errors import PacelineError, first_line
 from ..start.terminal import plain_console, print_sentence
+from ..words import counted
 from .console import (
     EXIT_FAILED,
     EXIT_NOT_ALL_WELL,
@@ -64,7 +65,7 @@ def study(
     ] = False,
     imports: ModelImports = None,
 ) -> None:
-    """Compare sync models on simulated clusters, with seeds, intervals, tables and figures for a paper.
+    """Compare sync models on simulated clusters over several seeds, with confidence intervals, tables and figures.
 
     paceline study study.toml --out results
     """
@@ -106,7 +107,7 @@ def failure_lines(failures: Sequence[Failure]) -> list[str]:
     return [
         *texts[:1],
         *(text.partition("\n")[0] for text in texts[1:]),
-        *[f"failed: {more} more runs, which summary.md names"] * (more > 0),
+        *[f"failed: {counted(more, 'more run')}; summary.md names all of them"] * (more > 0),
     ]
 
 
@@ -157,7 +158,7 @@ def check(
     lists the places where workers would do the same work, write the same file, use the wrong length of an epoch, or
     fail, and says how many samples an update has. The script runs in the current directory, and writes its files there.
 
-    Exit code: 0 if the list contains at most notes, 1 otherwise.
+    Exit code: 0 if the list is empty or contains only notes, 1 otherwise.
 
     paceline check train.py --epochs 10
     """

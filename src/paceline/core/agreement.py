@@ -5,10 +5,10 @@ the hyper-parameters of one worker. A correct schedule is a function of the prog
 their hyper-parameters at a few *marks*, and reports with the same mark are compared. There are three kinds of marks,
 for schedules that follow different quantities:
 
-    schedule    a number of steps of a prepared schedule that follows the job
+    schedule    a number of steps of a schedule, if the schedule follows the progress of the job
     epoch       an epoch of a loader, if the hyper-parameters change only between passes over it
-    step        otherwise, a number of steps of the worker's optimizer; if there are also epochs, it is enough if the
-                reports agree at the mark of the epoch or at that of the step
+    step        in all other cases, a number of steps of the worker's optimizer; if there are also epochs, reports that
+                are equal at the mark of the epoch or at the mark of the step count as equal
 
 At any moment, workers may be at different marks, so their hyper-parameters may rightly differ. So a warning names
 workers only if their hyper-parameters differ at the same marks, and if this difference lasts for at least `LEAST_STEPS`
@@ -64,7 +64,7 @@ class Agreement:
 
     def __init__(self) -> None:
         self._marks: OrderedDict[tuple[int, str, str, int], _Mark] = OrderedDict()
-        # (worker, incarnation, parameter set) -> the first report since which all reports of the worker disagree
+        # (worker, incarnation, parameter set) -> the report since which the worker has disagreed with others
         self._disagreed: dict[tuple[int, int, int], HyperParametersReported] = {}
         self._said = False
 
@@ -94,9 +94,9 @@ class Agreement:
         return ""
 
     def _compare(self, worker: int, report: HyperParametersReported) -> list[tuple[_Mark, bool | None]]:
-        """Return each mark that counts for a report, and True if the report's values are equal to those of the mark.
+        """Return each mark that counts for a report, with True if the report's values are equal to those of the mark.
 
-        The second value is None if this worker is the first at the mark.
+        If this worker is the first at the mark, the second value is None.
         """
         index = report.set_index
         if report.schedule is not None:
@@ -181,8 +181,8 @@ def _describe(worker: int, report: HyperParametersReported, mark: _Mark) -> str:
         f"Worker {worker} has joined late: name its schedulers with paceline.track, so that it continues with the "
         "states of the job's schedulers."
         if report.late
-        else "If a scheduler decides by a number that each worker computes by itself, as ReduceLROnPlateau does with "
-        "a loss, let all workers decide by the same number: scheduler.step(paceline.reduce(loss))."
+        else "If a scheduler follows a number that each worker computes from its own data, as ReduceLROnPlateau "
+        "follows a loss, give all workers the same number: scheduler.step(paceline.reduce(loss))."
     )
     return (
         f"Worker {worker} trains with {name}={_text(value)} and worker {mark.worker} with {name}={_text(other)}, "
@@ -220,7 +220,7 @@ class Fingerprints:
 
         Args:
             worker: the worker that sent the message.
-            message: the message. A message that is out of order is ignored, so nothing is compared as long as its
+            message: the message. A message that is out of order is ignored, so no hashes are compared as long as this
                 worker is in the run.
             live: the workers that take part and have not left.
             lockstep: True if the sync model keeps all workers in lockstep.
@@ -249,8 +249,8 @@ def _report(workers: list[int], iterations: int) -> str:
     when = f"in each of their first {iterations} iterations" if iterations > 1 else "in their first iteration"
     return (
         f"workers {names} compute the same gradients {when}: they train on the same data, so the run is no better "
-        "than one with fewer workers. Distribute the loader with paceline.prepare or paceline.distribute, or give "
-        "each worker its own part of the data, or its own seed, by paceline.worker_index()."
+        "than one with fewer workers. Distribute the loader with paceline.prepare or paceline.distribute, or use "
+        "paceline.worker_index() to give each worker its own part of the data, or its own seed."
     )
 
 

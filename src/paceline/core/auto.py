@@ -1,23 +1,24 @@
 """`--sync auto`: which sync model a run should use, decided from observations of the run, without I/O.
 
 A run begins with bsp, and with balanced batches if its data can be divided into such batches. Neither changes the
-result of training. Meanwhile, shard 0 observes how long the workers' cycles take (see `core.paces`). Near the end of
-each epoch, the host simulates a few epochs with these cycles under each candidate (`Situation`, `Prospect`). At the
-beginning of the next epoch, the run changes its model if another model is faster by enough:
+result of training. Meanwhile, shard 0 observes how long the workers' cycles take (see `core.paces`). In the second half
+of an epoch, unless the last simulation still holds, the host simulates a few epochs with these cycles under each
+candidate (`Situation`, `Prospect`). At the beginning of the next epoch, the run changes its model if another model is
+faster by enough:
 
     speed            samples per second that are applied, so dropped samples do not count
-    candidates       bsp, and a few models, one for each kind of inequality
+    candidates       bsp, and a few models that each suit another kind of difference between the workers' speeds
     value            the simulated speed of a candidate, multiplied by the ratio of its measured speed to its simulated
                      speed when the run last used this candidate
-    change           to the candidate with the highest value, if an epoch takes at least 10 % less time than now; of
+    change           to the candidate with the highest value, if an epoch would then take at least 10 % less time; of
                      candidates that are about equally fast, the one that changes training least
-    judgment         the value of the model in force is its measured speed. If this value is no longer above the value
-                     of bsp, the run changes back to bsp, and does not try the model again for some epochs. If the loss
-                     of an epoch has risen by more than its noise, all models with stale gradients are ruled out for
-                     good
+    judgment         the value of the model in force is its measured speed. If this value no longer exceeds that of bsp
+                     by 3 %, the run changes back to bsp, and does not try the model again for some epochs. If the loss
+                     of an epoch has risen by more than its noise under a model with stale gradients, all such models
+                     are ruled out for good
 
-The run changes its model at most once in an epoch. An *epoch* is one pass over the loader from which most samples
-were used. A script that distributes no loader has no epochs; without epochs, each simulation is followed by a decision.
+The run changes its model at most once in an epoch. An *epoch* is one pass over the loader that has supplied the most
+samples. A script that distributes no loader has no epochs; without epochs, each simulation is followed by a decision.
 
 The decision enters the run as a `SyncRequested` event of the source "auto". So a replay repeats the decision without
 this module, and the module need not record anything.
@@ -79,7 +80,7 @@ Planner = Callable[[Situation], Sequence[Prospect]]
 
 
 class ModelChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """A change of the model that was decided.
+    """A decision to change the sync model.
 
     Attributes:
         epoch: number of the epoch that begins with the change.
@@ -116,8 +117,8 @@ class Auto:
 
     Args:
         allowed: returns True if the run can use a model.
-        stale: False if models with stale gradients are never used, because the run does not translate its
-            hyper-parameters for them.
+        stale: False if the run does not translate its hyper-parameters for models with stale gradients, so that such
+            models are never used.
 
     Attributes:
         sync: the model in force.
@@ -127,11 +128,11 @@ class Auto:
     def __init__(self, allowed: Callable[[str], bool], *, stale: bool = True) -> None:
         self.sync = BASELINE
         self.choices: list[ModelChoice] = []
-        self._begun: dict[str, int] = {}  # loader -> the last epoch that a worker has begun
+        self._begun: dict[str, int] = {}  # loader -> the latest epoch that any worker has begun
         self._allowed = allowed
         self._stale = stale
         self._clips = False
-        # worker -> the number of samples and the seconds of its latest cycles, and of its latest computations
+        # worker -> (number of samples, seconds) of each of its latest cycles, and of each of its latest computations
         self._cycles: dict[int, deque[tuple[int, float]]] = {}
         self._computed: dict[int, deque[tuple[int, float]]] = {}
         self._order: DataOrder | None = None
@@ -139,11 +140,11 @@ class Auto:
         self._counts = (0, 0)  # numbers of pushes and of batches so far
         self._latest: _Point | None = None
         self._since: _Point | None = None  # the first point in this epoch
-        self._begun_at = 0  # amount of data applied until this epoch
-        self._simulated_at = 0  # amount of data applied until the last simulation
+        self._begun_at = 0  # amount of data applied before this epoch began
+        self._simulated_at = 0  # amount of data applied before the last simulation
         self._simulated_in = -1  # epoch of the last simulation
-        self._simulated_speed = 0.0  # the speed that was measured until the last simulation
-        self._prospects: dict[str, float] = {}  # of this epoch
+        self._simulated_speed = 0.0  # the speed that was measured before the last simulation
+        self._prospects: dict[str, float] = {}  # candidate -> the speed that was simulated in this epoch
         self._ratios: dict[str, float] = {}  # model -> measured speed, divided by the simulated speed
         self._barred: dict[str, float] = {}  # model -> epoch from which it may be tried again
         self._losses: list[float] = []  # of this epoch
@@ -170,7 +171,7 @@ class Auto:
 
     @property
     def periods(self) -> int:
-        """Number of the period that begins now, which is used in place of an epoch's number if there are no epochs."""
+        """Number of the period between two simulations that begins now. Used if there are no epochs."""
         return self._epoch + 1
 
     # -- observations -------------------------------------------------------------------------------------
@@ -205,7 +206,7 @@ class Auto:
         self._computed.setdefault(worker, deque(maxlen=WINDOW)).extend(times)
 
     def is_next(self, loader: str, epoch: int, counts: Mapping[str, PositionCounts]) -> bool:
-        """Handle a worker that begins an epoch of a loader.
+        """Record that a worker begins an epoch of a loader.
 
         Return True if no worker has begun this epoch before, and no other loader has supplied more samples.
 
@@ -244,7 +245,7 @@ class Auto:
         return applied - self._begun_at >= PART_OF_EPOCH * size or applied - self._simulated_at >= 2 * size
 
     def _is_known(self, speed: float) -> bool:
-        """Return True if the last simulation is recent, and was made with the present model and about this speed."""
+        """Return True if the last simulation is recent, and model and speed have not changed (much) since then."""
         changed_in = self.choices[-1].epoch if self.choices else 0
         same = self._simulated_in >= changed_in and self._epoch < self._simulated_in + HOLDS_EPOCHS
         return same and abs(speed - self._simulated_speed) <= STEADY * self._simulated_speed
@@ -280,13 +281,13 @@ class Auto:
         return tuple(dict.fromkeys((BASELINE, *usable)))
 
     def _forbidden(self, sync: str) -> bool:
-        """Return True if the script makes calls that this model does not allow."""
+        """Return True if the script makes calls that the model `sync` does not allow."""
         return self._clips and not all(model.agrees_on_means for model in parse_shards(sync))
 
     # -- decisions ----------------------------------------------------------------------------------------
 
     def begin(self, epoch: int, order: DataOrder | None = None) -> ModelChoice | None:
-        """Handle the beginning of an epoch. Return the change of the model that is made now; None for no change.
+        """Record that an epoch begins. Return the change of the model that is made now; None for no change.
 
         Args:
             epoch: number of the epoch.
@@ -334,7 +335,7 @@ class Auto:
     def _values(self) -> dict[str, float]:
         """Return the speed that is expected of each candidate."""
         # If bsp takes longer than simulated, for example because of evaluations, the other models are assumed to take
-        # longer by the same time.
+        # longer by the same amount.
         ratio, base = self._ratios.get(BASELINE, 1.0), self._prospects.get(BASELINE, 0.0)
         more_s = max(0.0, 1.0 / ratio - 1.0) / base if base else 0.0  # seconds per sample
         return {

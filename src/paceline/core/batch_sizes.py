@@ -132,10 +132,11 @@ def in_steps(
 ) -> list[int]:
     """Change sizes as little as possible so that each is a multiple of its increment. Their sum stays the same.
 
-    Parts with increment 1 take the rest, in proportion to their sizes. If there are no such parts, or if `most` leaves
-    no room in them, one of the other parts takes the rest, and is then no multiple of its increment. A size that is
-    smaller than its increment becomes a power of two instead, because a whole increment would be many times too large
-    for a very slow worker. If no part can take the rest within `least` and `most`, the sizes are returned unchanged.
+    Parts with increment 1 make up for the rounding of the other parts, in proportion to their sizes. If there are no
+    such parts, or if `least` and `most` do not allow this, one of the other parts makes up for the rounding, and is
+    then no multiple of its increment. A size that is smaller than its increment becomes a power of two instead, because
+    a whole increment would be many times too large for a very slow worker. If `least` and `most` do not allow this
+    either, the sizes are returned unchanged.
 
     Args:
         sizes: the sizes, each between `least` and `most`.
@@ -150,7 +151,8 @@ def in_steps(
     largest = sum(sizes) if most is None else most
     rounded = list(sizes)
     rest = 0  # number of samples that the parts so far have lost by rounding
-    # The parts with the largest increments come first, so that the other parts can make up for their rounding.
+    # The parts with the largest increments come first, so that the other parts can make up for the rounding of these
+    # parts.
     for part in sorted(
         (part for part, step in enumerate(steps) if step > 1), key=lambda part: (-steps[part], -sizes[part])
     ):
@@ -189,7 +191,7 @@ class BatchSizes:
     """The batch sizes of the workers that share joint batches.
 
     Args:
-        times: the times that the workers had taken in an earlier run.
+        times: the times that the workers took for their batches in an earlier run.
 
     Attributes:
         changes: number of times that the sizes were changed although the workers were the same.
@@ -295,7 +297,7 @@ class _Observations:
     proportional part equals the fixed part.
 
     Args:
-        fixed_samples: the fixed part, as this number of samples, that is assumed until it can be estimated.
+        fixed_samples: the ratio that is assumed until it can be estimated, expressed as this number of samples.
         latest: (samples, seconds) of batches that were observed before.
     """
 
@@ -314,7 +316,7 @@ class _Observations:
         return len(self._latest)
 
     def cut(self) -> tuple[float, tuple[tuple[int, float], ...]]:
-        """Return the fixed part, and the latest observations."""
+        """Return the fixed part as a number of samples, and the latest observations."""
         return self._fit(), tuple(self._latest)
 
     def add(self, samples: int, seconds: float) -> None:
@@ -351,7 +353,7 @@ class _Observations:
             del self._by_size[next(iter(self._by_size))]
 
     def _speed_has_changed(self) -> bool:
-        """Return True if the latest times all lie outside the usual variation of the earlier times with this size."""
+        """Return True if the latest times all lie outside the usual variation of earlier times for the same size."""
         size = self._latest[-1][0]
         recent = list(self._latest)[-RECENT:]
         earlier_s = [seconds for samples, seconds in list(self._latest)[:-RECENT] if samples == size]
@@ -423,7 +425,7 @@ class LeaseSizes:
     """The sizes of the leases of all workers of one loader.
 
     Args:
-        times: the times that the workers had taken in an earlier run.
+        times: the times that the workers took for their batches in an earlier run.
 
     Attributes:
         balanced: the sizes of the workers' batches if the order is balanced.
@@ -461,7 +463,7 @@ class LeaseSizes:
         return largest if order.drop_last else 1
 
     def joint(self, order: DataOrder, workers: int) -> int:
-        """Return the size of a joint batch of an order whose batch is joint.
+        """Return the size of a joint batch of an order whose `batch` is the size of a joint batch.
 
         This is the size of the loader's batch, or the sum of the maximum sizes of the workers' batches if this sum is
         smaller.
@@ -473,8 +475,8 @@ class LeaseSizes:
     ) -> Mapping[int, int]:
         """Divide a joint batch of `total` positions among workers.
 
-        No part is smaller than `least`, except for empty parts: if there are too few positions, the last workers
-        receive no positions.
+        Each part has at least `least` positions. If there are too few positions for this, the last workers receive
+        none; if there are fewer than `least` positions, the first worker receives all of them.
 
         Args:
             order: the order.
@@ -498,7 +500,7 @@ class LeaseSizes:
         return max(1, min(MOST_ROUNDS, int(LEASE_S / round_s))) if round_s else 1
 
     def batches(self, worker: int, now_s: float, left: float | None) -> int:
-        """Return the maximum number of batches for the next lease of a worker that has used its last lease.
+        """Return the maximum number of batches for the next lease of a worker that has used up its previous lease.
 
         Args:
             worker: index of the worker.
@@ -529,7 +531,7 @@ class _Pace:
 
     def __init__(self) -> None:
         self.asked_s = 0.0
-        self.batches = 0  # number of batches in the last lease; 0 if the worker has none
+        self.batches = 0  # number of batches in the worker's present lease; 0 if it has none
         self.batch_s: float | None = None
 
     @property
@@ -537,7 +539,7 @@ class _Pace:
         return 1.0 / self.batch_s if self.batch_s else 0.0
 
     def ask(self, now_s: float) -> None:
-        """Record that the worker has used its last lease."""
+        """Record that the worker has used up its lease."""
         if self.batches:
             batch_s = max(now_s - self.asked_s, 1e-9) / self.batches
             usual_s = self.batch_s if self.batch_s is not None else batch_s

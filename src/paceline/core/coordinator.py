@@ -155,7 +155,7 @@ class Coordinator:
         servers: number of servers. See `layout.round_robin`.
         shards: number of shards.
         slicing: how the parameters are sliced; see `ModelSpec.sliced`.
-        block: number of values that are encoded together on their way; see `Layout.slice_evenly`.
+        block: number of values that a codec encodes together; see `Layout.slice_evenly`.
         overlap: False if no worker may pull until all workers have pushed to all shards.
         seed: random seed for the run, used by the sync models.
         read_sync: function that parses the sync model that a worker requests. It raises `ConfigurationError` if the
@@ -317,15 +317,15 @@ class Coordinator:
     def standing_in(self) -> set[int]:
         """The workers that wait in a call and meanwhile push without a gradient, so that other workers can go on.
 
-        If a change of the sync model is published after a worker has made its call, the worker pushes to pass the
-        change.
+        If a change of the sync model is published after a worker has made its call, the worker also pushes until it has
+        passed the boundary of the change.
         """
         waiting = self.collectives.waiting.copy()
         return {each for each, made in waiting.items() if made.may_push or self.job_sync.awaits(each)}
 
     @property
     def unable_to_begin(self) -> bool:
-        """True if training cannot begin: some workers wait for the start, and all others already wait in a call.
+        """True if training cannot begin: some workers wait for the start, and all other workers wait in a call.
 
         The call cannot end before all workers have made it.
         """
@@ -434,7 +434,7 @@ class Coordinator:
         return peer.role == "worker" and unregistered and expected and peer.index not in self.members.gone
 
     def connected(self, peer: Peer, now_ticks: int, address: str = "", incarnation: int = 0) -> list[Request]:
-        """Handle a worker that has connected, or a server that has connected and listens at `address`."""
+        """Record that a worker has connected, or that a server has connected and listens at `address`."""
         self.require_expected(peer, incarnation)
         if peer.role == "worker":
             self._connected.add(peer.index)
@@ -443,7 +443,7 @@ class Coordinator:
         return self._begin_if_complete(now_ticks) + self._hand_out_early(now_ticks)
 
     def disconnected(self, peer: Peer, now_ticks: int) -> list[Request]:
-        """Handle a closed connection to a worker or server. If the worker has not finished, it is lost."""
+        """Record that the connection to a worker or server is closed. A worker that has not finished is then lost."""
         if peer.role == "worker":
             self._connected.discard(peer.index)
             return self._leave(peer.index, WorkerLost, now_ticks)
@@ -451,7 +451,7 @@ class Coordinator:
         return []
 
     def server_lost(self, server: int, how: str, output: str = "", *, certain: bool = False) -> list[Request]:
-        """Handle a lost server. A run in progress ends, because it cannot continue without the server.
+        """Record that a server is lost. A run in progress ends, because it cannot continue without the server.
 
         If this server was brought by a machine that joined, and the run has not begun yet, another machine may bring
         the server instead. In this case, the server becomes vacant, and the result is empty. A resumed run counts as
@@ -475,7 +475,7 @@ class Coordinator:
     def ended(
         self, worker: int, now_ticks: int, incarnation: int = 0, *, asked: bool = False
     ) -> list[Request]:
-        """Handle the exit of a worker's process whose connection is already closed or was never made.
+        """Record that a worker's process has ended whose connection is already closed or was never made.
 
         A worker that was `asked` to leave, and has never taken part in the run, counts as having left, not as lost.
         """
@@ -520,7 +520,7 @@ class Coordinator:
         return self._join_next()
 
     def fetch(self, shard: int) -> list[Request]:
-        """Request the final weights of a shard, including the effects of the departure of all workers that have left.
+        """Request the final weights of a shard, as they are once the shard has noticed the departure of all workers.
 
         A worker says goodbye to the coordinator and to each server on separate connections, so a server may receive
         this request before the goodbyes.
@@ -533,7 +533,7 @@ class Coordinator:
         ]
 
     def request_checkpoint(self, worker: int, number: int) -> bool:
-        """Record the request for a checkpoint by the script of a worker. Return True if the request is new.
+        """Record that a worker's script has requested a checkpoint. Return True if the request is new.
 
         Args:
             worker: the worker.
@@ -789,7 +789,7 @@ class Coordinator:
         return self.reconfigurations.extend(slices, models, resumed, lacking=known == "some")
 
     def _complete_extension(self, server: int, message: ExtensionReady, now_ticks: int) -> list[Request]:
-        """Handle a server's report. After the last report, the extended model is the model of the run.
+        """Record that a server has extended its shards. After the last server, the extended model is the run's model.
 
         If a worker that waits to join has registered another model, the worker is refused.
         """
@@ -818,7 +818,7 @@ class Coordinator:
     # -- members ------------------------------------------------------------------------------------------
 
     def _register_late(self, worker: int, message: Register, now_ticks: int) -> list[Request]:
-        """Handle an invited worker that is about to compute its first gradient."""
+        """Admit an invited worker before it computes its first gradient, or turn it away if its model differs."""
         if reason := self._difference(message.model):
             return self._turn_away(worker, reason, now_ticks)
         self._registered[worker] = message
@@ -869,7 +869,7 @@ class Coordinator:
         return (*before, *self._earlier_models)
 
     def _take_cut(self, message: CutTaken, now_ticks: int) -> list[Request]:
-        """Handle a shard that has been cut. When all shards have been cut, request that the cut is saved."""
+        """Record that a shard has been cut. When all shards have been cut, request that the cut is saved."""
         cut = self.reconfigurations.cut
         if cut is None or not cut.take(message):
             return []
@@ -913,7 +913,7 @@ class Coordinator:
         return [SaveCut(saved), *wanted, *self._complete_cut()]
 
     def _note_state(self, worker: int, message: KeepWorkerState, now_ticks: int) -> list[Request]:
-        """Handle the state of a worker's script, given for the cut that is in progress or was made last."""
+        """Record that a worker's script has given its state for the cut that awaits such states."""
         giving = self.reconfigurations.giving
         if giving is None or message.number != giving.number or worker not in self.members.present:
             return []
@@ -944,7 +944,7 @@ class Coordinator:
         self.data.keeps = False
 
     def _welcome(self, server: int, message: WorkerWelcomed, now_ticks: int) -> list[Request]:
-        """Handle a server's acknowledgment of a joining worker. The last acknowledgment starts the worker."""
+        """Record that a server has accepted a joining worker. When all servers have accepted it, start the worker."""
         joined = self.reconfigurations.welcomed(server, message)
         if joined is None:
             return []
@@ -1008,7 +1008,7 @@ class Coordinator:
         early: bool = False,
         at_once: bool = False,
     ) -> list[Request]:
-        """Handle a worker that has left. If the departure is reported twice, the second report has no effect."""
+        """Record that a worker has left. If the departure is reported twice, the second report has no effect."""
         members = self.members
         if worker in members.gone:
             return []
@@ -1055,10 +1055,10 @@ class Coordinator:
         return requests + self._join_next()
 
     def _lose_at(self, unreached: Sequence[int], worker: int) -> list[Request]:
-        """Tell servers that received no goodbye from a worker to treat it as lost, and to wait for nothing from it.
+        """Tell the servers that a worker's goodbye did not reach to treat the worker as lost, and not to wait for it.
 
-        Such a server fences the worker once their connection has ended. Its report leads to the verdict that its shards
-        keep the pushes that they hold (see `Losses.reported`).
+        Such a server fences the worker once their connection has ended. The server's report then leads to the verdict
+        that the server's shards keep the pushes that they hold (see `Losses.reported`).
         """
         lost = messages.WorkerLost(worker, self.members.incarnation(worker))
         return [Send(server_peer(each), lost) for each in unreached if each in self.servers.addresses]
@@ -1163,7 +1163,7 @@ class Coordinator:
         return requests
 
     def _keep_metrics(self, worker: int, message: MetricsLogged, now_ticks: int) -> list[Request]:
-        """Add what a script has logged to the history."""
+        """Add the metrics that a script has logged to the history of metrics."""
         if worker in self.members.gone:
             return []
         alone = self._workers > 1 and worker == self.main.worker
@@ -1180,7 +1180,7 @@ class Coordinator:
         return [Send(worker_peer(worker), each) for each in told]
 
     def _report(self, server: int, message: PushesReported) -> list[Request]:
-        """Handle a server's report of a lost worker's pushes. After the last report, take back the unused data."""
+        """Record a server's report of a lost worker's pushes. After the last report, take back the unused data."""
         requests, drawn = self.losses.reported(server, message)
         if drawn is None:
             return requests
@@ -1202,7 +1202,7 @@ class Coordinator:
         if message.source == "schedule":
             return self.take(event)
         if self._changes.is_new(message.number + 1):
-            # The scripts that have made earlier requests may be gone, and the worker has not counted their requests.
+            # The worker has not counted the requests of workers that are gone, so its number may be too small.
             event = structs.replace(event, number=max(message.number, self.job_sync.next_request))
         requests = self.take(event)
         self._changes.record(worker, message.number + 1)

@@ -1,11 +1,12 @@
 """The data of one worker, without I/O: the leases that it has, and what its script has drawn from them.
 
 A batch is *taken* when the sampler of the loader receives it, *drawn* when the loader passes it to the script, and
-*committed* when every shard has answered a push that follows. A loader with worker processes takes batches long before
-they are drawn. `lease.Drawn` decides which of the drawn batches belong to a push.
+*committed* when every shard has answered a push that was made after the batch was drawn. A loader that prepares batches
+in processes of its own takes batches long before they are drawn. `lease.Drawn` decides which of the drawn batches
+belong to a push.
 
 A script may iterate over its loader on a thread of its own. So one thread may take batches while another thread draws,
-pushes or receives leases. Each of these operations uses fields of its own, except for the queue of leases: `take`
+pushes or receives leases. Each of these operations uses attributes of its own, except for the queue of leases: `take`
 removes from one end what `handle` has appended at the other end. Only one thread at a time may call `handle` and the
 methods that return requests; see `Session.exchange`.
 """
@@ -95,7 +96,7 @@ class DataFeed:
         self._samples: int | None = None  # number of samples in the next push, if the script has set it
         # the loader from which the script had drawn last when it accumulated a gradient for the next push
         self._accumulated: _LoaderFeed | None = None
-        self._decided = True  # False if some batches are undecided
+        self._decided = True  # False while it is undecided to which push some drawn batches belong
 
     @property
     def waiting(self) -> bool:
@@ -111,8 +112,9 @@ class DataFeed:
     def samples(self) -> int | None:
         """Number of samples in the next push. May be set if the script knows the number.
 
-        The samples are counted in the batches from the most recently used loader for which a gradient has been
-        accumulated since the last push. None if the number is unknown, or if there are no such batches.
+        Otherwise, the samples are counted in the batches of the loader from which the script had drawn last when it
+        accumulated a gradient for this push or, without such a gradient, of the loader from which it has drawn last.
+        None if the number is unknown, or if there are no such batches.
         """
         feed = self._accumulated or self._last
         if self._samples is not None or feed is None:
@@ -293,7 +295,7 @@ class _LoaderFeed:
         self._leases: deque[Lease] = deque()  # leases with batches that the worker has not taken
         self._taken = 0  # number of batches that the worker has taken from the first of these leases
         self._last = False  # True if the worker receives no more leases in this epoch
-        # The batches that the script has drawn since its last push, and the number of their positions.
+        # Number of batches that the script has drawn since its last push, and number of positions in them.
         self._unpushed = self._unpushed_positions = 0
         self.warm_up = False  # True if one of these batches is the first of its size
         self._sizes: set[int] = set()  # numbers of positions of the batches that the script has drawn
@@ -347,7 +349,7 @@ class _LoaderFeed:
         return self.request()
 
     def take(self) -> Batch | None:
-        last = self._last  # read first, because another thread may append the last leases now
+        last = self._last  # read first, because another thread may append the last leases meanwhile
         if not self._leases:
             self.ended = last
             return None

@@ -35,8 +35,8 @@ class DataLedger:
         loaders: the state of each loader in the cut with which the run begins; () if the run resumes no cut.
 
     Attributes:
-        keeps: True to settle no positions when a worker requests data, so that the positions that each worker has
-            remain known. A later request settles these positions as well. May be set.
+        keeps: True to settle no positions (see `LoaderLedger.settle`) when a worker requests data, so that the
+            positions that each worker has remain known. A later request settles these positions as well. May be set.
     """
 
     def __init__(self, loaders: Sequence[LoaderCut] = ()) -> None:
@@ -204,7 +204,7 @@ class LoopPositions:
         return self._begun[1]
 
     def cut(self, now_ticks: int, ticks_per_s: int, worker: int | None = None) -> LoopCut:
-        """Return the state of the training loops, at the position of `worker` or, if it is None, of the job."""
+        """Return the state of the training loops, at the position of `worker` or, if `worker` is None, of the job."""
         begun, begun_ticks = self._begun
         return LoopCut(
             position=self._newest if worker is None else self._of.get(worker, self._first),
@@ -252,7 +252,7 @@ class LoopPositions:
     def reached(
         self, worker: int, message: EpochReached, present: Collection[int], now_ticks: int
     ) -> list[Request]:
-        """Handle a worker that has reached the beginning of an epoch or the end of a loop."""
+        """Record the position that a worker has reached, and answer whether the worker must send its states."""
         position = self._of[worker] = message.position
         self.begun(position.loop, now_ticks, message.limits, (position.updates, position.samples))
         wanted = self._takes(worker, message, present)

@@ -1,12 +1,12 @@
 """The two ways to split an epoch between the workers: a static split and a dynamic split.
 
-With a static split, all workers that take part when the epoch begins have equal shares of every joint batch. With a
-dynamic split, a worker receives a lease of one or several batches whenever it has no lease left (see
-`paceline.core.batch_sizes`).
+With a static split, every joint batch is divided among the workers that take part when the epoch begins: evenly, unless
+the order is balanced. With a dynamic split, a worker receives a lease of one or several batches whenever it has no
+lease left (see `paceline.core.batch_sizes`).
 
-If the order is balanced, the sizes of the workers' batches follow their speeds. With a dynamic split, a worker's next
-lease has batches of the worker's present size. With a static split, the shares are dealt a few rounds at a time, when
-the first worker needs them. So the sizes in a round are decided before any worker takes its batch of the round.
+If the order is balanced, the sizes of the workers' batches follow the workers' speeds. With a dynamic split, a worker's
+next lease has batches of the worker's present size. With a static split, the shares are dealt a few rounds at a time,
+when the first worker needs them. So the sizes in a round are decided before any worker takes its batch of the round.
 
 Both splits also hand out the positions of earlier epochs that lost and leaving workers have returned: a static split
 deals them when the epoch begins, and a dynamic split hands them out before any other positions.
@@ -52,8 +52,8 @@ class Grant(msgspec.Struct, frozen=True):
     Attributes:
         leases: the batches that the worker may use, in order.
         last: True if the worker receives no more batches in this epoch.
-        uneven: True if other workers need not receive as many batches, for example because another worker has returned
-            these batches.
+        uneven: True if the other workers may receive fewer batches than this worker, for example because a worker that
+            has left has returned these batches.
     """
 
     leases: tuple[Lease, ...]
@@ -65,7 +65,7 @@ class Rest(NamedTuple):
     """The part of an epoch that remains if all workers are lost.
 
     Attributes:
-        begin: the position from which on no position is used. The positions from `begin` on are split anew.
+        begin: the first position of the part that no worker has used. The positions from `begin` on are split anew.
         before: leases of the unused positions before `begin`.
         total: number of positions of the epoch before `begin`, as far as the split has counted them.
         left_out: number of these positions that the split has left out.
@@ -89,7 +89,7 @@ class EpochSplit(ABC):
         begin: the first position that is split; 0 unless an earlier run has used a part of the epoch.
 
     Attributes:
-        static: True if all workers have equal shares of every joint batch.
+        static: True if the split is static.
         order: the order of the epoch.
         opener: the worker that began the epoch first.
         shares: static split: worker -> leases that it has yet to receive, for each worker that may receive more.
@@ -337,8 +337,9 @@ class JointSplit(EpochSplit):
     batch, so that all workers make the same number of iterations. Returned positions are divided in the same way, in
     joint batches of their own.
 
-    A worker that does not ask for its part, for example because its script evaluates, has no part in further joint
-    batches until it asks again. The worker keeps its parts of the joint batches that were divided before.
+    A worker that has not asked for many of its parts (see `LAG`), for example because its script evaluates, has no part
+    in further joint batches until it asks again. The worker keeps its parts of the joint batches that were divided
+    before.
     """
 
     static = True
@@ -439,8 +440,8 @@ def take_batches(leases: deque[Lease], smallest: int, largest: int, most: int) -
     """Remove up to `most` batches of at most `largest` positions from some leases.
 
     Returns:
-        A lease for each of these batches, and the number of positions in other batches that were removed, but left out,
-        because each of them has fewer than `smallest` positions.
+        A lease for each of these batches, and the number of positions that are left out: those of batches that were
+        also removed, but have fewer than `smallest` positions.
     """
     found: list[Lease] = []
     left_out = 0
@@ -473,7 +474,7 @@ def _cut(lease: Lease, most: int | None) -> list[Lease]:
 
 
 def _batches(leases: Iterable[Lease]) -> int:
-    """Return the number of batches in some leases that have a count."""
+    """Return the number of batches in some leases, without the leases that have no count."""
     return sum(lease.count or 0 for lease in leases)
 
 

@@ -8,13 +8,13 @@ what it reports, and what else it does:
     tell      it reports all problems
     stop      it reports all problems, and ends the run if training diverges; the host keeps the last good weights
 
-In every mode, the guard watches the gradients with NaN that the run skips. If a worker pushes NaN ten times in a row,
-and the other workers do not, a warning names this worker, and the worker is taken out. A worker that is taken out
-because of NaN does not join again.
+In every mode, the guard watches the gradients with NaN that the run skips. If a worker pushes NaN five times in a row,
+and the other workers do not, a warning names this worker. After ten times, the worker is taken out. A worker that is
+taken out because of NaN does not join again.
 
 With its push, a worker reports the loss, the norm of its gradient, which the check for NaN computes anyway, and the
-norm of its weights, estimated from 8192 elements (`Observation`). A live worker observes a push every 2 ms at most, and
-reports every 10 ms at most, which bounds the cost to less than 1 % of a step of 5 ms. In virtual time, all pushes are
+norm of its weights, estimated from 8192 elements (`Observation`). A live worker observes at most one push in 2 ms, and
+reports at most once in 10 ms, which bounds the cost to less than 1 % of a step of 5 ms. In virtual time, all pushes are
 observed. With the guard off, only gradients with NaN are reported.
 
 The guard changes neither the weights nor the learning rate. In earlier versions, a mode `temper` halved the learning
@@ -51,7 +51,7 @@ DIVERGED = "training"
 """The name of the failed part of the run if the guard has stopped the run."""
 
 NAMED_NAN, MOST_NAN = 5, 10
-"""Number of pushes with NaN in a row after which a worker is named, and number after which it is taken out."""
+"""Numbers of pushes with NaN in a row after which a warning names a worker, and after which it is taken out."""
 
 SURE_NAN = 2
 """If every worker has pushed NaN this many times in a row, no worker is expected to push anything else."""
@@ -118,7 +118,8 @@ class Guard:
     Attributes:
         mode: what the guard does.
         points: number of points that have been judged, of all parameter sets.
-        sound: number of the last of these points at which nothing was wrong. See `CONFIRMED`.
+        sound: number, counted from 1, of the last of these points at which nothing was wrong; 0 if there is none. See
+            `CONFIRMED`.
     """
 
     def __init__(self, mode: GuardMode = "off", *, skips_nan: bool = False) -> None:
@@ -195,7 +196,7 @@ class Guard:
             del self._nan[key]
 
     def _note_staleness(self, worker: int, updates: int) -> None:
-        """Count the updates of other workers between the weights of a worker's last two pushes.
+        """Count other workers' updates between the weights on which a worker's last two pushes were computed.
 
         This number is the staleness of the earlier push.
         """
@@ -227,7 +228,7 @@ class Guard:
         streaks = [self._nan.get((other, seen.set_index), 0) for other in present]
         streak = self._nan[key]
         if all(streaks):
-            # This push says nothing about this worker alone, so it does not count in a longer row.
+            # This push says nothing about this worker alone, so it does not count toward a longer row.
             self._nan[key] = max(streak - 1, min(streak, SURE_NAN))
             if any(each < SURE_NAN for each in streaks):
                 return []
@@ -383,9 +384,9 @@ class Course:
         self._open: list[Observation] = []  # the pushes of the point that is not complete
         self._window: deque[Point] = deque(maxlen=WINDOW)
         self._weights: deque[float] = deque(maxlen=LATELY)
-        self._gradients: deque[float] = deque(maxlen=LATELY)  # recent levels of the gradient
+        self._gradients: deque[float] = deque(maxlen=LATELY)  # recent levels: medians over a window
         self._usual = 0.0  # highest level of the gradient before those in `_gradients`
-        self._level: float | None = None  # level of the loss
+        self._level: float | None = None  # level of the loss: its median over the window
         self._lowest = math.inf  # lowest level of the loss
         self._relapsed = 0  # number of points for which the relapse of the loss has lasted
 
@@ -407,7 +408,7 @@ class Course:
 
     @property
     def is_full(self) -> bool:
-        """True if the window is full, so that all symptoms in it have been noticed."""
+        """True if the window is full, so that any symptom in it would have been noticed."""
         return len(self._window) == WINDOW
 
     def take(self, seen: Observation) -> bool:
@@ -540,12 +541,12 @@ def _stays_above(bound: float, values: Sequence[float]) -> bool:
 #
 # - **One push.** Let y be the logarithm of half the worker's value. Take the logarithms of the last `WINDOW`
 #   values of another worker, and y itself. The p-value of y with respect to the other worker is the share of
-#   these numbers that are at least y. If y is larger than all logarithms of the other worker, p decreases
-#   exponentially. The scale of this decrease is that of the tail of the logarithms, by Hill's estimator: the
-#   more the values of the other worker scatter, the less a large value says. The largest p over all other
-#   workers counts, so a worker that resembles another worker is no outlier.
+#   these numbers that are at least y. Where y is larger than all logarithms of the other worker, p decreases
+#   exponentially as y grows. The scale of this decrease is that of the tail of the logarithms, by Hill's
+#   estimator: the more the values of the other worker scatter, the less a large value says. The largest p over
+#   all other workers counts, so a worker that resembles another worker is no outlier.
 # - **Batches of unequal sizes.** A value is a mean over a batch. If the batches of the other worker are k times as
-#   large, only the k-th part of the value is compared, because a sum over fewer samples is usually not larger. The same
+#   large, only 1/k of the value is compared, because a sum over fewer samples is usually not larger. The same
 #   holds if they are k times as small, because some losses, such as contrastive ones, grow with the batch.
 # - **Many pushes.** If the worker's values have the same distribution as the values of the other workers, then
 #   1 / (2 sqrt(p)) has a mean of at most 1, for any distribution (a p-to-e calibrator [1]). So each product of
@@ -556,7 +557,8 @@ def _stays_above(bound: float, values: Sequence[float]) -> bool:
 #   independent, since samples come back in each epoch. Two rules therefore make false alarms rarer. Only half of a
 #   value is compared, because the data of the workers may be unequal. And all values below a share of the value at the
 #   beginning count as equal, because a fault does no harm while the values are so small. In 200 healthy runs, each
-#   judged from three beginnings, no worker was named (`tests/core/test_outliers.py`).
+#   judged by three guards that began after 0 %, 40 % and 80 % of the run, no worker was named
+#   (`tests/core/test_outliers.py`).
 #
 # One push increases the logarithm of the product by at most `MOST`, so three pushes are needed. A worker with a fault
 # that multiplies usual losses by ten is named after three to five of its pushes: with four workers, within 20 updates.
@@ -585,7 +587,7 @@ LEAST_TAIL = 0.25
 suspicious."""
 
 RARE = 1e6
-"""Product at which a worker is named: the mean number of pushes of a healthy worker between two false alarms."""
+"""Product at which a worker is named. It is also the mean number of a healthy worker's pushes between false alarms."""
 
 MOST = 5.0
 """Maximum increase of the logarithm of the product with one push."""
@@ -631,7 +633,9 @@ class Outliers:
             if values.stands_out(worker):
                 own, largest, other = values.compared(worker)
                 whose = "the others" if other is None else f"worker {other}"
-                return Deviation(f"{name} are usually {own:.3g}, and at most {largest:.3g} at {whose}", other)
+                return Deviation(
+                    f"{name} are usually {own:.3g}, those of {whose} at most {largest:.3g}", other
+                )
         return None
 
 

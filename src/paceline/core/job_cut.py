@@ -126,7 +126,7 @@ class WorkerCut(msgspec.Struct, frozen=True):
 
 
 class CourseCut(msgspec.Struct, frozen=True):
-    """The losses and norms with which the guard of a resumed run compares later ones. See `paceline.core.guard`.
+    """Losses and norms with which the guard of a resumed run compares those of the run. See `paceline.core.guard`.
 
     Attributes:
         set_index: index of the parameter set.
@@ -200,7 +200,8 @@ class JobCut(msgspec.Struct, frozen=True, kw_only=True):
     def contains(self, model: ModelSpec) -> bool:
         """Return True if the job has trained this model before or at the cut.
 
-        In the run that resumes the cut, the script may have all or some of its added parameters from the beginning.
+        A model with only some of the parameters of an extension counts, too: in the run that resumes the cut, the
+        script may have all or some of its added parameters from the beginning.
         """
         return any(map(partial(_same, model), self.models)) or any(
             _extends(before, model) and _extends(model, after) for before, after in pairwise(self.models)
@@ -239,8 +240,8 @@ class JobCut(msgspec.Struct, frozen=True, kw_only=True):
     def states_of(self, shards: int) -> tuple[ShardState, ...]:
         """Return the state with which each shard begins if a run with `shards` shards resumes this cut.
 
-        If the number differs, parts of several old shards make up a new shard. The state of shard 0 is then used for
-        all shards, because shard 0 counts the progress of a job.
+        If the number of shards differs, a new shard is made up of parts of several old shards. The state of shard 0 is
+        then used for all shards, because shard 0 counts the progress of a job.
         """
         if shards == len(self.shards):
             return self.shards
@@ -248,7 +249,7 @@ class JobCut(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def leader(main: int, workers: Collection[int]) -> int | None:
-    """Return the worker that all scripts of a later run follow: they go on at its place, with its tracked objects.
+    """Return the worker that all scripts of a later run follow: they go on at its position, with its tracked objects.
 
     This is the main worker, because only its state contains the tracked objects. Without a state of the main worker, it
     is the worker with the lowest index.

@@ -261,7 +261,7 @@ class JobSync:
         return [PublishChange(self._change)]
 
     def _pass(self, event: IterationFinished) -> list[AnyAction]:
-        """Handle a member's last push under the old model."""
+        """Record that a member has made its last push under the old model."""
         worker = event.worker
         self._order.finished(event, parse_shards(self.sync))
         self._remaining.remove(worker)
@@ -272,7 +272,7 @@ class JobSync:
         return self._complete()
 
     def _start_first(self, event: IterationStarted) -> list[AnyAction]:
-        """Handle the start of a worker's first iteration after a change: every shard has answered the worker.
+        """Record that a worker starts its first iteration after a change, so every shard has answered this worker.
 
         The new model does not receive this event, because the worker joins the model with this iteration.
         """

@@ -40,7 +40,8 @@ class JointBatch:
     """Estimates the samples of a joint batch at one shard, in constant time for each push.
 
     The *usual samples* of a worker are a running mean over its pushes. A worker that has not pushed yet is counted with
-    the mean of the other workers. If numbers of samples are unknown, pushes are counted.
+    the mean of the other workers. A push with an unknown number of samples is counted with the mean of all workers; if
+    all numbers are unknown, pushes are counted.
 
     Example:
         >>> batch = JointBatch()
@@ -141,7 +142,7 @@ class Collectives:
 
     Attributes:
         waiting: the contribution of each worker that has made the call and waits for other workers.
-        uneven: True once workers may push in lockstep without a gradient while they wait.
+        uneven: True once workers may push without a gradient while they wait for other workers in a call.
         grown: True once a worker has joined a run in progress. In lockstep, workers then end their epochs at
             different iterations.
     """
@@ -152,10 +153,10 @@ class Collectives:
         self._extend = extend
 
     def contributed(self, worker: int, message: Contributed, live: Collection[int]) -> list[Request]:
-        """Handle the call of a worker that is not in a call. If every live worker has made the call, end it.
+        """Record that a worker that was in no call has made a call. If every live worker has made the call, end it.
 
         Raises:
-            ProtocolError: the message contains a part of a number.
+            ProtocolError: the last number in the message is incomplete.
         """
         if len(message.numbers) % ITEM_BYTES:
             raise ProtocolError(f"a contribution has {len(message.numbers)} bytes, expected a multiple of 8")
@@ -172,7 +173,7 @@ class Collectives:
         return [Send(worker_peer(worker), StandInAllowed()) for worker in sorted(live)]
 
     def left(self, worker: int, live: Collection[int]) -> list[Request]:
-        """Handle a worker that has finished or was lost; `live` no longer contains this worker."""
+        """Record that a worker has finished or was lost; `live` no longer contains this worker."""
         self.waiting.pop(worker, None)
         return self._end_if_complete(live)
 
@@ -286,7 +287,7 @@ class JointNorms:
         self._lost: set[int] = set()  # all workers that have ever been lost
 
     def measured(self, report: MeanMeasured) -> list[Request]:
-        """Process a shard's report."""
+        """Process a shard's report of the squared norm of its part of a mean."""
         mean = JointMean(report)
         for other in [other for other in self._open if not mean.pushes.isdisjoint(other.pushes)]:
             self._open.remove(other)
@@ -306,7 +307,7 @@ class JointNorms:
         return []
 
     def lost(self, worker: int) -> list[Request]:
-        """Handle a lost worker: ask the shards that have not reported a mean with a push of this worker."""
+        """Record that a worker is lost. If its push is in a mean, ask the shards that have not reported the mean."""
         self._lost.add(worker)
         return [request for mean in self._open for request in self._ask(mean)]
 

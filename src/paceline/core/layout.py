@@ -6,7 +6,7 @@ travel (`--wire`), and the entries of a shard's optimizer state.
 This module contains only arithmetic and does not import torch. A *parameter set* consists of the parameters that one
 optimizer of the script trains. The parameters of a set are placed one after another in one flat vector per dtype, and
 each parameter begins at a 64-byte boundary. The name of a vector is its dtype; for sets after the first one, "/" and
-the index of the set follow. So each set is sliced by itself, and a push or a pull of one set is a selection of whole
+the index of the set follow. So each set is sliced separately, and a push or a pull of one set is a selection of whole
 vectors.
 
 A script may add parameters after training has begun: with another optimizer, or as a new parameter group of an existing
@@ -234,7 +234,7 @@ class Layout(msgspec.Struct, frozen=True):
 
     Attributes:
         parameters: the parameters, sorted by part, then by set, then in the order of the optimizer's groups.
-        offsets: for each parameter, the index of its first element in the vector of its dtype.
+        offsets: for each parameter, the index of its first element in its vector.
         sizes: name of each vector -> number of its elements, including padding.
     """
 
@@ -273,10 +273,11 @@ class Layout(msgspec.Struct, frozen=True):
     ) -> tuple[ShardSlice, ...]:
         """Cut every vector into one range per shard, and return the slices of all shards.
 
-        Each vector is cut only between blocks of 64 bytes, so that every range is aligned, and between blocks of
-        `block` elements, which are encoded together. The ranges of one vector differ by at most one block, which has 64
-        bytes if nothing is encoded. These sizes include padding, which is also stored, sent and updated. Without
-        padding, the numbers of elements may differ more, because each parameter is padded to 64 bytes.
+        Each vector is cut only where two blocks of 64 bytes meet, so that every range is aligned, and only where two
+        blocks of `block` elements meet, because such a block is encoded as a whole. The ranges of one vector differ by
+        at most one block, which has 64 bytes if nothing is encoded. These sizes include padding, which is also stored,
+        sent and updated. Without padding, the numbers of elements may differ more, because each parameter is padded to
+        64 bytes.
 
         Args:
             shards: number of shards.
@@ -335,7 +336,7 @@ class Layout(msgspec.Struct, frozen=True):
 
         By default, PS-Lite slices in this way: it divides the range of parameter keys equally. The shard with the
         largest layer then holds most of the model (FluentPS, section III). This slicing is provided for comparison.
-        Each part of the layout is sliced by itself.
+        Each part of the layout is sliced separately.
 
         Args:
             shards: number of shards.
@@ -619,7 +620,7 @@ def _difference_of_parameters(expected: Parameter, found: Parameter) -> str:
         return f"{found} is named {others} instead of {names}"
     if expected.set_index != found.set_index:
         return f"{found} is trained by optimizer {found.set_index} instead of {expected.set_index}"
-    return f"{found} is in part {found.part} of the layout instead of {expected.part}"
+    return f"{found} belongs to addition {found.part} of parameters instead of {expected.part} (0: the start)"
 
 
 def _difference_of_counts(kind: str, expected: Sequence[object], found: Sequence[object]) -> str:
@@ -630,7 +631,7 @@ def require_extension(model: ModelSpec, extended: ModelSpec) -> None:
     """Check that an extended model keeps all parameters of a model in place, and adds parameters in one new part.
 
     Raises:
-        ProtocolError: the extended model does not do this.
+        ProtocolError: the extended model breaks one of these two rules.
     """
     before, after = model.layout.parameters, extended.layout.parameters
     part = max(parameter.part for parameter in before) + 1
@@ -677,9 +678,9 @@ def _difference_of_optimizers(expected: OptimizerSpec, found: OptimizerSpec) -> 
 #
 # On a slow link, the transfers of a large model take longer than the computation of its gradients. A codec rounds
 # values, so that only half (bf16), a quarter (int8) or a seventh (int4) of the bytes travel. Each direction has a codec
-# of its own: gradients from the workers to the servers, and weights back. The shards hold the weights without rounding,
-# and apply updates to these weights. So an update that is too small to change a rounded weight is not lost.
-# `core.messages.push` says what is encoded.
+# of its own: gradients from the workers to the servers, and weights from the servers to the workers. The shards hold
+# the weights without rounding, and apply updates to these weights. So an update that is too small to change a rounded
+# weight is not lost. `core.messages.push` says what is encoded.
 #
 # The outbox of a worker encodes a piece when the piece is sent. The checksums in the outbox are computed before
 # encoding. The inbox of a server decodes a piece when its message is complete. In the other direction, a server encodes
@@ -687,7 +688,7 @@ def _difference_of_optimizers(expected: OptimizerSpec, found: OptimizerSpec) -> 
 #
 # With int8 and int4, weights travel as differences to a *base*: the weights that the workers have decoded last. Each
 # new version of the weights is encoded once, as its difference to the base. The base plus the decoded difference is the
-# next base. So the next difference contains the rounding error of the last difference. This method requires that all
+# next base. So each difference contains the rounding error of the previous difference. This method requires that all
 # workers read the same versions of the weights (see `SyncModel.lockstep`). Under other models, bf16 takes the place of
 # int8 and int4. `core.shard.Bases` knows which worker has which base.
 
@@ -838,9 +839,9 @@ class WireFormat(msgspec.Struct, frozen=True):
 #
 # The optimizer determines how much accuracy rounding costs. With SGD and AdamW, int4 cost no measurable accuracy, on
 # images and text. Muon makes all directions of a matrix's gradient equally large, even the directions in which the
-# gradient is smaller than the rounding error. With Muon, int4 gradients raised the loss by 1.1 % in a first test, by
-# 0.1 % in the tests of docs/reference/codecs.md. The reason is not known, so int4 is recommended only for weights. int8
-# cost no measurable accuracy with any of the three optimizers.
+# gradient is smaller than the rounding error. With Muon, int4 gradients raised the loss by 1.1 % in a first test, and
+# by 0.1 % in the tests of docs/reference/codecs.md. The reason is not known, so int4 is recommended only for weights.
+# int8 cost no measurable accuracy with any of the three optimizers.
 
 SIMILAR = {
     **dict.fromkeys(("SGD", "ASGD"), "SGD"),
@@ -986,7 +987,7 @@ Item = TypeVar("Item")
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """The place of each shard.
+    """The server of each shard.
 
     Attributes:
         server_of: for each shard, the index of its server.

@@ -22,7 +22,7 @@ from ..sync.events import Number
 
 Split = Literal["auto", "dynamic", "static"]
 SPLITS: tuple[Split, ...] = get_args(Split)
-"""The ways to divide an epoch: on demand, in equal shares, or in the way of these two that suits the sync model."""
+"""The ways to divide an epoch: as suits the sync model ("auto"), on demand ("dynamic"), in equal shares ("static")."""
 
 BatchSizing = Literal["equal", "balanced"]
 BATCH_SIZINGS: tuple[BatchSizing, ...] = get_args(BatchSizing)
@@ -41,8 +41,8 @@ class DataOrder(msgspec.Struct, frozen=True, array_like=True):
             workers equal shares, and "auto" is "static" if the sync model keeps all workers in lockstep, else
             "dynamic".
         digest: hash of the first items of the order, to detect workers with different orders.
-        balanced: True if the sizes of the workers' batches follow the workers' speeds. With equal shares, the size
-            of a joint batch is constant: `batch` positions for each worker.
+        balanced: True if the sizes of the workers' batches follow the workers' speeds. If the split is static, the size
+            of a joint batch stays constant: `batch` times the number of workers.
         most: maximum size of a worker's batch if `balanced` or `joint` is True; None for no maximum.
         joint: True if `batch` is the size of a joint batch, which is divided among the live workers. Only for an order
             of known size.
@@ -259,7 +259,10 @@ def order_difference(order: DataOrder, other: DataOrder, *, static: bool) -> str
             "in every worker"
         )
     if (static or order.balanced) and order.batch != other.batch:
-        return f"its batch size is {order.batch} instead of {other.batch}. Unequal sizes need split='dynamic'"
+        need = (
+            "batch='balanced' needs equal sizes" if order.balanced else "Unequal sizes need split='dynamic'"
+        )
+        return f"its batch size is {order.batch} instead of {other.batch}. {need}"
     theirs = _settings(other)
     for name, mine in _settings(order).items():
         if mine != theirs[name]:
@@ -292,7 +295,7 @@ def _size(order: DataOrder) -> str:
 # script has caught an exception, or the loss was not finite.
 #
 # If accumulated gradients are dropped, their batches are undecided again. If a script accumulates no gradient
-# before a push, for example because it sets gradients by itself, the push contains all undecided batches.
+# before a push, for example because it assigns the gradients itself, the push contains all undecided batches.
 
 
 @stateful()
@@ -319,8 +322,8 @@ class DrawnBatch:
 
 
 MOST_BATCHES = 1024
-"""Maximum number of undecided batches. A script may draw batches and never push; if it draws more, all undecided
-batches are joined into one batch, which the script is assumed to hold no longer."""
+"""Maximum number of undecided batches. A script may draw batches and never push; if it draws more than this number, all
+undecided batches are joined into one batch, which the script is assumed to hold no longer."""
 
 
 @stateful()

@@ -34,7 +34,7 @@ LOOK_S = Fraction(1, 10)
 """Interval at which the host asks for verdicts, and at which an agent looks at the states of its processes."""
 
 # This time and the time until the next look are together as long as ten heartbeat intervals. A loaded machine or a
-# link that loses packets delays a heartbeat by one or two seconds, so such a machine is not taken out.
+# link that loses packets delays a heartbeat by one or two seconds, so no machine is taken out for such a delay.
 SILENCE_S = 10 * HEARTBEAT_S - LOOK_S
 """Time without a sign of life after which a machine is taken out."""
 
@@ -55,7 +55,7 @@ class Removal(msgspec.Struct, frozen=True):
 
     Attributes:
         machine: index of the machine.
-        worker: index of the worker; None if the whole machine is suspected.
+        worker: index of the worker; None if the whole machine is taken out.
         reason: the reason, for the user.
     """
 
@@ -145,7 +145,7 @@ class Liveness:
             machine.stopped_ticks.pop(worker, None)
 
     def heartbeat(self, machine: int, states: Iterable[ProcessState], now_ticks: int) -> None:
-        """Handle a heartbeat.
+        """Record a heartbeat.
 
         Args:
             machine: index of the machine.
@@ -169,7 +169,7 @@ class Liveness:
         }
 
     def moved(self, machine: int, now_ticks: int) -> None:
-        """Handle a part of a large message from a machine: it is a sign of life of the machine.
+        """Record that a part of a large message from a machine has arrived, which is a sign of life of the machine.
 
         A heartbeat may have to wait until the whole message has been sent.
         """
@@ -281,8 +281,8 @@ class Heartbeats:
 
     All times are on the machine's own clock.
 
-    The coordinator's host reads nothing while it is suspended, and heartbeats would pile up. So an agent sends at most
-    `MOST_UNANSWERED` heartbeats without an answer.
+    While the coordinator's host is suspended, it reads nothing, so heartbeats would pile up. Therefore, an agent sends
+    at most `MOST_UNANSWERED` heartbeats without an answer.
 
     Args:
         ticks_per_s: number of ticks per second (see `paceline.sync.ticks`).
@@ -331,7 +331,7 @@ class Heartbeats:
         return Heartbeat(now_ticks, states, self.clock.stated)
 
     def answered(self, message: HeartbeatAnswered, now_ticks: int) -> None:
-        """Handle the answer to a heartbeat. `now_ticks` is the time at which the answer has arrived."""
+        """Record the answer to a heartbeat. `now_ticks` is the time at which the answer has arrived."""
         self._unanswered = max(0, self._unanswered - 1)
         self.clock.exchanged(message.sent_ticks, message.received_ticks, message.answered_ticks, now_ticks)
 
@@ -347,7 +347,7 @@ def answer(heartbeat: Heartbeat, received_ticks: int, answered_ticks: int) -> He
     return HeartbeatAnswered(heartbeat.sent_ticks, received_ticks, answered_ticks)
 
 
-# -- The offset of the coordinator's clock to the clock of another machine, with a guaranteed bound on the error
+# -- The offset between the clocks of the coordinator and of another machine, with a guaranteed bound on the error
 #
 # Durations and decisions always use the clock of one machine. The offset only serves to show the events of
 # several machines on one timeline.
@@ -423,7 +423,7 @@ class OffsetBounds(msgspec.Struct, frozen=True):
         return OffsetBounds(at_ticks, self.least_ticks - drift_ticks, self.most_ticks + drift_ticks)
 
     def intersection(self, other: OffsetBounds) -> OffsetBounds | None:
-        """Return the bounds that satisfy both, at the time of `other`; None if the two contradict each other."""
+        """Return the intersection of the two intervals at the time of `other`; None if it is empty."""
         own = self.at(other.at_ticks)
         least_ticks = max(own.least_ticks, other.least_ticks)
         most_ticks = min(own.most_ticks, other.most_ticks)
@@ -431,7 +431,7 @@ class OffsetBounds(msgspec.Struct, frozen=True):
 
 
 class ClockEstimate:
-    """The offset of the coordinator's clock to the clock of one machine, estimated from exchanges.
+    """The offset of the coordinator's clock relative to the clock of one machine, estimated from exchanges.
 
     Args:
         ticks_per_s: number of ticks per second (see `paceline.sync.ticks`).
@@ -454,7 +454,7 @@ class ClockEstimate:
         self._anchors: deque[OffsetBounds] = deque(maxlen=ANCHORS)
 
     def exchanged(self, t0: int, t1: int, t2: int, t3: int) -> None:
-        """Handle an exchange with the coordinator. An exchange whose times contradict each other has no effect.
+        """Take an exchange into account. An exchange whose times contradict each other has no effect.
 
         Args:
             t0: time on the machine's clock at which the message was sent.
@@ -513,8 +513,8 @@ class LinkTraffic(NamedTuple):
     """The traffic in one direction.
 
     Attributes:
-        total_bytes: number of bytes on the connections that are open.
-        bytes_per_s: bytes per second, on average over the last seconds; None if it is not known yet.
+        total_bytes: number of bytes that the open connections have carried.
+        bytes_per_s: bytes per second, on average over about the last `WINDOW_S` seconds; None if it is not known yet.
     """
 
     total_bytes: int
@@ -542,7 +542,7 @@ class TrafficMeter:
         self._forget_ticks = in_ticks(FORGET_S, ticks_per_s)
         # (connection, link) -> (time, total) of the last few totals
         self._totals: dict[tuple[Hashable, Direction], deque[tuple[int, int]]] = {}
-        # bytes of connections that have been replaced or forgotten
+        # bytes of connections that have been replaced by other connections
         self._closed: dict[Direction, int] = {}
 
     def note(self, connection: Hashable, link: Direction, total_bytes: int, now_ticks: int) -> None:
@@ -617,7 +617,7 @@ class Clocks(Generic[K]):
     Args:
         now_s: the current time.
         gap_s: the longest time between two calls of `look` that counts in full. If more time passes, the process was
-            suspended, and only this time counts.
+            suspended, and only `gap_s` counts.
 
     Example:
         >>> clocks: Clocks[str] = Clocks(0.0, gap_s=1.0)

@@ -31,7 +31,8 @@ class Departure(NamedTuple):
     Attributes:
         worker: index of the worker.
         incarnation: how often this index had been used before.
-        fate: "finished" if the worker has finished its work, "left" if it was asked to leave earlier, or "lost".
+        fate: "finished" if the worker has finished its work, "left" if it has left early because it was asked to, or
+            "lost".
     """
 
     worker: int
@@ -314,14 +315,14 @@ class MainWorker:
         self.directory = workers[self.worker]
 
     def joined(self, worker: int) -> bool:
-        """Handle a worker that takes part from now on. Return True if it has become the main worker."""
+        """Record that a worker takes part from now on. Return True if it has become the main worker."""
         if self.worker != NOBODY:
             return False
         self.worker = worker
         return True
 
     def left(self, worker: int, *, finished: bool, others: Collection[int]) -> bool:
-        """Handle a worker that has left. Return True if the run now has another main worker, or none.
+        """Record that a worker has left. Return True if the run now has another main worker, or none.
 
         Args:
             worker: the worker.
@@ -336,16 +337,16 @@ class MainWorker:
 
 # -- What scripts request for the whole job: changes of the sync model, and checkpoints ----------------------
 #
-# Either the scripts of all workers make the same requests, or the script of a single worker makes them, for example of
-# the main worker. A worker counts only its own requests. So if the single worker is lost, the first request of the
-# worker that takes its place is new. It must not be taken for the first request of the lost worker.
+# Either the scripts of all workers make the same requests, or the script of a single worker makes them, for example
+# that of the main worker. A worker counts only its own requests. So if the single worker is lost, the first request of
+# the worker that takes its place is new. It must not be taken for the first request of the lost worker.
 
 
 @stateful()
 class ScriptRequests:
     """The requests of one kind that scripts have made. The n-th requests of all workers are one request.
 
-    Workers that were lost or were asked to leave, and whose places other workers may take, are not among these workers.
+    Workers that were lost or were asked to leave no longer count, because other workers may take their places.
 
     Example:
         >>> requests = ScriptRequests()
@@ -362,7 +363,7 @@ class ScriptRequests:
         self._by_finished = 0  # largest number of requests of a worker that has finished its work
 
     def is_new(self, count: int) -> bool:
-        """Return True if no worker has made this number of requests."""
+        """Return True if no worker has made as many as `count` requests."""
         return count > max([self._by_finished, *self._made.values()])
 
     def record(self, worker: int, count: int) -> None:
@@ -370,7 +371,7 @@ class ScriptRequests:
         self._made[worker] = count
 
     def left(self, worker: int, *, finished: bool) -> None:
-        """Handle a worker that has left. `finished` is True if it has finished its work."""
+        """Record that a worker has left. `finished` is True if it has finished its work."""
         made = self._made.pop(worker, 0)
         if finished:
             self._by_finished = max(self._by_finished, made)
@@ -422,7 +423,7 @@ class ServerRoster:
         return len(self._ready) >= self._count
 
     def lose(self, server: int, how: str, *, begun: bool) -> bool:
-        """Handle a lost server.
+        """Record that a server is lost.
 
         Args:
             server: index of the server.
@@ -478,7 +479,7 @@ class ServerRoster:
 #
 # A torn push that a shard has applied already, for example under ASP, remains applied at this shard, and counts as
 # torn. If no shard of a server holds a push of the worker, the worker leaves these shards immediately. If a server
-# notices the end of a worker's connection before the coordinator does, the server fences the worker by itself.
+# notices the end of a worker's connection before the coordinator does, the server fences the worker without being told.
 #
 # An incarnation that is lost before it takes part has pushed nothing. A server that has welcomed the
 # incarnation may still hold pushes of an earlier incarnation, and reports these pushes. The coordinator has already
@@ -509,14 +510,14 @@ class WorkerLoss:
         return not self._missing
 
     def reported(self, server: int, report: PushesReported) -> list[Request]:
-        """Handle a server's report. After the last report, return the requests that tell the servers the decision."""
+        """Record a server's report. After the last report, return the requests that tell the servers the decision."""
         if report.incarnation != self._incarnation or server not in self._missing:
             return []
         self._received[server] = report
         return self.stop_awaiting(server)
 
     def stop_awaiting(self, server: int) -> list[Request]:
-        """Wait no longer for a server's report. If no other report is missing, return the requests as above."""
+        """Wait no longer for a server's report. If no other report is missing, return requests as `reported` does."""
         if server not in self._missing:
             return []
         self._missing.remove(server)
@@ -577,7 +578,7 @@ class Losses:
     def reported(
         self, server: int, report: PushesReported
     ) -> tuple[list[Request], list[tuple[PackedPushed, PackedPushed]] | None]:
-        """Handle a server's report.
+        """Record a server's report.
 
         Returns:
             The requests and, after the last report, the batches in the worker's pushes, as in `WorkerLoss.drawn`; else
@@ -596,7 +597,7 @@ class Losses:
     def lose_server(
         self, server: int
     ) -> tuple[list[Request], dict[int, list[tuple[PackedPushed, PackedPushed]]]]:
-        """Handle a lost server, which reports nothing more.
+        """Record that a server is lost, and reports nothing more.
 
         Returns:
             The requests and, for each worker whose pushes no other server has yet to report, the batches in these

@@ -262,7 +262,7 @@ def _joined(one: MetricPoint | None, other: MetricPoint, worker: int) -> MetricP
     )
 
 
-# -- Takes what the scripts have logged into the history of the run ------------------------------------------
+# -- Adds what the scripts have logged to the history of the run ---------------------------------------------
 
 
 @stateful(fixed="_history")
@@ -311,7 +311,7 @@ class MetricIntake:
         return warning
 
 
-# -- What a worker's script has logged and the worker has not reported to the coordinator yet ----------------
+# -- The values that a worker's script has logged, until the worker reports them to the coordinator ----------
 #
 # Scripts may log many times per second. So a worker first merges the values that were logged at the same progress of
 # the job, and reports a few times per second at most. A value that was logged between two pushes belongs to the later
@@ -416,7 +416,7 @@ class UnsentMetrics:
 
     @property
     def fills_a_message(self) -> bool:
-        """True if there are too many values to wait for the next report."""
+        """True if the values fill a message, so that they should not wait until the next report is due."""
         return len(self._values) >= MOST_LOGGED
 
     def pushed(self, weight: float | None) -> None:
@@ -438,7 +438,7 @@ class UnsentMetrics:
             self._values.append((each, float(weight)))
 
     def report(self, now_s: float) -> list[Request]:
-        """Return the reports of everything that is kept. `now_s` is the time on the worker's clock."""
+        """Return reports of all values that have not been reported yet. `now_s` is the time on the worker's clock."""
         if not self._values:
             return []
         values = [
@@ -701,11 +701,11 @@ class TimeLedger:
         self._left: dict[int, WorkerTime] = {}  # worker -> the times of its incarnations that have left
 
     def report(self, worker: int, spent: TimeSpent, now_ticks: int) -> None:
-        """Handle the report of a worker."""
+        """Record the report of a worker."""
         self._last[worker] = spent, now_ticks
 
     def leave(self, worker: int, now_ticks: int, *, lost: bool) -> None:
-        """Handle the departure of a worker."""
+        """Record that a worker has left."""
         if worker in self._last:
             self._left[worker] = self._total(worker, now_ticks, "wasted" if lost else "outside")
             del self._last[worker]

@@ -3,7 +3,8 @@
 A *cycle* of a worker begins when the shard answers the worker's pull, and ends when the worker's next push arrives. A
 cycle includes the transfer of the weights, the computation, and the transfer of the gradient, but neither the time for
 which the worker waits for other workers, nor the time that its script spends outside of training. So cycles tell how
-long each worker would take under any sync model. All cycles are measured on one clock, wherever the workers are.
+long each worker would take for an iteration under any sync model. All cycles are measured on one clock, wherever the
+workers are.
 
 A cycle in which the worker pulled again, to evaluate the model or after an abort, is not counted, and neither is the
 warm-up of an accelerator.
@@ -140,7 +141,7 @@ class PullBarrier:
         self.newcomers.discard(worker)
 
     def pushed(self, worker: int, message: AllCommitted, present: Set[int]) -> list[Request]:
-        """Handle a worker's report that it has pushed to all shards. See `allow`."""
+        """Record that a worker has pushed to all shards. Return the requests of `allow`."""
         self.newcomers.discard(worker)
         self.committed[worker] = message.iteration
         self.reached[worker] = message.updates

@@ -23,8 +23,8 @@ of `JobSync`, which a replay can rebuild from the events of a trace. A change an
 other: an extension is not an event of the sync model.
 
 A cut of the job changes nothing, so no reconfiguration waits for a cut. A cut begins only when no reconfiguration is in
-progress, and the coordinator has decided about the pushes of all lost workers. If a reconfiguration begins, or a worker
-is lost, during a cut, the cut begins again afterwards.
+progress, and after the coordinator has decided about the pushes of all lost workers. If a reconfiguration begins, or a
+worker is lost, during a cut, the cut begins again afterwards.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Reconfigurations:
 
     Args:
         placement: the servers of the shards.
-        sync: runs the coordinator's part of the sync model, and carries out its changes.
+        sync: runs the coordinator's part of the sync model, and carries out the changes of the model.
 
     Attributes:
         join: the join that is in progress, of the first worker in `joining`; None if there is none.
@@ -166,9 +166,9 @@ class Reconfigurations:
         return [] if self.join is None else self.join.offered(server, offer, self._sync.next_superstep)
 
     def welcomed(self, server: int, message: WorkerWelcomed) -> WorkerJoined | None:
-        """Handle a server's acknowledgment.
+        """Record that a server has accepted the worker that joins.
 
-        After the last acknowledgment, the join is in force. Return its `WorkerJoined`; None before.
+        When all servers have accepted it, the join is in force, and its `WorkerJoined` is returned; None before.
         """
         if self.join is None:
             return None
@@ -233,7 +233,7 @@ class Reconfigurations:
         return requests
 
     def extended(self, server: int, message: ExtensionReady) -> tuple[list[Request], Extension | None]:
-        """Handle a server's report. Return the requests and, after the last report, the extension in force."""
+        """Record that a server is ready. Return the requests and, after the last server, the extension in force."""
         extension = self.extension
         if extension is None:
             return [], None  # it has been given up
@@ -313,7 +313,7 @@ class Join:
         return self._to_servers(self.joined)
 
     def welcomed(self, server: int, message: WorkerWelcomed) -> None:
-        """Handle a server's acknowledgment. After the last acknowledgment, the join is in force."""
+        """Record that a server has accepted the worker. When all servers have accepted it, the join is in force."""
         if self.joined is not None and self._concerns(message) and message.count == self.joined.count:
             self._welcomed.add(server)
             if len(self._welcomed) == self._servers:
@@ -346,13 +346,12 @@ class Join:
 # worker is lost just after it has connected, a server may read the worker's greeting much later, perhaps during the
 # next extension. The server then serves the worker with the extension in force, or refuses the worker.
 #
-# The initializer is the worker with the lowest index. If it is lost before all servers are ready, the next
-# worker takes its place, and sends its weights to all servers. So the initial weights of all shards come from
-# one worker. Until all servers are ready, the shards keep their earlier parameters only. The digests of
-# frozen parameters are also those of the initializer. If all workers that wait for the extension are lost, the
-# coordinator gives up the extension, and its number is used again. The coordinator proposes the next join only when the
-# extension is in force or was given up, so a server that receives `JoinProposed` no longer waits for the initial
-# weights of an extension.
+# The initializer is the worker with the lowest index. If the initializer is lost before all servers are ready, the next
+# worker takes its place, and sends its own weights to all servers. So the initial weights of all shards come from one
+# worker. Until all servers are ready, the shards keep their earlier parameters only. The digests of frozen parameters
+# are also those of the initializer. If all workers that wait for the extension are lost, the coordinator gives up the
+# extension, and its number is used again. The coordinator proposes the next join only when the extension is in force or
+# was given up, so a server that receives `JoinProposed` no longer waits for the initial weights of an extension.
 #
 # An extension is not an event of the sync model: no worker computes during an extension, and an extension is neither an
 # iteration nor an update.
@@ -445,7 +444,7 @@ class Extension:
         ]
 
     def ready(self, server: int, message: ExtensionReady) -> list[Request]:
-        """Handle a server's report. After the last report, the extension takes effect."""
+        """Record that a server is ready. When all servers are ready, the extension takes effect."""
         if message.number != self._number or message.initializer not in self._workers[:1]:
             # The initializer has been lost meanwhile. The server fetches the weights of the next worker, if any.
             return []
@@ -460,7 +459,7 @@ class Extension:
         ]
 
     def left(self, worker: int) -> list[Request]:
-        """Handle a lost worker. If this worker is the initializer, the next worker takes its place."""
+        """Record that a worker is lost. If this worker is the initializer, the next worker takes its place."""
         if worker not in self._workers:
             return []
         first = self._workers[0]
@@ -527,7 +526,7 @@ class Edits:
         return self._next
 
     def name(self, worker: int, number: int) -> bool:
-        """Handle a worker that enters the block of an edit. Return True if the edit of this worker counts."""
+        """Record that a worker enters the block of an edit. Return True if the edit of this worker counts."""
         if number < self._next or any(edit.number == number for edit in self.pending.values()):
             return False
         if number not in self._editors.values():
@@ -588,10 +587,10 @@ class Edits:
 # again. Held pushes are not part of the cut, and their data is returned.
 #
 # Nothing waits for a cut, and a cut waits for everything else: a cut begins when no reconfiguration is in progress, and
-# the coordinator has decided about the pushes of all lost workers. A cut needs the state of a script, so it also waits
-# while no worker takes part, unless a script has ended. If a reconfiguration begins, or a worker is lost, before all
-# shards have been cut, the cut begins again with the next number. From the beginning of a cut to its end, the ledger
-# settles no positions, so the ledger still knows what every worker has received.
+# after the coordinator has decided about the pushes of all lost workers. A cut needs the state of a script, so it also
+# waits while no worker takes part, unless a script has ended. If a reconfiguration begins, or a worker is lost, before
+# all shards have been cut, the cut begins again with the next number. From the beginning of a cut to its end, the
+# ledger settles no positions, so the ledger still knows what every worker has received.
 #
 # The hosts of the shards copy what has been cut (`TakeCut`), and the host of the coordinator writes the copies
 # (`SaveCut`). The cut is whole when every worker that is still present has given the state of its script
@@ -601,10 +600,10 @@ class Edits:
 #     StateWanted       to each worker that has not given its state when all shards have been cut
 #     KeepWorkerState   from this worker, when its script asks for its next batch or waits in a call
 #
-# The coordinator waits for the states without a time-out: without its state, the script of a worker cannot be resumed
-# at the place that it had reached. A worker that leaves is no longer awaited. But only the main worker has the objects
-# that the scripts track. If the main worker leaves before it has given its state, the cut is abandoned (`AbandonCut`),
-# and the job is cut again.
+# The coordinator waits for the states without a time-out: without a worker's state, the worker's script cannot be
+# resumed at the position that it had reached. A worker that leaves is no longer awaited. But only the main worker has
+# the objects that the scripts track. If the main worker leaves before it has given its state, the cut is abandoned
+# (`AbandonCut`), and the job is cut again.
 
 MOST_LABELS = 4
 """Number of states of a worker that are remembered until all shards have been cut."""
@@ -654,7 +653,7 @@ class Cut:
         return self._to_servers(CutAgreed(self.number, self._round, self._left))
 
     def take(self, message: CutTaken) -> bool:
-        """Handle a shard that has been cut. Return True if all shards have been cut."""
+        """Record that a shard has been cut. Return True if all shards have been cut."""
         if message.number == self.number:
             self.taken[message.shard] = message
         return len(self.taken) == len(self._placement.server_of)
@@ -702,14 +701,14 @@ class StateCollection:
         self.labels, self._main, self._loop = dict(labels), main, loop
 
     def give(self, worker: int, label: int, loop: LoopCut) -> None:
-        """Record that a worker has given a state, when the job was at this place in its training loops."""
+        """Record that a worker has given a state, while the job was at the place `loop` in its training loops."""
         given = self._given.setdefault(worker, {})
         given[label] = loop
         for earlier in sorted(given)[:-MOST_LABELS]:
             del given[earlier]
 
     def left(self, worker: int) -> bool:
-        """Handle a worker that has left. Return True if the cut cannot be completed without the worker's state."""
+        """Record that a worker has left. Return True if the cut cannot be completed without the worker's state."""
         if self.labels is None or worker not in self.awaited:
             return False
         del self.labels[worker]
@@ -728,8 +727,8 @@ class StateCollection:
         states = {
             worker: label for worker in sorted(self.labels) if (label := self._label_of(worker)) is not None
         }
-        # The workers reach an epoch at different times. All of them go on where the leader was. Workers that were
-        # elsewhere get its schedule (see `train.worker_state`).
+        # The workers reach an epoch at different times. In the resumed run, all of them go on where the leader was.
+        # Workers that were elsewhere get the leader's schedule (see `train.worker_state`).
         first = leader(self._main, states)
         loop = self._loop if first is None else self._given[first][states[first]]
         return CompleteCut(self.number, tuple(states.items()), loop)

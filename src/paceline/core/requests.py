@@ -80,7 +80,7 @@ class Timer(HostRequest, order=True):
 
 
 class Apply(HostRequest):
-    """Update a shard: sum the scaled gradients of the pushes in this order, and take one optimizer step.
+    """Update a shard: sum the scaled gradients in the order of `pushes`, and take one optimizer step.
 
     Attributes:
         shard: index of the shard.
@@ -192,7 +192,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeaveOut(HostRequest):
-    """Leave the buffers of a worker out of the pool of the model's buffers, unless no other worker has sent any.
+    """Leave out a worker's buffers when the model's buffers are pooled, unless no other worker has sent buffers.
 
     The worker has left before it finished. Its BatchNorm statistics, for example, no longer change, while the weights
     do. Only the server of shard 0 makes this request.
@@ -454,7 +454,7 @@ class Host:
         self.stores[push.shard].preserve(push.worker, push.iteration)
 
     def leave_out(self, request: LeaveOut) -> None:
-        """Leave the buffers of a worker out of the pool. A host that keeps no buffers does nothing."""
+        """Leave out a worker's buffers when buffers are pooled. A host that keeps no buffers does nothing."""
 
     def take_cut(self, request: TakeCut) -> None:
         """Copy the state of a shard for a cut of the job."""
@@ -499,7 +499,7 @@ class Host:
 
 
 class _Senders(dict[type[Message], Callable[[Any, Peer, Any], None]]):
-    """The method of a host that sends each kind of message: the listed method, else `send`."""
+    """For each kind of message, the method with which a host sends it: the listed method, else `send`."""
 
     def __init__(self, host: type[Host]) -> None:
         super().__init__(host.senders)
@@ -524,8 +524,9 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
             coordinator.
         staleness: (worker, iteration, staleness) of each push that was applied because of this event, in order. The
             staleness is the number of updates between the worker's last pull and the application of its push.
-        gap: the largest c_p - min c of a worker whose pull was answered because of this event, where the model in force
-            counts the pushes c_p; 0 at the coordinator.
+        gap: the largest c_p - min c of a worker whose pull was answered because of this event; c_p is the number of
+            pushes that the model in force counts for a worker, and min c the smallest of these numbers. 0 at the
+            coordinator.
         standings: the standing of each update that was made because of this event, in order. [] if all updates used the
             hyper-parameters as they are.
     """

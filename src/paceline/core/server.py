@@ -197,7 +197,7 @@ class Server:
         *,
         reads_in_place: bool = False,
     ) -> list[Request]:
-        """Handle a worker that has connected: send it the weights of all shards that have begun.
+        """Record that a worker has connected, and send it the weights of all shards that have begun.
 
         If the worker joins a run in progress, the sync models may delay the weights. If the worker has memory for the
         next extension, the extension takes effect.
@@ -213,7 +213,7 @@ class Server:
         ]
 
     def disconnected(self, worker: int, now_ticks: int) -> list[Request]:
-        """Handle a closed connection to a worker. If the worker has not finished, it is lost."""
+        """Record that the connection to a worker is closed. A worker that has not finished is then lost."""
         self._connected.pop(worker, None)
         self._readers.discard(worker)
         if (lost := self.ending.pop(worker, None)) is not None:
@@ -332,7 +332,7 @@ class Server:
         return [Send(COORDINATOR, Ready())]
 
     def _begin(self, worker: int, index: int, now_ticks: int) -> list[Request]:
-        """Handle the initial weights of a shard or, if the shard exists already, of its new parameters."""
+        """Record that the initial weights of a shard have arrived or, if it exists already, of its new parameters."""
         self.require_beginning(index, worker)
         self._to_begin.remove(index)
         if index in self.shards:
@@ -441,7 +441,7 @@ class Server:
         return Send(COORDINATOR, JoinOffered(worker, incarnation, iteration, count))
 
     def _lose(self, message: messages.WorkerLost, now_ticks: int) -> list[Request]:
-        """Handle a lost worker. If it is connected, its last messages may still arrive, so await its disconnection."""
+        """Record that a worker is lost. While it is connected, more messages may still arrive, so wait."""
         worker, join = message.worker, self._proposed
         # A later incarnation may be proposed before the connection of the lost incarnation has ended.
         if join is not None and join.worker == worker and join.incarnation <= message.incarnation:
@@ -466,7 +466,7 @@ class Server:
             shard.drawn.forget(worker)
 
     def _fence(self, worker: int, now_ticks: int) -> list[Request]:
-        """Handle a lost worker, which sends nothing more. If no shard holds its pushes, it leaves immediately."""
+        """Record that a worker is lost, and sends nothing more. If no shard holds its pushes, it leaves immediately."""
         if worker not in self.expected or worker in self._fenced:
             return []
         if not any(shard.sync.holds(worker) for shard in self.shards.values()):
@@ -475,7 +475,7 @@ class Server:
         return self._tell_all(WorkerFenced(now_ticks=now_ticks, worker=worker))
 
     def _settle(self, message: LossSettled, now_ticks: int) -> list[Request]:
-        """Handle the coordinator's verdict about the held pushes of a lost worker."""
+        """Carry out the coordinator's verdict about the held pushes of a lost worker."""
         worker = message.worker
         if worker not in self._fenced or message.incarnation != self._incarnations.get(worker, 0):
             return []
@@ -483,7 +483,7 @@ class Server:
         return self._leave(WorkerLost(now_ticks=now_ticks, worker=worker, kept=message.kept), early=True)
 
     def _leave(self, event: WorkerFinished | WorkerLost, *, early: bool) -> list[Request]:
-        """Handle a worker that has left. If the departure is reported twice, the second report has no effect.
+        """Record that a worker has left. If the departure is reported twice, the second report has no effect.
 
         Args:
             event: the departure.

@@ -631,7 +631,7 @@ class ShardSync:
         seed: random seed for the run.
         shard: index of the shard.
         ticks_per_s: number of ticks per second (see `paceline.sync.ticks`).
-        alone: True if all shards run the first model.
+        alone: True if all shards begin with the same model.
 
     Attributes:
         sync: the model in force.
@@ -755,11 +755,11 @@ class ShardSync:
             )
 
     def bind_again(self) -> None:
-        """Replace a copied machine of a user's model by an equal new machine: functions of a copy may refer to the
+        """Replace a copied state machine of a user's model by an equal new one: functions of a copy may refer to the
         original.
 
-        A machine that declares its fields is not replaced: its functions are its own methods, or do not refer to a
-        machine.
+        A state machine that declares its fields is not replaced: its functions are its own methods, or do not refer to
+        a state machine.
         """
         if type(self._machine) in DECLARED:
             return
@@ -817,7 +817,7 @@ class ShardSync:
         return actions + self._complete(event.now_ticks)
 
     def _settle_orphans(self, worker: int, kept: int | None) -> list[AnyAction]:
-        """Apply or drop the pushes of a lost worker that a failed model has left. See `ShardMachine.settle`."""
+        """Apply or drop the pushes of a lost worker that a model held when it failed. See `ShardMachine.settle`."""
         own = [push for push in self._orphans if push[0] == worker]
         applied, dropped = without_torn(own, worker, kept)
         self._orphans = [push for push in self._orphans if push[0] != worker]
@@ -849,7 +849,7 @@ class ShardSync:
     # -- a change -----------------------------------------------------------------------------------------
 
     def _pass(self, push: PushReceived, change: Change) -> list[AnyAction]:
-        """Handle a worker's last push under the old model."""
+        """Record that a worker has made its last push under the old model."""
         if change.number <= self._changed:
             return []  # the change was completed without this worker, so no other worker waits for this one
         worker = push.worker
@@ -1000,7 +1000,7 @@ def _scaled(update: Apply, factor: float) -> Apply:
 #
 # A `Commit` says which data the script had drawn. If the worker is lost, the shard reports what was drawn before the
 # worker's last push. If the job is cut, the shard reports what was drawn before the worker's last push whose effect is
-# in the weights. So the entries of held pushes are kept, and the entry before the first held push.
+# in the weights. So the shard keeps an entry for each held push, and the entry before the first held push.
 
 Drawn = tuple[PackedPushed, ...]
 
@@ -1043,7 +1043,7 @@ class DrawnAtShard:
         return entries[-1][1] if entries else ()
 
     def until(self, worker: int, iteration: int) -> Drawn:
-        """Return what a worker had drawn before its last push with at most this label; () if none is recorded."""
+        """Return what a worker had drawn before its last push with at most this label; () if there is none."""
         return next(
             (drawn for label, drawn in reversed(self._entries.get(worker, ())) if label <= iteration), ()
         )
@@ -1086,7 +1086,7 @@ class Versions:
     def outlook(self, most_workers: int) -> dict[str, object]:
         """Return the values on which requests depend.
 
-        These are no totals, but for each worker the number of updates that its weights lack.
+        Instead of totals, these are the numbers of updates that the weights of each worker lack.
         """
         missed = {worker: self.missed(worker) for worker in self._pulled}
         counts = dict.fromkeys(("version", "lost", "dropped_samples", "_means", "_averaged", "_dropped"))

@@ -37,7 +37,7 @@ def standstill(shards: Iterable[ShardWaits], gathered: Mapping[int, Contributed]
 def never_answered(shard: Shard, timers: Iterable[Timer], now_ticks: int) -> set[int]:
     """Return the workers whose pulls the sync model of a shard would never answer.
 
-    A worker that has left blocks no other worker. So this function lets all workers leave that do not wait. If other
+    A worker that has left blocks no other worker. So this function lets every worker that does not wait leave. If other
     pulls are answered because of this, their workers leave, too. The function repeats this until all remaining workers
     wait and all timers have fired. The remaining workers wait for ever. The shard and its model must not be used
     afterwards.

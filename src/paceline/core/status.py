@@ -18,15 +18,15 @@ from .requests import worker_peer
 # -- How far a job has come, how fast it goes on, and for whom it waits, without I/O -------------------------
 #
 # The *progress* is the part of the present training loop that is done. The progress is known if the loop has a limit
-# (`paceline.epochs`), and is the used part of this limit. If there are several limits, the progress is the used part of
-# the limit that will be reached first. The workers do not reach an epoch at the same time, so the number of finished
-# epochs is the mean over the workers' reports. A worker that has joined late does not count before its first push, and
-# the progress never goes back. A loop over `range` does not tell its length; then only the progress within the present
+# (`paceline.epochs`), and is the used part of this limit. If there are several limits, the progress is the largest of
+# the used parts. The workers do not reach an epoch at the same time, so the number of finished epochs is the mean over
+# the workers' reports. A worker that has joined late does not count before its first push, and the progress never goes
+# back. If a script loops over `range`, the length of the loop is unknown; then only the progress within the present
 # epoch is known.
 #
 # The remaining time is extrapolated from the second half of the time since the loop began. The first iterations are not
-# used, because they are slow. A short span of time would not suffice, because a script evaluates its model now and
-# then.
+# used, because they are slow. The last few seconds alone would not suffice, because the script may have evaluated its
+# model in this time.
 
 POINTS = 32  # number of values that a `Rate` keeps from the time over which it averages
 SPEED_SPAN_S = 10.0  # time over which the speed of the job is averaged
@@ -41,7 +41,7 @@ class JobProgress(msgspec.Struct, frozen=True):
         progress: how much of the current training loop is done, from 0 to 1.
         left_s: the time in seconds that the loop will take from now on.
         samples_per_s: number of samples per second that all workers together use.
-        loss: a moving mean, over some seconds, of the mean of the workers' last reported losses.
+        loss: the mean of the workers' last reported losses, as a moving mean over about `LOSS_SPAN_S` seconds.
         epoch: number of the epoch in progress, counted from 1.
         epochs: number of epochs of the loop.
         epoch_progress: how much of the current epoch is done, from 0 to 1.
@@ -98,8 +98,8 @@ class ProgressMeter:
 
     def __init__(self, ticks_per_s: int = TICKS_PER_S) -> None:
         self._ticks_per_s = ticks_per_s
-        self._loop = -1  # the training loop to which the next three refer
-        self._passed = 0.0  # the most epochs that were finished
+        self._loop = -1  # the training loop to which the next three attributes refer
+        self._passed = 0.0  # largest number of finished epochs so far
         self._by_data = False  # True if `_passed` includes a part of the present epoch
         self._done = Rate(ticks_per_s)
         self._samples = Rate(ticks_per_s)
@@ -115,7 +115,7 @@ class ProgressMeter:
         passed, by_data = self._epochs(core)
         self._passed = max(passed or 0.0, self._passed)
         if by_data and not self._by_data:
-            # The part of the epoch that becomes known was not done in this moment.
+            # The part of the epoch that becomes known now was done earlier, so the speed is measured anew.
             self._by_data, self._done = True, Rate(self._ticks_per_s)
         progress = _progress(core, now_ticks, self._ticks_per_s, passed, by_data=by_data).progress
         if progress is not None:
@@ -127,11 +127,11 @@ class ProgressMeter:
         self._noted_ticks = now_ticks
 
     def look(self, core: Coordinator, now_ticks: int) -> None:
-        """Record who waits for whom. Call this when all servers have answered a `FetchWaits`."""
+        """Record which workers keep others waiting. Call this when all servers have answered a `FetchWaits`."""
         self._looks.look(core, now_ticks)
 
     def awaited(self, core: Coordinator, now_ticks: int) -> Awaited:
-        """Return the workers for which other workers have waited most often in the last seconds."""
+        """Return the workers for which other workers have waited most often in the last `OLDEST_S` seconds."""
         return self._looks.awaited(core, now_ticks)
 
     def read(self, core: Coordinator, now_ticks: int) -> JobProgress:
@@ -212,7 +212,8 @@ def _epochs(core: Coordinator) -> tuple[float | None, bool]:
     """Return the number of finished epochs (None if unknown), and True if it includes a part of the present epoch.
 
     The number is the mean over the workers that take part or have finished. A finished worker has finished all epochs.
-    Once some workers have pushed data of a loader, the others do not count: they are about to begin, at any place.
+    Once some workers have pushed data of a loader, workers that have not done so do not count: it is unknown where in
+    the epoch they will begin.
     """
     limit = (core.loops.limits or LoopLimits()).epochs
     counted = [
@@ -310,8 +311,8 @@ class LinkStatus(msgspec.Struct, frozen=True):
     Attributes:
         sender: name of the machine that sends.
         receiver: name of the machine that receives.
-        bytes_per_s: bytes per second, on average over the last seconds; None if it is not known yet.
-        total_bytes: number of bytes on the connections that are open.
+        bytes_per_s: bytes per second, on average over about the last 3 seconds; None if it is not known yet.
+        total_bytes: number of bytes that the open connections have carried.
     """
 
     sender: str
@@ -335,15 +336,15 @@ class JobStatus(msgspec.Struct, frozen=True):
         progress: how much of the current training loop is done, from 0 to 1; None if the length of the loop is unknown.
         left_s: the time in seconds that the loop will take from now on; None if unknown.
         samples_per_s: number of samples per second that all workers together use; None if unknown.
-        loss: the mean of the workers' losses, a moving mean over some seconds; None if unknown.
+        loss: the mean of the workers' losses, as a moving mean over about `LOSS_SPAN_S` seconds; None if unknown.
         epoch: number of the epoch in progress, counted from 1; None if unknown.
         epochs: number of epochs of the loop; None if unknown.
         epoch_progress: how much of the current epoch is done, from 0 to 1; None if unknown.
         awaited: the workers for which other workers wait; () if there are none.
         awaited_s: for how many seconds other workers have been waiting for those in `awaited`; None if no worker waits
             at this moment.
-        awaited_share: the part of the last seconds in which other workers have waited for those in `awaited`; None if
-            unknown.
+        awaited_share: the part of the last `OLDEST_S` seconds, or less, in which other workers have waited for those in
+            `awaited`; None if unknown.
     """
 
     sync: str
@@ -369,7 +370,7 @@ class JobStatus(msgspec.Struct, frozen=True):
 # -- Who keeps the workers of a job waiting, according to the servers' answers to `FetchWaits`, without I/O
 #
 # A single answer shows one moment. If the workers wait for 40 ms in each iteration, for example for a worker that is
-# three times slower, every second answer may find no worker waiting. So `WaitSamples` keeps several answers. If other
+# three times slower, half of the answers may find no worker waiting. So `WaitSamples` keeps several answers. If other
 # workers wait for a worker in a part of the answers, they wait for this worker in about the same part of the time.
 
 
@@ -378,7 +379,7 @@ class Awaited(NamedTuple):
 
     Attributes:
         workers: the indices of these workers, in order; () if no worker is awaited.
-        share: the part of the last seconds in which other workers have waited for these workers.
+        share: the part of the last `OLDEST_S` seconds, or less, in which other workers have waited for these workers.
     """
 
     workers: tuple[int, ...] = ()
@@ -401,7 +402,7 @@ class Observed(msgspec.Struct, frozen=True):
         machines: the heartbeats of the machines.
         traffic: the traffic between the machines.
         progress: how far the job has come.
-        awaited: the workers for which other workers have waited most often in the last seconds.
+        awaited: the workers for which other workers have waited most often in the last `OLDEST_S` seconds.
     """
 
     servers: int
@@ -445,7 +446,7 @@ class StateTimes:
         }
 
     def state_s(self, now_ticks: int) -> dict[int, float]:
-        """Return, for each worker, the seconds since its state has changed."""
+        """Return, for each worker, the seconds since its state last changed."""
         return {
             worker: (now_ticks - since_ticks) / self._ticks_per_s
             for worker, (_, since_ticks) in self._since.items()
@@ -597,7 +598,7 @@ class WaitSamples:
         self._looks: deque[tuple[int, frozenset[tuple[int, int]]]] = deque(maxlen=MOST_LOOKS)
 
     def look(self, core: Coordinator, now_ticks: int) -> None:
-        """Record who waits now. Call this when all servers have answered; before training begins, it has no effect.
+        """Record which workers are awaited now. Call this when all servers have answered. No effect before training.
 
         The awaited workers are not noted if they outnumber the waiting workers: the first workers that reach the end of
         a round wait for all others, but this does not mean that the others are slow.
@@ -610,9 +611,9 @@ class WaitSamples:
         self._looks.append((now_ticks, frozenset((each, core.members.incarnation(each)) for each in named)))
 
     def awaited(self, core: Coordinator, now_ticks: int) -> Awaited:
-        """Return the workers for which other workers have waited most often in the last seconds.
+        """Return the workers for which other workers have waited most often in the last `OLDEST_S` seconds.
 
-        Nobody waits for an incarnation that has left.
+        Incarnations that have left are not awaited any more.
         """
         looks = [last for ticks, last in self._looks if now_ticks - ticks <= self._oldest_ticks]
         counts = Counter(each[0] for last in looks for each in last if core.members.expects(*each))

@@ -189,7 +189,7 @@ class Worker:
         # the next stop, and the iteration at or after which the worker stops
         self._plan: tuple[Stop, int] | None = None
         self._paused = False  # True while the run has too few workers
-        # True once a worker has pushed in lockstep while its script was not training
+        # True once workers in lockstep may make the same step in different iterations
         self._uneven = False
         self._restart = NO_RESTART  # (iteration, attempt) that must be aborted
         self._attempt = 0  # number of times that the current iteration was restarted
@@ -284,7 +284,7 @@ class Worker:
         return self.waiting_for == "answers" and shard in self._awaited
 
     def outlook(self, most_workers: int) -> dict[str, object]:
-        """Return the values on which requests depend. Of the content of `Started`, this is only `joined_late`."""
+        """Return the values on which requests depend: of the content of `Started`, only `joined_late`."""
         return {"started": None if self.started is None else self.joined_late}
 
     # -- actions of the script ----------------------------------------------------------------------------
@@ -339,8 +339,8 @@ class Worker:
             contents: content of the push for each shard; None in virtual time.
             busy_s: time that the worker took for the iteration, not including the time that it waited for other
                 workers; None if it is unknown.
-            idle: True if the script is not training at the moment. Data that the script has drawn belongs to a later
-                push.
+            idle: True if the script is not training at the moment. Data that the script has drawn then belongs to a
+                later push.
         """
         requests = self._due() if self._steps else []
         iteration, plan = self.iteration, self._plan
@@ -398,7 +398,7 @@ class Worker:
 
         Args:
             observed: the observation.
-            report: True to send the coordinator everything that is kept.
+            report: True to send the coordinator all observations that are kept.
         """
         self._observed.append(observed)
         return self._report_observed() if report or len(self._observed) == MOST_OBSERVED else []
@@ -412,12 +412,12 @@ class Worker:
     def log(
         self, noted: Sequence[Noted], now_s: float, *, report: bool = True, ended: bool = False
     ) -> list[Request]:
-        """Keep what the script has logged. Call this method after the next push.
+        """Keep what the script has logged. Call this method after the push that follows.
 
         Args:
             noted: what the script has logged since the last call.
             now_s: the current time in seconds, on the clock that gave the times in `noted`.
-            report: True to send the coordinator everything that is kept.
+            report: True to send the coordinator all metrics that are kept.
             ended: True if no push has followed, because the script has ended.
         """
         if noted:
@@ -467,7 +467,8 @@ class Worker:
     def push_edit(self, contents: Sequence[Content] | None = None) -> list[Request]:
         """Commit the current iteration: push the worker's edit, unless the edit of another worker counts."""
         edit, self._edit = self._edit, None
-        # Models predict the durations of iterations with gradients, and an edit takes much less time.
+        # Models predict the durations of iterations with gradients. An edit takes much less time, so it is flagged as a
+        # warm-up.
         flags = NO_EDIT if edit is None else PushFlags(edit=edit, warm_up=True)
         return self.push(flags, contents, idle=True)
 
@@ -506,7 +507,7 @@ class Worker:
     def finish(self, *, early: bool = False, spent: TimeSpent | None = None) -> list[Request]:
         """Leave the run, because the script has finished or, if `early`, because the worker was asked to leave.
 
-        The last of the requests is the goodbye to the coordinator.
+        The last of the requests sends the goodbye to the coordinator.
         """
         self.waiting_for, self.left = "", True
         goodbye = WorkerFinished(self.data.end(), early, spent)
@@ -519,7 +520,7 @@ class Worker:
             self._epoch, self._calls_since_step = epoch, 0
 
     def require_clippable(self) -> None:
-        """Handle the script's wish to clip the gradient that is applied.
+        """Record that the script clips the gradient that is applied.
 
         Raises:
             SyncRefusedError: the norm of this gradient is not known under the sync model in force, or under a model
@@ -530,7 +531,7 @@ class Worker:
         self._clips = True
 
     def request_sync(self, models: Sequence[SyncModel], shard: int | None = None) -> list[Request]:
-        """Handle the script's request to change all shards, or one shard, to another sync model.
+        """Request, for the script, that all shards or one shard change to another sync model.
 
         Raises:
             ConfigurationError: the job cannot use this model, or chooses its models itself.

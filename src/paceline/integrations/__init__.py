@@ -18,7 +18,7 @@ from ..errors import ConfigurationError
 from ..train.collectives import reduce
 
 MOST_BYTES = 4096
-"""Maximum size of the text that `broadcast` sends."""
+"""Maximum size of the JSON text that `broadcast` sends."""
 
 
 def require(package: str, least: str, extra: str) -> None:

@@ -52,7 +52,7 @@ DIVIDING = (
     "megatron_lm_plugin",
     "parallelism_config",
 )
-"""Arguments of Accelerate's class for training with other processes than the workers."""
+"""Arguments of Accelerate's class for training with processes other than the workers."""
 
 SITE = "accelerate"
 """Name of the place at which loaders are distributed. It is the same in all workers."""
@@ -62,8 +62,8 @@ SITE = "accelerate"
 def apart(model: nn.Module) -> Iterator[None]:
     """Return a context in which the `state_dict()` of a model contains copies of the model's tensors.
 
-    In a run, all parameters are views of one vector. Functions that write safetensors consider such tensors to be tied,
-    and leave these tensors out or refuse them. Tensors that are tied in the model remain tied.
+    In a run, all parameters are views of one vector. Functions that write safetensors files consider such tensors to be
+    tied, and leave these tensors out or refuse to write them. Tensors that are tied in the model remain tied.
     """
     if current() is None:
         yield
@@ -93,7 +93,7 @@ class JobAccelerator(accelerate.Accelerator):
     has_rest = False
     _optimizers_of_job: tuple[tuple[Any, DistributedOptimizer], ...] = ()
     _known_models: tuple[nn.Module, ...] = ()
-    # the norm to which the gradient of the last step of an optimizer was clipped
+    # optimizer -> the maximum norm in the last call of `clip_grad_norm_` for its parameters
     _max_norms: Mapping[DistributedOptimizer, float] = MappingProxyType({})
 
     def prepare_model(self, model: nn.Module, *arguments: Any, **options: Any) -> Any:
@@ -180,7 +180,7 @@ class JobAccelerator(accelerate.Accelerator):
             distributed.clip_grad_value(clip_value)
 
     def _of(self, parameters: Iterable[torch.Tensor] | torch.Tensor) -> list[DistributedOptimizer]:
-        """Return the optimizers that train some of these parameters."""
+        """Return the optimizers that train at least one of these parameters."""
         given = {id(each) for each in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
         return [
             distributed
@@ -309,13 +309,13 @@ class Accelerator(JobAccelerator):
             super().print(*arguments, **options)
 
     def on_main_process(self, function: Callable[..., Any] | None = None) -> Any:
-        """Return a function that calls this function in the main worker only. See `paceline.is_main`."""
+        """Return a function that calls `function` in the main worker only. See `paceline.is_main`."""
         if current() is None or function is None:
             return super().on_main_process(function)
         return _in_main(function)
 
     def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Any:
-        """Return a function that calls this function in the main worker only. See `paceline.is_main`."""
+        """Return a function that calls `function` in the main worker only. See `paceline.is_main`."""
         if current() is None or function is None:
             return super().on_local_main_process(function)
         return _in_main(function)
@@ -393,16 +393,17 @@ class Accelerator(JobAccelerator):
         if session is None or session.worker == 0:
             return
         with generators_lock:
-            # This number depends on the states that were loaded, so it is not the same after each training.
+            # This number depends on the random states that were loaded, so it differs from checkpoint to checkpoint.
             drawn = int(torch.randint(2**31, ()))
             GeneratorStates.seeded(loader_seed(session, drawn)).give_back()
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Return the loader, whose next pass leaves out the first batches of this worker's share.
+        """Return the loader after telling it to leave out the first batches of its next pass.
 
         Args:
             dataloader: the loader. All workers must make this call.
-            num_batches: number of batches that each worker would have used if all shares were equal.
+            num_batches: number of batches per worker: the next pass leaves out this number of batches, multiplied by
+                the number of workers.
         """
         if not isinstance(dataloader, TrainLoader):
             return super().skip_first_batches(dataloader, num_batches)
@@ -462,7 +463,7 @@ def _shares(optimizer: DistributedOptimizer, scheduler: torch.optim.lr_scheduler
 
 
 def _in_main(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls this function in the main worker. In other workers, it returns None."""
+    """Return a function that calls `function` in the main worker, and returns None in all other workers."""
 
     @functools.wraps(function)
     def in_main(*arguments: Any, **options: Any) -> Any:

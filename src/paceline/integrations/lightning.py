@@ -1,18 +1,18 @@
 """Lightning: once this module is imported, `Trainer` and `Fabric` accept `strategy="paceline"`.
 
 Lightning itself sees one process with one device in each worker. The strategy divides the training data, exchanges
-gradients, and clips the joint gradient. The strategy overrides public methods, and also uses other names of Lightning.
-`tests/integrations/test_lightning.py` checks that these other names exist.
+gradients, and clips the joint gradient. The strategy overrides public methods, and also uses names that Lightning does
+not document. `tests/integrations/test_lightning.py` checks that these names exist.
 
 **Epochs.** A `Trainer` counts its own epochs and batches. In a run, the epochs are those of the job: a loop of
 `paceline.epochs` advances when the `Trainer` begins a pass over its data. In a worker that joins late, and in a
 resumed run, the `Trainer` begins with the current epoch of the job. Under a sync model whose workers do not wait for
-each other, no worker knows beforehand how many batches it will use. So the loader tells of each batch whether it is the
+each other, no worker knows beforehand how many batches it will use. So the loader says for each batch whether it is the
 last batch of the epoch. After the last batch, the `Trainer` ends its epoch: it makes the step for the gradients that it
 has accumulated, and validates.
 
 **What all workers do together.** In a run, a worker may join or be lost at any time, and workers need not have made the
-same number of steps. So workers do only the following together:
+same number of steps. So the workers of a `Trainer` do only the following together:
 
 - Before the first step: `broadcast` sends a value of worker 0 to all workers, such as the folder of the checkpoints.
 - When a validation begins, unless the sync model always keeps workers in lockstep: each worker waits for the others,
@@ -21,6 +21,8 @@ same number of steps. So workers do only the following together:
   communication.
 - When training ends, unless the sync model always keeps workers in lockstep: each worker waits for the others (see
   `_Fit.meet`).
+- When a checkpoint is loaded: each worker waits for the others before it reads the file. If training has begun, each
+  worker waits again until the servers have the loaded weights.
 
 Other calls of `barrier`, `broadcast` and `reduce_boolean_decision` do nothing. In a validation, `reduce` returns the
 value itself, because all workers have the same value. In a training step, `reduce` needs a sync model that keeps
@@ -147,8 +149,8 @@ class _TrainerStrategy(_Strategy):
 
     Attributes:
         fit: the call of `Trainer.fit` that is in progress; None if no call is in progress, and outside of a run.
-        state: the part of the `Trainer`'s state that is tracked.
-        files: paths of the files in the folders of the checkpoints, as all workers know them (see `name_files_alike`).
+        state: the part of the `Trainer`'s state that is tracked with `track`.
+        files: paths of the files in the folders of the checkpoints; the same in all workers (see `name_files_alike`).
     """
 
     hooks_class: type
@@ -194,7 +196,7 @@ class _TrainerStrategy(_Strategy):
         if current() is not None:
             trainer.fit_loop.setup_data()
             if isinstance(data := trainer.train_dataloader, TrainingData) and data.length is not None:
-                # The module may ask for the `Trainer`'s estimate of its number of steps.
+                # The module may ask the `Trainer` for its estimated number of steps, which depends on `max_batches`.
                 trainer.fit_loop.max_batches = data.limited(trainer.limit_train_batches)
         super().setup_optimizers(trainer)
         if current() is not None:
@@ -356,7 +358,8 @@ class _TrainerStrategy(_Strategy):
                     edits.enter_context(optimizer.editing())
             super().load_model_state_dict(*arguments, **options)
         if training is not None:
-            # One worker sends the new weights. Without the barrier, others might go on before the weights have arrived.
+            # One worker sends the new weights. Without the barrier, other workers might go on before the weights have
+            # arrived.
             barrier()
             training.refresh()
 
@@ -374,7 +377,8 @@ class _TrainerStrategy(_Strategy):
     ) -> None:
         self.files.add(os.path.abspath(filepath))
         if _is_main_now():
-            # This worker may have become the main worker since the checkpoint was made, without optimizer states.
+            # If this worker has become the main worker since the checkpoint was made, the checkpoint has no optimizer
+            # states yet.
             states = checkpoint.get("optimizer_states", [])
             for number, optimizer in enumerate(self.optimizers[: len(states)]):
                 states[number] = states[number] or super().optimizer_state(optimizer)
@@ -387,9 +391,9 @@ class _TrainerStrategy(_Strategy):
     def name_files_alike(self) -> None:
         """Make the names of checkpoints independent of when a worker checks whether a file exists.
 
-        Lightning appends a number to the name of a file that exists. The main worker may have written the file before
-        another worker checks, and the workers do not ask each other. So each worker keeps a list of the files that
-        existed when training began, and updates it whenever a checkpoint is saved or removed.
+        Lightning appends a number to the name of a checkpoint if a file of this name exists. The main worker may have
+        written the file before another worker checks, and the workers do not ask each other. So each worker keeps a
+        list of the files that existed when training began, and updates it whenever a checkpoint is saved or removed.
         """
         for callback in self.trainer.checkpoint_callbacks:
             folder = getattr(callback, "dirpath", None)
@@ -399,8 +403,8 @@ class _TrainerStrategy(_Strategy):
 
 
 def _keep_metrics(logger: Any) -> None:
-    """Rename the file of a `CSVLogger` that another main worker has written, because the logger would delete it."""
-    # Both packages have such a class, and users derive others from it.
+    """Rename the file of a `CSVLogger` that an earlier main worker has written, because the logger would delete it."""
+    # Both packages of `PACKAGES` have a class of this name, and users derive classes from it.
     if any(each.__name__ == "CSVLogger" for each in type(logger).__mro__):
         path = Path(logger.log_dir, "metrics.csv")
         if path.is_file():
@@ -439,7 +443,7 @@ def _one_at_a_time() -> Iterator[None]:
     """Return a context that only one worker of this user on this machine can be in at a time.
 
     Each worker prepares its data, because it may be on a machine of its own. The workers of a machine prepare the data
-    one after the other, so the first worker downloads the data, and the other workers find the data there.
+    one after the other, so the first worker downloads the data, and the other workers find the downloaded data.
     """
     path = Path(tempfile.gettempdir()) / f"paceline-lightning-{os.getuid()}.lock"
     with path.open("a") as file:
@@ -447,7 +451,8 @@ def _one_at_a_time() -> Iterator[None]:
         try:
             yield
         finally:
-            # A process that was started in this context has the file, too, so closing the file is not enough.
+            # A process that was started in this context may still have the file open, so closing the file here would
+            # not end the lock.
             fcntl.flock(file, fcntl.LOCK_UN)
 
 
@@ -469,8 +474,8 @@ class TrainingData:
         self.loader = loader
         self._strategy = strategy
         self._pass: Iterator[Any] = iter(())
-        # Number of batches of this worker in this pass, if it is known. Before the first pass, this number is the limit
-        # of all passes for the `Trainer`.
+        # Number of batches of this worker in this pass, as far as it is known. Before the first pass, the `Trainer`
+        # reads the length as the limit of all passes, so this number is as large as possible.
         self._share = sys.maxsize
         self.length = self.share = None
         with suppress(TypeError):  # an iterable dataset has no length
@@ -496,8 +501,8 @@ class TrainingData:
         self._pass, self._share = self._batches(), 0
         if self._strategy.fit is None:
             return self._pass
-        # The `Trainer` asks for no more batches than the length, which it reads after this call. A share may be larger
-        # than an epoch, because it may have batches of an earlier epoch that a lost worker has not used.
+        # The `Trainer` asks for no more batches than `len(self)`, which it reads after this call. A share may be larger
+        # than an epoch, because it may contain batches of an earlier epoch that a lost worker has not used.
         first = list(itertools.islice(self._pass, 1))
         self._share = len(first) + (self.loader.left or 0)
         return itertools.chain(first, self._pass)
@@ -583,12 +588,12 @@ class _Fit:
         """Tell the `Trainer` whether the batch is the last one of its pass.
 
         Args:
-            number: number of the batch in the pass, counted from 0.
+            number: index of the batch in the pass.
         """
         fit_loop, loader = self.trainer.fit_loop, self.data.loader
         fit_loop.epoch_loop.batch_progress.is_last_batch = loader.is_last
         if number == 0 and uses_all(self.trainer):
-            # The shares are larger when there are fewer workers.
+            # If workers were lost, the share of each remaining worker is larger than before.
             if (left := loader.left) is not None:
                 fit_loop.max_batches = left + 1
             elif self.data.length is not None:
@@ -688,8 +693,8 @@ class _Fit:
         """Return the number of samples that all workers together use; infinity if the `Trainer` counts its own steps.
 
         `max_steps` counts joint batches. If workers are not in lockstep, no worker can count the joint batches of the
-        job, so the limit is given in samples. The steps that the `Trainer` made before, such as those of a checkpoint,
-        count as well.
+        job, so the limit is given in samples. The steps that the `Trainer` made before this call of `fit`, such as
+        those before a checkpoint, count toward `max_steps`, too.
         """
         trainer, steps = self.trainer, self._max_steps
         if steps == -1 or self._session.core.stays_lockstep:
@@ -722,7 +727,8 @@ class _Fit:
                     self._check_position(config.scheduler)
 
     def _check_position(self, scheduler: JobScheduler) -> None:
-        """Let a schedule begin where the `Trainer` goes on, if another number of workers wrote the checkpoint.
+        """If the checkpoint was written with another number of workers, let a schedule begin where the `Trainer` goes
+        on.
 
         Raises:
             ConfigurationError: a scheduler of this class cannot begin at another step.
@@ -794,7 +800,7 @@ class _State:
         _set_steps(trainer, state_dict["steps"])
         for callback in trainer.callbacks:
             if (state := state_dict["callbacks"].get(callback.state_key)) is not None:
-                if "dirpath" in state:  # a callback ignores the checkpoints of another folder
+                if "dirpath" in state:  # a callback ignores checkpoints outside its folder
                     callback.dirpath = state["dirpath"]
                 callback.load_state_dict(state)
         for config, state in zip(trainer.lr_scheduler_configs, state_dict["schedulers"], strict=True):
@@ -962,7 +968,7 @@ def _register_all() -> tuple[type, type]:
     installed.
 
     Returns:
-        The strategies for the `Trainer` and for Fabric of the first of these packages.
+        The strategy for the `Trainer` and the strategy for Fabric, both of the first of these packages.
     """
     installed = [package for package in PACKAGES if find_spec(package) is not None]
     used = [package for package in installed if any(name in sys.modules for name in PACKAGES[package])]

@@ -12,14 +12,15 @@ finished, and all workers stop together. The loop may ask for one more pass over
 For the trainer, this pass is a part of its last pass.
 
 **Steps.** `global_step` counts the progress of the job: the batches of all workers add to it. Under sync models whose
-workers do not wait for each other, a worker may use more batches than others. If a worker is lost, the others have
-larger shares. So the trainer is told the length of the whole epoch, and its pass ends when the job's epoch has ended.
-The numbers of steps in `TrainingArguments` count joint batches, which consist of one batch of each worker, so these
-numbers are multiplied by the number of workers. If all shares are equal, a schedule counts joint batches, so it equals
-the schedule of one process that trains on the joint batch. Otherwise, a schedule counts the batches of all workers.
+workers do not wait for each other, a worker may use more batches than others. If a worker is lost, the other workers
+have larger shares. So the trainer is told the length of the whole epoch, and its pass ends when the job's epoch has
+ended. The numbers of steps in `TrainingArguments` count joint batches, which consist of one batch of each worker, so
+these numbers are multiplied by the number of workers. If all shares are equal, a schedule counts joint batches, so it
+equals the schedule of one process that trains on the joint batch. Otherwise, a schedule counts the batches of all
+workers.
 
-**Weights.** If the loss is divided by the number of labels, this number is the weight of a push, so the mean of the
-workers' gradients is the gradient of the joint batch.
+**Weights.** If the loss is divided by the number of labels, this number is the weight of a push, so the weighted mean
+of the workers' gradients is the gradient of the joint batch.
 """
 
 from __future__ import annotations
@@ -176,11 +177,11 @@ def reason_against(trainer: Any) -> str | None:
 
 
 UNTRUE = "not to be a single sample", "do not match the ones in the `trainer_state.json`"
-"""Texts of those warnings of a trainer that are not true in a run.
+"""Parts of the two warnings of a trainer that are not true in a run.
 
-The first warning says that training ends after a pass without samples, but it goes on. The second warning says that
-the numbers of steps in a checkpoint and in the arguments differ, but these numbers only have different units: batches
-of all workers in the checkpoint, and joint batches in the arguments.
+The first warning says that training ends after a pass without samples, but training goes on. The second warning says
+that the numbers of steps in a checkpoint and in the arguments differ, but these numbers only have different units:
+batches of all workers in the checkpoint, and joint batches in the arguments.
 """
 
 
@@ -294,7 +295,7 @@ class TrainerJob:
         self._total, self._steps = 0.0, 0  # sum of the losses of all steps of this worker, and their number
         self._loop: Epochs | None = None
         self._numbers: Generator[int] | None = None  # the iterator over the loop
-        self._first = 0  # the trainer's number of the first epoch of the loop
+        self._first = 0  # first epoch of the loop, as the trainer counts epochs
         self._reached: int | None = None  # the epoch of the job; None if the loop has ended
         self._epoch = 0  # the epoch of the trainer
         self._passes_by = False  # True in a pass for an epoch that the job had already finished
@@ -383,8 +384,7 @@ class TrainerJob:
         if self._begin_at:
             loader.begin_at(self._begin_at)
         if self._resumes and session.worker > 0:
-            # The checkpoint has the random states of the worker that wrote it. The other workers have states of their
-            # own.
+            # The checkpoint has the random states of the worker that wrote it. The other workers need other states.
             with generators_lock:
                 GeneratorStates.seeded(loader_seed(session, epoch)).give_back()
         self._loop = epochs(self.epochs - epoch)
@@ -430,7 +430,7 @@ class TrainerJob:
             self._loop = self._numbers = self._reached = None
 
     def begin_training(self, state: Any) -> None:
-        """Note the step at which the trainer begins, and translate its numbers of steps."""
+        """Record the step at which the trainer begins, and translate the numbers of steps in its arguments."""
         args = self.trainer.args
         for kind in KINDS:
             if (steps := getattr(args, f"{kind}_steps")) is not None and steps >= 1:
@@ -474,7 +474,9 @@ class TrainerJob:
         path.write_text(json.dumps(state))
 
     def _step_here(self, step: int, epoch: float) -> int:
-        """Return the number of steps of this run's batches that correspond to a step of another run's batches."""
+        """Return the step of this run that corresponds to a step of an earlier run, which may have had batches of
+        another size.
+        """
         there = step / epoch if epoch else self.steps_per_epoch
         # With another number of workers, an epoch may have up to one joint batch more, although all batches have the
         # same size.
@@ -488,7 +490,8 @@ class TrainerJob:
         self._evaluations = self._due(state)
 
     def _translate_schedule(self, state: Any) -> None:
-        """Let the schedule begin where the trainer goes on, if another number of workers wrote the checkpoint.
+        """If the checkpoint was written with another number of workers, let the schedule begin where the trainer goes
+        on.
 
         Raises:
             ConfigurationError: a scheduler of this class cannot begin at another step.
@@ -540,7 +543,8 @@ class TrainerJob:
         if state.global_step < args.eval_delay * worker_count():
             return 0
         # Another worker may make the last step of an epoch, so each worker regards the end of its pass as the end of
-        # the epoch. The last step of a worker may be later than `max_steps`, because others have begun steps meanwhile.
+        # the epoch. The last step of a worker may be later than `max_steps`, because other workers have begun steps
+        # meanwhile.
         step = min(state.global_step, state.max_steps)
         ended = step == state.max_steps and (self._whole or args.max_steps > 0)
         rest = step % state.eval_steps > 0
@@ -656,7 +660,9 @@ class TrainerJob:
         path = broadcast(self._best_checkpoint(), sends=is_main())
         if path is None:
             if is_main() and state.best_global_step:
-                log.warning("The best checkpoint, of step %d, is not visible.", state.best_global_step)
+                log.warning(
+                    "The best checkpoint, of step %d, is not visible to this worker.", state.best_global_step
+                )
             return
         assert self.optimizer is not None
         with self.optimizer.editing():
@@ -693,7 +699,7 @@ def _load(model: Any, path: str) -> None:
         from safetensors.torch import load_file
 
         model.load_state_dict(load_file(safe), strict=False)
-    else:  # of a trainer with `save_safetensors=False`
+    else:  # the trainer has `save_safetensors=False`
         state = torch.load(os.path.join(path, "pytorch_model.bin"), map_location="cpu", weights_only=True)
         model.load_state_dict(state, strict=False)
 

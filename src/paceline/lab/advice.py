@@ -45,7 +45,7 @@ from .recommendation import ENOUGH, WORTH_IT, Recommendation, candidates_of, rec
 
 SLOW = 1.5  # a worker is slow if its iterations take this many times as long as those of the median worker
 ONLY_RECENT = (
-    "The run has kept only the end of its traces and records (--traces recent), so the simulation repeats its last "
+    "The run has kept only the end of its traces and records (--traces recent), so the simulation repeats the last "
     "iterations."
 )
 REFUSED = (
@@ -54,20 +54,20 @@ REFUSED = (
 )
 ROUGH = 0.1  # recommendations are called rough if the simulation deviates from the run by more than this
 
-_ASSUMED = "compute times are assumed proportional to a batch's size, unless the run had balanced batches"
+_ASSUMED = "compute times are taken as proportional to the batch size, unless the run had balanced batches"
 
 
 class Advice(msgspec.Struct, frozen=True):
     """A recommended sync model, with the reason for the recommendation.
 
     Attributes:
-        wish: what the model is best for, or a note that the machines are about equally fast.
+        wish: what the model is best for, or a note that no other model is much faster.
         sync: the recommended model.
         batch: the recommended sizes of the workers' batches: "equal" or "balanced".
         reason: explanation of the recommendation, as sentences.
         effect: what the model does to the result of training: "exact", "fresh" or "stale"; see `sync.model`.
-        check: the command that shows the accuracy of the script under the model, to be run first; "" if the model is
-            exact.
+        check: the command that shows the accuracy of the script under the model, to be run before `command`; "" if
+            the model is exact.
         command: the command that runs the script or the training function of the run under the model. If the script
             is unknown, the command contains SCRIPT in its place.
     """
@@ -91,7 +91,7 @@ class MachineReport(msgspec.Struct, frozen=True):
         sync: sync model of the run.
         emulated: description of how the run emulated unequal machines; "" if the run emulated nothing. If there is a
             description, the advice is for the emulated machines.
-        findings: sentences about the time that workers of the run lost, and what would help; see
+        findings: sentences about the time that workers of the run lost, and about remedies; see
             `paceline.trace.findings`.
         measured_updates_per_s: updates per second in the run while all workers were present.
         simulated_updates_per_s: updates per second in a simulation of the run.
@@ -139,8 +139,8 @@ def advise(
         run_dir: directory of the run.
         syncs: the models.
         tell: progress callback.
-        changes: what would be different from the recorded machines.
-        wire: format in which gradients and weights would travel; None for the format of the run.
+        changes: how the simulated machines differ from the recorded machines.
+        wire: format in which gradients and weights travel in the simulations; None for the format of the run.
 
     Raises:
         ConfigurationError: the directory does not contain a finished run, its files are damaged, a module with one
@@ -158,7 +158,7 @@ def advise(
     run_wire = summary.get("wire", "float32")
     wire = wire or run_wire
     measures = _measures(run_dir)
-    summary["clips"] = measures.clips  # the summary of a run by an earlier version lacks it
+    summary["clips"] = measures.clips  # missing in summaries of earlier versions of Paceline
     iterations = max(20, min(int(count) for count in summary["iterations"].values()))
     own = summary["sync"]
     traces = [trace for trace in trace_files(run_dir) if trace.header.host == "shard"]
@@ -263,14 +263,14 @@ def _dataset(summary: Mapping[str, Any], workers: int) -> Dataset | None:
 
 
 def _lost_time(summary: Mapping[str, Any], run_dir: str, changes: Changes) -> list[str]:
-    """Return sentences about lost time and what would help, as in the terminal and in the run's report."""
+    """Return the sentences about lost time and remedies that the terminal and the run's report show."""
     evidence, cost = evidence_of(summary, run_dir), step_cost_in(summary)
     found = [] if evidence is None else [each for each in sentences_of(evidence) if COMPARE not in each]
     return found if cost is None or changes.servers is None else [*found, cost.with_servers(changes.servers)]
 
 
 def _steps(summary: Mapping[str, Any]) -> str:
-    """Return sentences about the cost of steps and what would help, if steps take most of the transfers; else ""."""
+    """Return sentences about the optimizers' steps; "" unless these take half of the time that counts as transfers."""
     evidence = evidence_of(summary, "")
     cause = None if evidence is None else steps_of(evidence)
     return "" if cause is None else " ".join([cause.words, *cause.remedies])
@@ -343,12 +343,12 @@ def _advice(
     unit = speed_unit(row.samples_per_s for row in rows)
     picks = [
         ("the result of one process", exact),
-        *[("no stale gradients, but late ones are dropped", row) for row in backups[:1]],
+        *[("no stale gradients, but late gradients are dropped", row) for row in backups[:1]],
         (f"most {unit} per second with bounded staleness or barriers", middle),
         (f"most {unit} per second", rows[0]),
     ]
     if rows[0].speed < WORTH_IT * bsp.speed:
-        picks = [("these machines are about equally fast", bsp)]
+        picks = [("no other model is 10 % faster", bsp)]
     advice: dict[tuple[str, str], Advice] = {}
     for wish, row in picks:
         key = row.sync, row.batch

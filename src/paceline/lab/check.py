@@ -50,7 +50,7 @@ def check_script(
         joint_batch: True to divide the batches of loaders among the workers. See `paceline.distribute`.
         timeout_s: time in seconds after which the script is ended in any case. This limit holds for the script alone,
             and again for the run with workers.
-        tell: called with a description of what begins now, and with the number of samples in an update.
+        tell: called with a description of each run before it begins, and with the number of samples in an update.
 
     Raises:
         ConfigurationError: an argument is not valid; nothing was started.

@@ -50,7 +50,7 @@ class Changes(msgspec.Struct, frozen=True, kw_only=True):
         workers: number of workers.
         servers: number of servers.
         bandwidth: bandwidth of each machine, such as "1gbit".
-        slow: workers and the factors of their compute times, such as "3:2,5:1.5".
+        slow: workers and the factors by which their compute times are multiplied, such as "3:2,5:1.5".
         recorded_bandwidth: bandwidth of the network of the recorded run.
 
     Raises:
@@ -128,7 +128,7 @@ def describe_data(data: Dataset, workers: int) -> str:
     joint = "joint " if data.joint_batch else ""
     return (
         f"{epochs} of {data.samples:,} samples, in {joint}batches of {data.batch_size}{pushes}{smaller}; balanced "
-        "batches only where a worker may have to wait for others"
+        "batches only for models under which a worker may have to wait for others"
     )
 
 

@@ -54,7 +54,8 @@ class Comparison(msgspec.Struct, frozen=True):
 
     Attributes:
         rows: the results for each model.
-        recommendation: what the rows recommend; None if bsp, with which all models are compared, trains nothing.
+        recommendation: what to do, according to the rows; None if bsp, with which all models are compared, has no
+            results or cannot be recommended.
     """
 
     rows: list[Figures]
@@ -73,7 +74,7 @@ def show_recommendation(recommendation: Recommendation | None, console: Console)
 
 
 def show_faults(rows: Iterable[Figures], console: Console) -> None:
-    """Print for each model why it failed, which pushes were never applied, and which conditions failed."""
+    """Print for each model why it failed, which pushes were never applied, and which user-defined conditions failed."""
     for row in rows:
         for fault in [row.failure, row.unapplied, *(fault.splitlines()[0] for fault in row.faults)]:
             if fault:
@@ -168,7 +169,7 @@ class _Simulated(NamedTuple):
 def _recommendation(
     simulated: _Simulated, rows: Sequence[Figures], source: str, changes: Changes
 ) -> Recommendation | None:
-    """Return what the rows of a ranking recommend. If bsp is not in the rows, it is simulated for the comparison."""
+    """Return the recommendation that follows from a ranking. If the ranking lacks bsp, bsp is simulated, too."""
     if not any(row.sync == "bsp" for row in rows):
         rows = [*simulated.ranked(["bsp"]), *rows]
     return recommend(
@@ -228,7 +229,8 @@ def explore_models(
 TRANSFERS = 100  # iterations of the simulations of bsp with fewer or faster transfers
 POINTS = 60  # approximate maximum number of points in a curve
 HYPERPARAMETERS_TEXTS = {
-    "translated": "The script's hyper-parameters refer to the joint batch, and are translated for all other updates.",
+    "translated": "The script's hyper-parameters refer to the joint batch, and are translated for updates with a part "
+    "of this batch.",
     "raw": "All models use the script's learning rate, but models that average gradients, such as bsp, tolerate a "
     "larger rate.",
 }
@@ -261,7 +263,7 @@ class TrainedScript(msgspec.Struct, frozen=True):
 
     @property
     def close_to_final(self) -> float:
-        """The largest loss that counts as the final loss."""
+        """The largest loss that counts as equal to the final loss."""
         return self.final_loss + CLOSE * abs(self.final_loss)
 
     def reaches_s(self, loss: float) -> float | None:
@@ -274,8 +276,8 @@ class TrainingComparison(msgspec.Struct, frozen=True):
 
     Attributes:
         rows: the results for each model.
-        recommendation: what the rows recommend; None if bsp, with which all models are compared, is not among the
-            models.
+        recommendation: what to do, according to the rows; None if bsp, with which all models are compared, is not among
+            the models.
     """
 
     rows: list[TrainedScript]
@@ -375,8 +377,9 @@ def _sizings(sync: str) -> tuple[BatchSizing, ...]:
 
 
 def _recommended_for_script(rows: Sequence[TrainedScript], simulated: _Simulated) -> Recommendation | None:
-    """Return what the losses recommend. Models that are not exact are judged by when they reach bsp's last loss.
+    """Return the recommendation that follows from the losses.
 
+    A model that changes the result of training is judged by the time at which it reaches the last loss of bsp.
     If transfers take much of the time under bsp, `simulated` runs further simulations without training, to find out how
     transfers could take less time.
     """
@@ -399,12 +402,14 @@ def _recommended_for_script(rows: Sequence[TrainedScript], simulated: _Simulated
 
 
 def _measured(candidate: Candidate, own_s: float, reached_s: Mapping[str, float | None]) -> Candidate:
-    """Return a candidate whose loss was measured.
+    """Return a candidate with the results of training under its model.
+
+    If the model changes the result of training, `times` is computed from the times at which a loss is reached.
 
     Args:
         candidate: the candidate.
-        own_s: time at which bsp reaches its own last loss.
-        reached_s: time at which each model reaches this loss; None if the model does not reach it.
+        own_s: time at which bsp reaches its last loss.
+        reached_s: name of a model -> time at which the model reaches this loss; None if it does not reach the loss.
     """
     if candidate.effect == "exact":
         return msgspec.structs.replace(candidate, measured=True)

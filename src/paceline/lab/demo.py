@@ -269,8 +269,8 @@ BSP makes the same updates with equal and with balanced batches, so both setting
 momentum.
 
 The search (`make tune`) tries momentum 0 and 0.9, each with a grid of learning rates that is extended until the best
-point lies inside the grid. All points are measured with one seed. The best few and their neighbors are measured with
-three seeds and compared by their median time to the target. `docs/start/demo.md` describes the conditions.
+point lies inside the grid. All points are measured with one seed. The best points and their neighbors are measured
+with three seeds and compared by their median time to the target. `docs/start/demo.md` describes the conditions.
 """
 
 _bsp, _balanced, _ssp, _asp, _elastic = OWN_BEST

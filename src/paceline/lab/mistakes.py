@@ -98,7 +98,7 @@ CATALOG: dict[str, tuple[Severity, str, str]] = {
     ),
     "same seed in all workers": (
         "wrong",
-        "{detail} gives all workers the same random numbers, although Paceline has given each of them its own: "
+        "{detail} gives all workers the same random numbers, although Paceline has seeded each worker differently: "
         "dropout, augmentation and noise are the same in all workers.",
         "Seed before prepare or distribute, or add paceline.worker_index() to the seed.",
     ),
@@ -120,7 +120,7 @@ CATALOG: dict[str, tuple[Severity, str, str]] = {
         "Choose the batch size of the loader by the number of negatives that the loss needs. With --joint-batch, "
         "exempt this loader: paceline.distribute(loader, joint_batch=False).",
     ),
-    "warning": ("note", "{detail}", "Nothing, if this is intended."),
+    "warning": ("note", "{detail}", "No change is needed if this is intended."),
 }
 """Name of each mistake -> its severity, what happens, and what to do about it."""
 
@@ -224,7 +224,7 @@ def _fails_in_a_run(evidence: ScriptEvidence) -> Iterator[Mistake]:
     raised = evidence.of_workers("raised")
     for each in raised:
         yield _mistake("fails in a run", each, detail=each.detail)
-    # If no worker trains, the run fails as a consequence.
+    # If the scripts make steps, but not with distributed optimizers, the run fails only as a consequence of this.
     trains = any(each.detail == "distributed" for each in evidence.of_workers("stepped"))
     if evidence.failure and not raised and (trains or not evidence.of_workers("stepped")):
         yield _mistake("fails in a run", detail=evidence.failure)
@@ -282,7 +282,7 @@ def _schedule_of_one_worker(evidence: ScriptEvidence) -> Iterator[Mistake]:
 def _share_of_iterations(worker: Sequence[ScriptObservation], workers: int) -> str:
     """Return why a worker makes only a part of the iterations of a single process; "" if nothing shows this.
 
-    If a script has asked for the length of the worker's part of the data, or for the number of workers, it is assumed
+    A script that has asked for the length of the worker's part of the data, or for the number of workers, is assumed
     to use the answer.
     """
     if _of(worker, "measured part") or any(each.detail == "worker_count" for each in _of(worker, "asked")):
@@ -312,11 +312,11 @@ def _schedule_length(evidence: ScriptEvidence) -> Iterator[Mistake]:
             for whose, wrong in (
                 ("steps that one worker makes", length * count - expected),
                 (
-                    "steps of a single process, although the loader was distributed before",
+                    "steps of a single process, although the loader was distributed before the scheduler was prepared",
                     length - expected * count,
                 ),
             ):
-                # A schedule of as many steps as there are epochs is stepped once per epoch.
+                # A schedule of as many steps as there are epochs is assumed to be stepped once per epoch.
                 if length not in (0, epochs) and expected and abs(wrong) <= max(epochs, count):
                     yield _mistake(
                         "length of a part for the schedule",

@@ -104,7 +104,7 @@ WRITERS = frozenset(
         "write_text",
     }
 )
-"""Names of functions and methods that write a file, whatever module or class they belong to."""
+"""Names of functions and methods that are assumed to write a file, regardless of their module or class."""
 
 SAFE_METHODS = frozenset({"save_model"})
 """Names of methods that write in one worker only: in a run, the methods of `Trainer` and `Accelerator` do so."""

@@ -198,7 +198,7 @@ class _Worker:
             raise _unsuitable("sent to", error) from error
 
     def ended(self) -> EndedTask[Any]:
-        """Return the outcome of the task, once the connection can be read."""
+        """Return the outcome of the task. Call this method only when the connection can be read."""
         try:
             result, error = self.connection.recv()
         except (EOFError, ConnectionResetError):
@@ -248,7 +248,8 @@ def _unpickled(content: bytes) -> tuple[Callable[[Any], object], object]:
     """Return the function and the task that the parent has sent.
 
     Raises:
-        ConfigurationError: this process cannot make them, for example because it does not find their classes.
+        ConfigurationError: this process cannot restore the function or the task, for example because it does not find
+            their classes.
     """
     try:
         function, task = pickle.loads(content)
@@ -265,7 +266,7 @@ def _unsuitable(done: str, error: Exception) -> ConfigurationError:
 
 
 def _sendable(error: BaseException) -> BaseException:
-    """Return an exception with its traceback or, if it cannot be pickled, a description of it."""
+    """Return an exception with its traceback as a note. If the exception cannot be pickled, return its description."""
     if not isinstance(error, PacelineError):
         error.add_note(f"In a process of its own:\n{traceback.format_exc()}")
     try:
@@ -354,8 +355,8 @@ def work_off(
         name_of: function that returns the name of a task.
         cost_of: function that returns the cost of a task, in any unit. The time left is estimated from these costs.
         fresh: True if each task needs a new process.
-        done: number of tasks that had ended before.
-        later: number of tasks that follow in other calls.
+        done: number of tasks that had ended before this call.
+        later: number of tasks that later calls will carry out.
     """
     failures: dict[int, Failure] = {}
     costs = [cost_of(task) for task in tasks]

@@ -38,7 +38,7 @@ from paceline.train.sources import length_of
 from paceline.train.training import how_to_distribute, unwatch_steps
 
 PATIENCE = 10
-"""A script may make this many times as many steps if it still has to step a scheduler with a metric."""
+"""A script whose scheduler needs a metric, and was not stepped yet, may make this many times `iterations` steps."""
 
 LEAST_COMPARED = 4
 """Minimum size of a batch in which a loss is recognized as one that compares the samples with one another.
@@ -271,7 +271,7 @@ class Probe:
 
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         frame = sys._getframe(1)
-        # A step of the optimizer inside a distributed optimizer, or a test of an optimizer's class.
+        # Paceline itself makes such steps inside a distributed optimizer, and in the test of an optimizer's class.
         if is_called_by_paceline(frame):
             return
         distributed = isinstance(optimizer, DistributedOptimizer)
@@ -289,7 +289,7 @@ class Probe:
             raise Enough
 
     def finish(self, script: str) -> None:
-        """Write which of the user's files were imported."""
+        """Write which files of the user in the script's folder were imported."""
         folder = os.path.dirname(os.path.abspath(script)) + os.sep
         for module in list(sys.modules.values()):
             file = getattr(module, "__file__", None)
@@ -328,11 +328,11 @@ def is_users(file: str) -> bool:
 
 
 def is_called_by_paceline(frame: FrameType | None, between: tuple[str, ...] = (TORCH,)) -> bool:
-    """Return True if the innermost frame outside some libraries belongs to Paceline.
+    """Return True if a call comes from Paceline, either directly or through certain libraries.
 
     Args:
         frame: the innermost frame.
-        between: prefixes of the names of these libraries' files.
+        between: prefixes of the names of the files of these libraries.
     """
     while frame is not None:
         file = frame.f_code.co_filename

@@ -63,8 +63,8 @@ class Task(msgspec.Struct, frozen=True):
         data: data that the workers use up; None if only the other limits end the simulation.
         batch: sizes of the workers' batches of this data.
         wire: format in which gradients and weights travel.
-        notional: True if the data only stands for batches that can be divided. Then the speed is counted in gradients
-            of full batches, as in a simulation without data.
+        notional: True if the data was invented so that there are batches that can be divided. Then the speed is counted
+            in gradients of full batches, as in a simulation without data.
     """
 
     cluster: Cluster
@@ -113,7 +113,7 @@ def figures_of(
 def failed(sync: str, error: RunFailedError, batch: BatchSizing = "equal") -> Figures:
     """Return figures that contain no results, for a simulation that failed because of its sync model.
 
-    This includes a model that does not allow what the script asks for.
+    A model that does not allow what the script asks for also counts as the cause of a failure.
 
     Raises:
         RunFailedError: the failure has another cause, so it would be the same under each model.
@@ -189,7 +189,7 @@ def rank(
     balanced_bsp: bool = False,
     tell: TellCount = lambda done, of, what: None,
 ) -> list[Figures]:
-    """Simulate each model for the time that BSP needs for `iterations` iterations, or until data is used up.
+    """Simulate each model for the time that BSP needs for `iterations` iterations, or until its data is used up.
 
     With data, each model whose workers may have to wait for each other is simulated with equal and, if `balances` is
     True, with balanced batches. Without data, `balanced_bsp` adds bsp with balanced batches if bsp is one of the

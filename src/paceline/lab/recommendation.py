@@ -40,7 +40,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         sync: sync model.
         batch: sizes of the workers' batches.
-        effect: what the model does to the result of training.
+        effect: what the model does to the result of training; see `sync.model`.
         times: how many times as fast as bsp it is, in samples or gradients per second. If a script was trained under
             a model that is not exact, the time to the last loss of bsp counts instead; 0.0 if this loss was not
             reached.
@@ -71,7 +71,7 @@ class WireVariant(msgspec.Struct, frozen=True, kw_only=True):
         servers: number of servers, each on a machine of its own.
         batches_per_push: number of batches from which a worker computes a gradient before it pushes.
         wire: the format in which gradients and weights travel; "" for the format of the ranking.
-        reason: why this format is used, as a clause.
+        reason: why this format is recommended, as a clause.
         times: samples per second, as a multiple of those of bsp on the cluster as it is.
     """
 
@@ -140,7 +140,7 @@ def recommend(
     distributes: bool = True,
     steps: str = "",
 ) -> Recommendation | None:
-    """Return what the simulations recommend; None without bsp, with which all other models are compared.
+    """Return the recommendation that follows from simulations; None without bsp, with which all models are compared.
 
     Args:
         candidates: the ways to run that were simulated, as `candidates_of` returns them.
@@ -149,8 +149,9 @@ def recommend(
         check: returns the command that shows the accuracy of the script under a sync model.
         distributes: False if the script of a run distributes no data. Then each worker makes a fixed number of
             iterations, and the run takes as long as its slowest worker under any model.
-        steps: sentences about the cost of the optimizers' steps and what would help; "" unless steps take most of the
-            time that counts as transfers. With such sentences, fewer or faster transfers are not recommended.
+        steps: sentences about the cost of the optimizers' steps, and about remedies; "" unless steps take at
+            least half of the time that counts as transfers. With such sentences, fewer or faster transfers are not
+            recommended.
 
     >>> rows = [Candidate(sync="bsp", times=1.0), Candidate(sync="bsp", batch="balanced", times=2.31)]
     >>> recommend(rows, servers=1, check=str).text
@@ -212,7 +213,7 @@ def _relaxed(candidates: Sequence[Candidate], times: float) -> Candidate | None:
 
 
 class _Wire(NamedTuple):
-    """The remedies if the transfers of an exact candidate take long.
+    """The remedies for slow transfers under an exact candidate, which does not change the result of training.
 
     Attributes:
         share: share of the workers' time in which messages are on their way.
@@ -230,7 +231,7 @@ class _Wire(NamedTuple):
 
     @classmethod
     def of(cls, exact: Candidate, variants: Sequence[WireVariant], servers: int) -> _Wire:
-        """Return the remedies. There are none unless transfers take a considerable part of the time."""
+        """Return the remedies, if transfers take a considerable part of the time. Otherwise, return no remedies."""
         worth = [
             each for each in variants if each.batch == exact.batch and each.times >= WORTH_IT * exact.times
         ]

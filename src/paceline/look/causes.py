@@ -1,4 +1,4 @@
-"""Says what held a run back and what would help. These sentences begin a report, and end the output of a command.
+"""Sentences about what held a run back and what would help. They begin a report, and end the output of a command.
 
 Each cause is computed from measured times, and says how many seconds it has cost, summed over the workers. A cause is
 named only if it has cost at least `LEAST_SHARE` of the workers' time, and at least `LEAST_S` per worker. `ROWS` has
@@ -38,7 +38,7 @@ LEAST_S = 1.0
 GUILTY_SHARE = 0.7  # a few workers are named if at least this share of all waiting was for them
 SLOWER = 1.15  # a worker is named as slower than others if it takes at least this many times as long
 MORE_DATA = 1.2  # a worker is named for its data if it had at least this many times as much as others
-# Least share from which loading, time outside of training, and transfers on one machine are named.
+# Loading, time outside of training, and transfers on one machine are named if they take at least this share.
 LEAST_OUTSIDE = 0.1
 # Optimizer steps are named instead of transfers if they take at least this share of the time of the transfers.
 MOST_OF_TRANSFERS = 0.5
@@ -46,7 +46,7 @@ MOST_OF_TRANSFERS = 0.5
 MOSTLY = 0.8  # if workers compute for at least this share of their time, the rest is not described
 LEAST_NAMED = 0.05  # if no cause is found, the kinds of time with at least this share are named
 SHORT_S = 20.0  # in a shorter run, `LEAST_S` is more than `LEAST_SHARE` of the time
-ALONE_FASTER = 1.5  # one worker alone must be expected to train at least this many times as fast as the run
+ALONE_FASTER = 1.5  # a single worker is named if it would train at least this many times as fast as the run
 
 SPENT = {
     "computing": "computed",
@@ -69,7 +69,7 @@ COMPARE = "To compare the sync models on these machines, run"
 def causes_of(evidence: Evidence) -> tuple[Cause, ...]:
     """Return the causes: first doubts about the result, then what cost time, the most costly cause first.
 
-    The last one says if one worker alone would have been faster.
+    The last cause says that one worker alone would have been faster, if this is certain.
     """
     doubts = [Cause(sentence) for sentence in (evidence.unapplied, *evidence.noticed) if sentence]
     crowded = _cores(evidence)
@@ -289,7 +289,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
         return percent(lost_s / (self.present_s(workers) or 1.0))
 
     def hints(self, *, equal_shares: bool = False, slow: int = 0, waited: bool = True) -> list[str]:
-        """Return the remedies that this run permits for waiting and idle workers.
+        """Return the remedies for waiting and idle workers that are possible in this run.
 
         Args:
             equal_shares: True if workers of unequal speed had equal shares of the work, so that some were idle.
@@ -327,8 +327,8 @@ BALANCED_LOCKSTEP = (
 BACKUP = f"If all workers draw from the same data, try --sync drop-stragglers:quorum={{quorum}}: {EFFECTS['fresh']}."
 MODELS = "--sync asp or --sync elastic-bsp"
 RELAXED = (
-    "Under {models}, there is no barrier in every iteration, and data is handed out on demand{unless}. But "
-    f"{EFFECTS['stale']}. Check the accuracy first: {{how}}"
+    "Under {models}, workers do not meet at a barrier in every iteration, and data is handed out on demand{unless}. "
+    f"But {EFFECTS['stale']}. Check the accuracy first: {{how}}"
 )
 OMIT = "--split static and split='static' in distribute(loader)"
 DYNAMIC = f"Omit {OMIT}, so that data is handed out on demand"
@@ -349,7 +349,7 @@ EVALUATE_THERE = (
 )
 FETCH_SELDOM = (
     "Evaluate less often: before and after an evaluation, a worker fetches all weights of the servers on other "
-    "machines, as float32 with every --wire."
+    "machines, in float32 even if --wire sets another format."
 )
 READER = (
     "Or evaluate copies of the weights elsewhere: with paceline.launch(snapshot_every_s=...), a reader takes "
@@ -469,8 +469,8 @@ ROWS = {
         "gradients and weights were on their way for {share} of the workers' time",
     ),
     "links in turn": Row(
-        "For {share} of the workers' time ({lost}), gradients and weights were on their way, {each} in each iteration, "
-        "or workers waited for those of others, now for one worker, now for another. {bytes}",
+        "For {share} of the workers' time ({lost}), gradients and weights were on their way ({each} in each "
+        "iteration), or workers waited for gradients of other workers, now of one worker, now of another. {bytes}",
         "gradients and weights were on their way, or awaited, for {share} of the workers' time",
     ),
     "exchanges": Row(
@@ -697,7 +697,8 @@ def _fewer_bytes(evidence: Evidence, workers: Collection[int]) -> list[str]:
     """Return what helps against a slow link of these workers."""
     ends = (end for link in evidence.links for end in (link.sender, link.receiver))
     machines = {*ends, *(each.machine for each in evidence.workers), *evidence.server_machines} - {""}
-    remote = len(evidence.server_machines) or evidence.servers  # one more than now
+    # Besides these remote servers, there is one server on the serving machine: one machine more than now.
+    remote = len(evidence.server_machines) or evidence.servers
     others = "the other machine" if len(machines) == 2 else f"{remote} of the other machines"
     servers = (
         "Put the servers on several machines, so that no link carries all of the bytes: "
@@ -712,7 +713,7 @@ def _fewer_bytes(evidence: Evidence, workers: Collection[int]) -> list[str]:
 
 
 def _links(evidence: Evidence, name: str, lost_s: float, hints: Sequence[str] = ()) -> Cause:
-    """Return the cause of this name: links on which messages were on their way, and perhaps more that would help."""
+    """Return the cause `name`, which is about links. Its remedies are those for slow links, followed by `hints`."""
     workers = [each.worker for each in evidence.workers]
     per = evidence.per_iteration_s("transfer")
     facts = {"each": length(median(per.values()) if per else 0.0), "bytes": _bytes(evidence, workers)}
@@ -771,7 +772,7 @@ KINDS_OF_CAUSES = {
     "paused": ("paused", LEAST_SHARE),
     "outside": ("outside", LEAST_OUTSIDE),
 }
-"""Name of a cause -> its kind of time, and the least share of the workers' time from which the cause is named."""
+"""Name of a cause -> its kind of time, and the share of the workers' time that it must take to be named."""
 
 
 def _of_kind(evidence: Evidence, name: str) -> Cause | None:
@@ -809,7 +810,7 @@ def _of_kind(evidence: Evidence, name: str) -> Cause | None:
 
 
 def steps_of(evidence: Evidence) -> Cause | None:
-    """Return how long workers waited for optimizer steps; None if steps were the smaller part of the transfers.
+    """Return how long workers waited for optimizer steps; None if steps took less than half of the time of transfers.
 
     A server makes a step before it answers a pull, so the step counts as a transfer.
     """

@@ -24,7 +24,7 @@ CONTENT: dict[str, tuple[str, Callable[[RunReport], bytes]]] = {
     "/": ("text/html; charset=utf-8", lambda report: page_of([report], live=DATA[1:]).encode()),
     DATA: ("application/json", msgspec.json.encode),
 }
-"""Path -> the type of its content, and the content that belongs to a report."""
+"""Path -> the type of the content at this path, and a function that makes the content from a report."""
 
 # A page asks the server for data every two seconds, and less often while the server is slow to answer.
 LEAST_PATIENCE_S = 2.5
@@ -48,7 +48,7 @@ class Dashboard:
         self._answers: dict[tuple[str, bool], HttpResponse] = {}
 
     async def reply(self, request: Request) -> HttpResponse:
-        """Return the page, its data, or, for any other path, an error."""
+        """Return the page or its data. For any other path, return an error."""
         if request.path == "/favicon.ico":
             return HttpResponse(HTTPStatus.NO_CONTENT)
         if request.path not in CONTENT:
@@ -74,7 +74,7 @@ class Dashboard:
         while time.monotonic() < over_s + patience_s:
             await asyncio.sleep(0.05)
             if self._told and time.monotonic() > over_s + LEAST_PATIENCE_S:
-                return  # several pages may be open
+                return  # a page has the last report, and other open pages have had time to fetch it
 
 
 def _answer(report: RunReport, path: str, compressed: bool) -> HttpResponse:
@@ -89,7 +89,7 @@ def _answer(report: RunReport, path: str, compressed: bool) -> HttpResponse:
 LEAST_AGE_S = 1.0
 
 MOST_SHARE = 0.05
-"""Maximum share of a core that making reports takes. So the report of a large run is made less often."""
+"""Maximum share of a core for making reports. To keep to it, the report of a large run is made less often."""
 
 
 class LiveReport:
@@ -118,7 +118,7 @@ class LiveReport:
             return self._report
 
     async def end(self) -> None:
-        """Make the report after the end of the run. From now on, it does not change."""
+        """Make the last report, after the end of the run. From then on, `get` returns this report."""
         async with self._lock:
             self._report = await asyncio.to_thread(self._read, None)
             self._made_until_s = math.inf

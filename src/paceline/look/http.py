@@ -1,7 +1,8 @@
 """A small HTTP server for a few readers, and its access rules.
 
 Clients without the token can neither take up all connections nor keep the server busy. A connection is *authenticated*
-from its first request with the token. If the page has no token, no connection is authenticated. These limits hold:
+from its first request with the token in a cookie. If the page has no token, no connection is authenticated. These
+limits hold:
 
 - At most `MOST_UNAUTHENTICATED` connections are not authenticated. A further connection takes the place of the
   oldest, but only after the oldest has had `GREETING_S` to send its request. Until then, new connections wait in the
@@ -214,7 +215,7 @@ class HttpServer:
             return await self._reply(request)
         except Exception as error:
             log.exception("a request for %s has failed", request.path)
-            return HttpResponse.text(HTTPStatus.INTERNAL_SERVER_ERROR, f"This has failed: {error!r}")
+            return HttpResponse.text(HTTPStatus.INTERNAL_SERVER_ERROR, f"The request has failed: {error!r}")
 
 
 async def _receive(sock: socket.socket, parser: h11.Connection) -> Request | None:
@@ -298,7 +299,7 @@ class AccessPolicy(msgspec.Struct, frozen=True):
     Attributes:
         port: the port on which the server listens.
         hosts: the hosts that a request may name, in lower case; see `hosts_of`.
-        token: the secret of the page; "" if every client that can connect may see it.
+        token: the secret of the page; "" if every client that can connect may see the page.
     """
 
     port: int
@@ -311,7 +312,10 @@ class AccessPolicy(msgspec.Struct, frozen=True):
         return f"paceline-{self.port}"
 
     def answer(self, request: Request) -> HttpResponse | None:
-        """Return the answer to a refused request. None allows the request, and authenticates its connection."""
+        """Return the answer to a request that is refused, or that brings the token in its address.
+
+        None allows the request and, if the page has a token, authenticates the connection.
+        """
         if request.method not in ("GET", "HEAD"):
             return HttpResponse.text(
                 HTTPStatus.METHOD_NOT_ALLOWED, "This page can only be read.", Allow="GET, HEAD"
@@ -392,7 +396,7 @@ def hosts_of(host: str, own_names: tuple[str, ...] = ()) -> frozenset[str]:
 
 
 def _is_address(name: str) -> bool:
-    """Return True for an IP address, as it is written in an address line."""
+    """Return True for an IP address, as it is written in the address line of a browser."""
     try:
         ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
     except ValueError:

@@ -27,10 +27,10 @@ from .dashboard import LiveReport
 from .http import HttpResponse, Request
 
 STALENESS_ENDS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)
-"""Upper ends of the classes of staleness. Prometheus expects the same classes all the time."""
+"""Upper bounds of the histogram buckets of staleness. Prometheus expects the same buckets all the time."""
 
 WAIT_ENDS_S = tuple(0.001 * 2**power for power in range(16))
-"""Upper ends of the classes of waits, in seconds, as in `trace.activity_cells`."""
+"""Upper bounds of the histogram buckets of waits, in seconds, as in `trace.activity_cells`."""
 
 OF_STATUS = {
     "progress": ("paceline_progress_ratio", "Part of the training loop that is done."),
@@ -40,7 +40,7 @@ OF_STATUS = {
 """Attribute of `JobStatus` -> the name and the description of its metric. An unknown value is left out."""
 
 Labelled = tuple[tuple[str, ...], float]
-"""The values of the labels, and the value."""
+"""The values of the labels of a metric, and the value of the metric."""
 
 
 class MetricsPage:
@@ -201,7 +201,7 @@ def _histogram(name: str, text: str, unit: str, classes: Sequence[tuple[str, flo
 
 
 def _classes(counts: Counter[float], ends: Sequence[float]) -> list[tuple[str, float]]:
-    """Return the number of values up to each of the ends, and the number of all values.
+    """Return the buckets of a histogram: the number of values up to each upper bound, and the number of all values.
 
     >>> _classes(Counter({0: 5, 3: 2, 99: 1}), [0, 4])
     [('0.0', 5), ('4.0', 7), ('+Inf', 8)]

@@ -443,9 +443,9 @@ class _Assembly:
         unknown = [worker for worker in unknown if worker not in activity.recorded]
         if unknown:
             notes.append(
-                f"There are no records of {listed(unknown)}, because machines that join a run keep the records of "
-                "their workers. So in the timeline, the time between an answer and the next push counts as computing. "
-                "Copy the files worker-*.jsonl from these machines into the run directory to see transfers, too."
+                f"There are no records of {listed(unknown)} (machines that join a run keep the records of their "
+                "workers). So in the timeline, the time between an answer and the next push counts as computing. To "
+                "see transfers, too, copy the files worker-*.jsonl from such machines into the run directory."
             )
         if activity.converter.unknown:
             notes.append(
@@ -466,7 +466,7 @@ def _counts(summary: Mapping[str, Any], kind: str) -> dict[str, int]:
 # -- The parts of a report that describe the activity of the workers -----------------------------------------
 
 MOST_REASONS = 100  # maximum number of reasons for waiting that are listed separately for one model
-MOST_FINISHED = 32  # if more workers have finished, their ends are not marked
+MOST_FINISHED = 32  # if more workers have finished, the timeline does not mark when
 
 REASONS = {
     "push": "a push of worker {}",

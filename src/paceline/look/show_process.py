@@ -1,4 +1,7 @@
-"""The process that shows a run in progress. See `paceline.look`."""
+"""The process that shows a run in progress. See `paceline.look`.
+
+A run is shown by *outlets*: the live page, the metrics for Prometheus, and the files for TensorBoard.
+"""
 
 from __future__ import annotations
 
@@ -162,7 +165,7 @@ class Listening(msgspec.Struct, frozen=True):
 
 
 class Outlets(msgspec.Struct, frozen=True):
-    """The places where a run is shown. This context manager closes the sockets on exit. Without outlets, it is false.
+    """The places where a run is shown. This context manager closes the sockets on exit, and is false without outlets.
 
     Attributes:
         dashboard: where the live page is served; None for nowhere.

@@ -222,7 +222,7 @@ def _number(value: float | None, form: str) -> str:
 # -- Sentences about the state of a job: how far it has come, how fast it goes on, and for whom it waits -----
 
 FEW_WORKERS = 8
-"""With at most this many workers, all in ordinary states, the line of progress does not say how many are in each."""
+"""With at most this many workers, all in ordinary states, the line of progress does not count the states."""
 
 ORDINARY = frozenset({"computing", "waiting", "pulling"})
 """The states through which a worker passes in each iteration."""
@@ -274,7 +274,7 @@ def progress_line(status: JobStatus, most: int | None = None) -> str:
 
 
 def state_counts(states: Iterable[str]) -> str:
-    """Return how many workers are in each state, the most frequent one first.
+    """Return how many workers are in each state, the most frequent state first.
 
     >>> state_counts(["computing", "waits in barrier 1", "computing"])
     '2 computing, 1 waiting in barrier 1'

@@ -4,8 +4,8 @@ An update of most optimizers takes a moment. But Muon orthogonalizes matrices, w
 During this time, all workers that need the new weights must wait. Each server measures its steps
 (`core.messages.StepsTimed`). From these times, the cost of a step with another number of servers is predicted. The work
 of an update is the sum of `OptimizerSpec.cost_of` over the parameters, and every parameter set has its own time per
-unit of work. The shards are those that the layout makes for the other number of servers. So if one tensor takes most of
-the time of a step, more servers are not expected to make the step faster.
+unit of work. The shards are those into which the layout would divide the model for the other number of servers. So if
+one tensor takes most of the time of a step, more servers are not expected to make the step faster.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
         predicted_s: number of servers -> what `step_s` would be, if each server had as many cores as now.
         here_s: number of servers -> what `step_s` would be, if all servers shared the cores of this machine; {} if
             the servers may be on several machines.
-        largest: the tensor that takes most of the time of a step. It stays at one server for any number of servers.
-            "" if no optimizer needs whole tensors.
+        largest: of the tensors that an optimizer needs whole, the one whose update takes longest. It is never divided
+            between servers. "" if no optimizer needs whole tensors.
         largest_s: the time of this tensor's update, in seconds.
         on_host: True if an accelerator could make steps that are made on the CPU.
     """

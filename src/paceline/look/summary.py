@@ -168,7 +168,7 @@ def _idle(summary: Mapping[str, Any]) -> str:
         return ""
     workers = f"{len(idle_s)} worker{'s' * (len(idle_s) > 1)}"
     share = summary["idle_share"]
-    return f"{workers} finished up to {max(idle_s):.1f} s before the last ({share:.1%} of the workers' time)"
+    return f"{workers} finished up to {max(idle_s):.1f} s before the last worker ({share:.1%} of the workers' time)"
 
 
 # -- A plot of training loss over virtual time, with one curve per sync model --------------------------------

@@ -57,8 +57,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
         predicted_sync_cost_s: the value of this sum that the plans predicted; None if the model plans no barriers.
         restarts: number of computations that were aborted and restarted.
         bytes_sent: bytes sent by all processes.
-        faults: descriptions of conditions that failed, and of the models that replaced them. If the list is not
-            empty, the results are not those of `sync` alone.
+        faults: descriptions of the user-defined conditions that failed, and of the models with which the shards
+            continued. If the list is not empty, the results are not those of `sync` alone.
         failure: why there are no results, with the lines of the model's code that failed; all numbers are then 0. ""
             if there are results.
         unapplied: sentence about pushes that were never applied; "" if there are none. See `trace.measures`.
@@ -236,7 +236,7 @@ def _draw_scatter(axes: Axes, rows: Sequence[Figures]) -> None:
 
 
 def _labels(points: Sequence[tuple[float, float]]) -> list[tuple[list[int], tuple[float, float]]]:
-    """Group near points. Return the numbers of the points of each group, from 1, and the place of their label.
+    """Group near points. For each group, return the numbers of its points, counted from 1, and the place of its label.
 
     >>> _labels([(0.0, 1.0), (5.0, 4.0), (5.1, 4.1)])
     [([1], (0.0, 1.0)), ([2, 3], (5.05, 4.1))]
@@ -432,7 +432,7 @@ def _legend(outcomes: Sequence[TrialOutcome]) -> str:
 # wrapped between words.
 
 GAP = 2  # columns of the screen between two columns of the table
-INDENT = 2  # a name may begin with a mark, from which its first word is not separated
+INDENT = 2  # width of the mark with which a name may begin; a line never ends between the mark and the name
 
 
 def runs_table(

@@ -71,7 +71,7 @@ Perform = Callable[[Sequence[Request]], None]
 
 
 def machine_of(agent: Caller) -> int:
-    """Return the index of an agent's machine, as records name it. Machine 0 is the machine with the coordinator."""
+    """Return the index that an agent's machine has in records. Machine 0 is the machine with the coordinator."""
     return agent.index + 1
 
 
@@ -98,7 +98,7 @@ class Agents:
         machines: the machines that have joined the run.
         watch: what is known of the processes.
         perform: function that carries out requests of the core.
-        give_up: function that closes the connection to a server, and keeps the reason.
+        give_up: function that closes the connection to a server for the given reason, and records the reason.
 
     Attributes:
         crashed: workers on other machines whose processes have crashed.
@@ -288,7 +288,7 @@ class Agents:
         return MachinesLeft(len(workers - self._gone), servers)
 
     def gone(self, agent: Caller) -> None:
-        """Handle the end of the connection to an agent."""
+        """Record that the connection to an agent has ended, and that the processes of its machine are lost with it."""
         self._machines.liveness.machine_left(agent.index)
         if (clock := self._clocks.pop(machine_of(agent), None)) is not None:
             clock.close()
@@ -298,7 +298,7 @@ class Agents:
         self._lose_servers(agent.index, reason)
 
     def note_end(self, worker: int, how: str, incarnation: int = 0, *, asked: bool = False) -> None:
-        """Handle the end of a worker's process, after the messages that it has sent.
+        """Record that a worker's process has ended. If the worker is connected, its last messages are received first.
 
         Args:
             worker: index of the worker.
@@ -320,7 +320,7 @@ class Agents:
             self.lose_server(agent, server, how)
 
     def lose_server(self, agent: int, server: int, how: str, output: str = "") -> None:
-        """Handle the loss of a server that a machine has brought. A run in progress cannot continue without the server.
+        """Record that a server that a machine has brought is lost. A run in progress cannot continue without it.
 
         If the run has not begun yet, another machine may bring the server. In this case, the agent of the lost server's
         machine is told to end the processes of this machine.
@@ -508,7 +508,7 @@ class Machines:
         return [agent for agent, indices in started.items() if index in indices]
 
     def statuses(self, now_ticks: int) -> tuple[MachineStatus, ...]:
-        """Return, for each machine, how long it has been silent."""
+        """Return the status of each machine: how long it has been silent, and the servers that it has brought."""
         servers: dict[str, list[int]] = {}
         for server, name in sorted(self.machine_of_server.items()):
             servers.setdefault(name, []).append(server)
@@ -551,7 +551,7 @@ class JobWatch:
         connected: (role, index) of the processes that have sent a message.
         usual_s: worker -> moving average of the worker's iteration time in seconds, including waiting.
         devices: worker -> its device and the model of this device, for workers that have connected.
-        traffic: the number of bytes of each link between machines.
+        traffic: the number of bytes that each link between machines has carried.
         progress: how far the run has come.
     """
 
@@ -730,7 +730,7 @@ class JobWatch:
 # machines (see `core.liveness`). Possible reports:
 #
 #     before training   a process has not started, or a worker has not begun to train, although another process took
-#                       much less time to do so, or although more than a minute has passed
+#                       much less time to do so; or no process has done so after more than a minute
 #     in training       a server does not answer; or a worker that should be computing has been silent for a long time
 #                       while other workers wait for this worker, or while all workers are silent
 #     standstill        every worker is waiting, and no condition will release any worker. With the sync models of this
@@ -779,7 +779,7 @@ class StallWatch:
     """Detects stalls of one run. The coordinator's host must call `look` regularly.
 
     Args:
-        job: the configuration of the run. The permitted silence is never longer than `stall_timeout_s` while a
+        job: the configuration of the run. In training, the permitted silence is at most `stall_timeout_s` while a
             worker's iteration time is unknown.
         core: the state machine of the coordinator.
         watch: what is known of the processes.

@@ -1,10 +1,10 @@
 """The checkpoints that the coordinator writes with the servers and the workers, while training goes on.
 
-Each server first reserves memory. When the job is cut, each server copies its shards, and reports the entries of the
-copies. A thread of the coordinator's process then creates the files, and the servers write their copies into the
-files. If a server is on a machine that does not see the files, the thread fetches the server's copies in pieces, and
-writes them. Finally, the thread completes the checkpoint. Training waits only for the copying. If anything fails, the
-checkpoint is given up, and the run goes on.
+Each server first reserves memory. When the job is cut (see `core.job_cut`), each server copies its shards, and reports
+the entries of their optimizer states. A thread of the coordinator's process then creates the files, and the servers
+write their copies into the files. If a server is on a machine that does not see the files, the thread fetches the
+server's copies in pieces, and writes them. Finally, the thread completes the checkpoint. Training waits only for the
+copying. If anything fails, the checkpoint is given up, and the run goes on.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ BYTES_PER_S = 200e6
 """Maximum average rate at which a process reads and writes the files of a checkpoint. See `Pace`."""
 
 CLOSING_S = 3.0
-"""Maximum time for which the end of a run waits until a checkpoint has been given up, which a slow disk may delay."""
+"""Maximum time for which the end of a run waits for a checkpoint to be given up. A slow disk may delay this."""
 
 
 class Saved(msgspec.Struct, frozen=True):
@@ -76,7 +76,7 @@ class _Answer(NamedTuple):
     """An answer of a server, for which the thread of a checkpoint waits.
 
     Attributes:
-        fault: why the checkpoint cannot be written; "" if there is no reason.
+        fault: why the checkpoint cannot be written; "" if nothing has failed.
         server: index of the server.
         seen: True if the server has written its copies, False if its machine does not see the files.
         piece: a piece of the server's copy, if this is an answer to `FetchCut`.
@@ -152,19 +152,19 @@ class Checkpoints:
         self._closed = threading.Event()
         self._due_s = job.checkpoint_every_s
         self._wanted = False  # True if a requested checkpoint has not begun
-        self._last: Literal["", "wanted", "begun", "ended"] = ""  # stage of the run's last checkpoint
+        self._last: Literal["", "wanted", "begun", "ended"] = ""  # stage of the final checkpoint
 
     def request(self) -> None:
-        """Handle a new request for a checkpoint by a script."""
+        """Record that a script has requested a checkpoint."""
         self._wanted = True
 
     def request_last(self) -> None:
-        """Ask for a checkpoint because the run must end. If a checkpoint is being written, the new one begins later."""
+        """Request the final checkpoint of a run that must end. It begins after any checkpoint that is being written."""
         self._wanted, self._last = True, "wanted"
 
     @property
     def last_ended(self) -> bool:
-        """True if the last checkpoint has been written, or has failed. See `request_last`."""
+        """True if the final checkpoint has been written, or has failed. See `request_last`."""
         return self._last == "ended"
 
     def due(self, now_s: float) -> bool:
@@ -188,7 +188,10 @@ class Checkpoints:
             self._tell(server, ReserveCopies())
 
     def reserved(self, server: int, message: CopiesReserved) -> None:
-        """Handle a server's report that it has reserved memory, or that it could not reserve memory."""
+        """Record that a server has reserved memory. When all servers have reserved memory, cut the job.
+
+        If the server could not reserve memory, give up the checkpoint.
+        """
         if message.fault:
             self._unreserved.clear()
             self._fail(f"No checkpoint was written: {message.fault}.")
@@ -241,7 +244,7 @@ class Checkpoints:
         return [memoryview(part) for part in self._buffers]
 
     def copied(self, message: CutCopied) -> None:
-        """Handle a server's report that it has copied a shard."""
+        """Record that a server has copied a shard, and the entries of the shard's optimizer state."""
         if message.number not in self._copied:
             self._copied = {message.number: {}}
         self._copied[message.number][message.shard] = message.entries
@@ -254,22 +257,22 @@ class Checkpoints:
             del self._states[number]
 
     def written(self, server: int, message: CutWritten) -> None:
-        """Handle a server's report that it has written its copies, or that it could not write them."""
+        """Tell the checkpoint's thread that a server has written its copies, or that it could not write them."""
         if message.number == self._number:
             self._answers.put(_Answer(message.fault, server, message.seen))
 
     def arrived(self, server: int, message: CutPiece) -> None:
-        """Handle a piece of a server's copy."""
+        """Pass a piece of a server's copy to the checkpoint's thread."""
         piece = self._pieces.pop(server, bytearray())  # before training begins, `targets` is not called
         if message.number == self._number:
             self._answers.put(_Answer(piece=piece))
 
     def worker_gone(self, worker: int) -> None:
-        """Handle the end of the connection to a worker."""
+        """Drop the state that a worker was sending when its connection ended."""
         self._incoming.pop(worker, None)
 
     def server_gone(self, server: int) -> None:
-        """Handle the loss of a server."""
+        """Give up the checkpoint that is being written, because a server is lost."""
         self._pieces.pop(server, None)
         self._unreserved.clear()
         if self._thread is not None:
@@ -331,7 +334,7 @@ class Checkpoints:
             self._thread.join(CLOSING_S)
 
     def _end(self) -> None:
-        """Record that a checkpoint has been written, or has failed."""
+        """If the checkpoint that has been written or has failed was the final checkpoint, record this."""
         if self._last == "begun":
             self._last = "ended"
 
@@ -445,7 +448,7 @@ class Checkpoints:
                     self._rest(time.monotonic() - asked_s)
 
     def _pause(self, number: int, time_s: float) -> None:
-        """Wait before a checkpoint is written further, so that training can use the disk.
+        """Interrupt the writing of a checkpoint for this time, so that training can use the disk.
 
         Raises:
             CheckpointError: the run has ended.
@@ -582,7 +585,7 @@ class ShardCopies:
         work: Callable[[], CopiesReserved | CutWritten],
         failed: Callable[[str], CopiesReserved | CutWritten],
     ) -> None:
-        """Do some work in a thread, after all earlier work, and report the result of the work.
+        """Do the given work in a thread, after all earlier work, and report its result.
 
         `failed` returns the report of work that has raised an exception, given the reason.
         """

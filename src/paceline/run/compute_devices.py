@@ -58,7 +58,7 @@ CPU = Device(kind="cpu")
 
 
 def usable_cores() -> int:
-    """Return the number of cores that the processes of this machine may use. A scheduler may allow only a few."""
+    """Return the number of cores that this process may use. A scheduler such as Slurm may permit only a few."""
     try:
         return len(os.sched_getaffinity(0))
     except (AttributeError, OSError):  # not on Linux

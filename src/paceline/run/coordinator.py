@@ -86,6 +86,7 @@ from ..trace.recording import Header, Recorder
 from ..wire.memory import ConnectionSource, Region, file_limit, shared_memory_available
 from ..wire.preface import Patience
 from ..wire.stream import Stream, no_payload
+from ..words import listed
 from .agents import Agents, AwaitedProcess, JobWatch, Machines, MachinesLeft, StallWatch
 from .checkpointing import STATES_S, Checkpoints, Completion
 from .compute_devices import CPU
@@ -125,11 +126,10 @@ class LateCheckpoint(NamedTuple):
     @property
     def words(self) -> str:
         """The message to the user."""
-        names = " and ".join(f"worker {worker}" for worker in self.workers)
         verb = "have" if len(self.workers) > 1 else "has"
         return (
-            f"Checkpoint {self.number} waits for {names}, which {verb} not asked for the next batch for "
-            f"{self.waits_s:.0f} s. Training goes on meanwhile."
+            f"Checkpoint {self.number} waits for {listed(sorted(self.workers))}, which {verb} not asked for the next "
+            f"batch for {self.waits_s:.0f} s. Training goes on meanwhile."
         )
 
 
@@ -264,7 +264,7 @@ class CoordinatorHost(Host):
     Attributes:
         job: the configuration of the run.
         address: the address on which the coordinator listens.
-        core: the state machine of the coordinator, for its thread alone.
+        core: the state machine of the coordinator. Only the coordinator's thread may use it.
         report: a recent state of the run.
         started: event that is set once any worker has received its first weights from all shards.
         started_s: time at which `started` was set, in seconds since the run began.
@@ -411,7 +411,7 @@ class CoordinatorHost(Host):
         return question()
 
     def conclude(self, endings: Mapping[int, str]) -> None:
-        """Publish the last report of a run whose coordinator has stopped.
+        """Publish the final report of a run whose coordinator has stopped.
 
         Args:
             endings: worker -> how its process has ended.
@@ -569,7 +569,7 @@ class CoordinatorHost(Host):
             self._hub.close()
             self._members.clear()
             self._awaited.clear()
-            if self._collection is not None:  # nobody else would end it
+            if self._collection is not None:  # otherwise, the collection would never end
                 for server in range(self.job.servers):
                     self._collect_from(server)
             self._shared.release()
@@ -645,7 +645,7 @@ class CoordinatorHost(Host):
                 self._give_up(server, f"it had to {task}, but sent nothing for {patience.quiet_s:.0f} s")
 
     def _give_up(self, server: int, why: str) -> None:
-        """Close the connection to a server, and keep the reason."""
+        """Close the connection to a server for the given reason, and record the reason."""
         self.gone_servers.setdefault(server, why)
         if (member := self._member("server", server)) is not None:
             self._hub.drop(member, why)
@@ -850,7 +850,7 @@ class CoordinatorHost(Host):
         self.agents.take_out_for_good(request.worker, request.reason)
 
     def _end(self) -> None:
-        """End the run. The last report is published first, for all threads that wait for the end of the run."""
+        """Publish a report for all threads that wait for the end of the run, and then end the run."""
         if not self.over.is_set():
             self._publish()
             self.over.set()

@@ -21,10 +21,10 @@ If workers join from other machines, a machine needs memory for its servers (`se
 the state of the parameters that they hold, and for the servers' ends of the streams. The machine that serves the run
 also needs the 3 P for reading the weights.
 
-The processes themselves need memory before training begins: `PROCESS_BYTES` for the launcher and for the fork server,
+The processes themselves need memory before training begins: `PROCESS_BYTES` each for the launcher and the fork server,
 which have imported torch, and `FORKED_BYTES` for each server and worker, which share the memory of the fork server.
-Before the model is known, only this memory (`child_bytes`) is checked, and the number of file descriptors of the
-process that needs the most descriptors.
+Before the model is known, only two amounts are checked: the memory of the processes that the launcher starts
+(`child_bytes`), and the number of file descriptors of the process that needs the most descriptors.
 
 The estimate excludes:
 
@@ -52,7 +52,7 @@ PROCESS_BYTES = 200 * 1024 * 1024
 """Estimated memory of a process that has imported torch and Paceline.
 
 Measured: the launcher has 160 MiB of private memory, and the fork server has 100 MiB that it shares with its children
-(torch 2.13 on the CPU). The rest of the 200 MiB is for shared libraries.
+(torch 2.13 on the CPU). In both cases, the rest of the 200 MiB is for shared libraries.
 """
 
 FORKED_BYTES = 50 * 1024 * 1024
@@ -280,7 +280,7 @@ def descriptor_shortage(
     Args:
         workers, servers, shards, open_now, shared: see `descriptors`.
         limit: maximum number of descriptors per process, see `descriptor_limit`.
-        hard_limit: number to which the user may raise the limit; None if there is no such number.
+        hard_limit: number to which the user may raise the limit; None if the user may raise it to any number.
     """
     needed = descriptors(workers, servers, shards, open_now, shared=shared)
     if limit is None or needed <= limit:
@@ -346,7 +346,7 @@ def descriptor_limit() -> int | None:
 
 
 def hard_descriptor_limit() -> int | None:
-    """Return the number to which this user may raise `descriptor_limit`; None if there is no such number."""
+    """Return the number to which this user may raise `descriptor_limit`; None if any number is permitted."""
     return None if os.geteuid() == 0 else _finite(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
 
 

@@ -1,4 +1,4 @@
-"""Connection management for the event loops of the *hosts*, which are the servers and the coordinator.
+"""Connection management for the event loops of the servers and the coordinator, which are called *hosts* here.
 
 A peer is accepted when its first message contains the run's token. Until then, its connection is a *pending connection*
 (see `listener`): the host receives only a small greeting and at most one descriptor, and sends nothing. A pending
@@ -71,7 +71,7 @@ class Caller:
 
     Attributes:
         stream: the stream that sends and receives messages on the connection.
-        role: "worker", "server" or "reader" once the peer has been accepted; "" until then.
+        role: the role of the peer, such as "worker" or "reader", once the peer has been accepted; "" until then.
         index: index of the worker or server.
         moved_s: time at which data was last received from the peer or sent to the peer, on the monotonic clock.
         adopted: True if the host itself opened the connection.
@@ -135,7 +135,7 @@ class _HubHost(Protocol[P_contra]):
         """Return the memory into which a message's payload is received. Called only for accepted peers."""
 
     def gone(self, peer: P_contra, reason: str) -> None:
-        """Handle the end of a connection that had been accepted or adopted."""
+        """Record that the connection to an accepted or adopted peer has been closed."""
 
 
 class Hub(Generic[P]):
@@ -259,8 +259,8 @@ class Hub(Generic[P]):
     def expect_end(self, peer: P) -> None:
         """Drop a peer whose process has ended, but only after its last messages have been received.
 
-        Usually, the connection ends by itself. If a forked child of the process keeps the connection open, `poll`
-        closes the connection.
+        Usually, the connection ends together with the process. If a forked child of the process keeps the connection
+        open, `poll` closes the connection.
         """
         if peer in self.peers and peer not in self._ending:
             peer.ended_s = time.monotonic()

@@ -1,8 +1,8 @@
 """The versions and formats that must be equal on all machines of a run. They are checked when a machine joins.
 
 Versions of torch may differ: only the formats of the data that the processes of a run exchange must be equal. So a
-machine reports its installed versions and formats. The coordinator compares the report with its own machine, and with
-the needs of the run.
+machine reports its installed versions and formats. The coordinator compares the report with the versions and formats
+on its own machine, and with the needs of the run.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _digest(lines: Iterable[str]) -> str:
 
 
 def _fields(classes: Iterable[type]) -> Iterator[str]:
-    """Yield the names of the fields of some classes, and of all classes that occur in these fields.
+    """Yield the names of the fields of the given classes, and of all classes that occur in these fields.
 
     The types of the fields are left out, because their notation depends on the version of Python.
     """

@@ -45,7 +45,7 @@ class ResumedFrom(msgspec.Struct, frozen=True):
 
     Attributes:
         path: directory of the checkpoint, on the machine of the coordinator.
-        faults: for each newer checkpoint, a sentence that says why this checkpoint is not used.
+        faults: for each checkpoint that is newer than the one at `path`, a sentence that says why it is not used.
         highest: the highest number of all checkpoints of the lineage, whole or not. The checkpoints of this run get
             higher numbers.
         lock: number of the newest lock on the run directory when the checkpoint was chosen; None if this process
@@ -104,7 +104,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         keep: number of checkpoints that are kept: the newest ones.
         checkpoint_dir: directory with a folder for the checkpoints, or the URL of a bucket; None for the usual
             directory. See `checkpoints.buckets`.
-        on_server_loss: "resume" if the run goes on from its last checkpoint when a server is lost, or "stop" if the
+        on_server_loss: "resume" if the run goes on from its newest checkpoint when a server is lost, or "stop" if the
             run ends.
         stall_timeout_s: seconds after which a silent process is killed if other processes wait for it; None for no
             limit.
@@ -235,7 +235,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         if self.wire.exact or self.wire_in_vain(vectors):
             return ""
         weights = self.wire.codec_of_weights(common=self.schedule.lockstep)
-        how = ", as differences to what the workers have" if CODECS[weights].based else ""
+        how = ", as differences from what the workers have" if CODECS[weights].based else ""
         others = sorted({dtype_of(vector) for vector in vectors} - self.wire.encoded_dtypes)
         said = f"; {' and '.join(others)} values as they are" if others else ""
         return f"gradients as {self.wire.gradients}, weights as {weights}{how}{said}"
@@ -291,7 +291,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         return self.now_ticks() / TICKS_PER_S
 
     def pace_of(self, worker: int, work: Work) -> float:
-        """Return the minimum duration in seconds of an iteration that computes a gradient for some data."""
+        """Return the minimum duration in seconds of an iteration that computes a gradient for the given data."""
         if not self.pace:
             return 0.0
         fixed_s, proportional_s = self.pace[worker]

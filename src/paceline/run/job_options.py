@@ -56,8 +56,8 @@ def make_job(
     least = whole(least=1)("least", workers if least is None else least)
     if least > workers:
         raise ConfigurationError(
-            f"the least number of workers is {least} and the largest is {workers}; write --workers MIN:MAX, or in "
-            "Python workers=(MIN, MAX)."
+            f"the least number of workers is {least}, which is more than the largest number, {workers}; write "
+            "--workers MIN:MAX, or in Python workers=(MIN, MAX)."
         )
     values = checked(settings)
     servers, shards, jitter = values["servers"], values["shards"], values["jitter"]
@@ -82,7 +82,7 @@ def make_job(
             checkpoint_dir = named
         resumed = find_resumed(file, Path(run_dir), checkpoint_dir, trust=values["trust"])
         lineage, origin = lineage_of(file, Path(run_dir), resumed)
-        # The seed determines the order of the data in each epoch, so the resumed run keeps its seed.
+        # The seed determines the order of the data in each epoch, so the resuming run has the seed of the earlier run.
         values |= {"run_dir": run_dir, "checkpoint_dir": checkpoint_dir, "seed": cut_of(resumed).seed}
     elif values["checkpoint_dir"] and is_bucket(values["checkpoint_dir"]):
         from ..checkpoints.buckets import require_bucket  # imports torch

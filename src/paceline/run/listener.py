@@ -99,7 +99,7 @@ class Listener:
         self.close_in_fork()
 
     def receiver(self, target: int) -> socket.socket:
-        """Return the end of a new pair of sockets over which a process receives its connections.
+        """Return one end of a new pair of sockets. A process receives its connections over this end.
 
         The caller must close its own descriptor of the socket as soon as the process has a copy. With this
         descriptor still open, the listener cannot notice the end of the process.
@@ -149,7 +149,7 @@ class Listener:
         return arrival
 
     def _read(self, arrival: Arrival) -> None:
-        """Receive the rest of a preface. If it is complete, pass the connection on, or refuse it."""
+        """Receive the rest of a preface. If the preface is complete, pass on or refuse the connection."""
         try:
             part = arrival.sock.recv(PREFACE_BYTES - len(arrival.received))
         except BlockingIOError:

@@ -59,7 +59,7 @@ def call(address: str, timeout_s: float, known: Contexts) -> socket.socket | Sec
 
     Args:
         address: address of the coordinator, for example "tls:10.0.0.1:29600".
-        timeout_s: maximum time in seconds.
+        timeout_s: maximum time in seconds to connect.
         known: the TLS contexts that belong to the secret.
 
     Raises:

@@ -58,7 +58,10 @@ from .worker_links import Links, exclusive
 Received = TypeVar("Received", bound=Message)
 
 FROZEN_SILENCE_S = 600.0
-"""Time within which a server sends a frozen parameter. A worker may first have to send the parameter to the server."""
+"""Permitted silence in seconds while a reader waits for a frozen parameter.
+
+A worker may first have to send the parameter to the server.
+"""
 
 
 class Assembly:
@@ -84,7 +87,8 @@ class Assembly:
         # The model's buffers, which are sent with the snapshot of shard 0.
         self._buffers = [bytearray(packed_bytes(spec)) for spec in model.buffers]
         self._lacks_buffers = bool(self._buffers)
-        # digest -> value, for the values that the server of shard 0 has sent, and for those that are being received
+        # digest -> value of a frozen parameter: the values that the server of shard 0 has sent, and those that are
+        # being received
         self._frozen: dict[str, bytearray] = {}
         self._incoming: dict[str, bytearray] = {}
 
@@ -582,7 +586,7 @@ def evaluated_in(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
 
 
 def _read_model(digest: Callable[[FrozenSpec], str], reader: Reader) -> dict[str, torch.Tensor]:
-    """Read the weights and buffers of the run, and those frozen parameters whose values in this worker differ."""
+    """Read the run's weights and buffers, and its frozen parameters whose values differ from those of this worker."""
     snapshot = reader.read()
     differing = [spec for spec in snapshot.frozen if digest(spec) not in ("", spec.digest)]
     return snapshot.state_dict | reader.read_frozen(differing)

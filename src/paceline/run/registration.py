@@ -85,7 +85,7 @@ def require_sound_parameters(model: ModelSpec) -> None:
         raise ProtocolError("the model's layout does not match its parameters")
     for tensor in untrained:
         if not isinstance(getattr(torch, tensor.dtype, None), torch.dtype):
-            raise ProtocolError(f"torch {torch.__version__} does not know the dtype of the buffer {tensor}")
+            raise ProtocolError(f"torch {torch.__version__} does not know the dtype {tensor.dtype!r}")
     if not all(DIGEST.fullmatch(digest) for digest in model.digests):  # a digest is the name of a file
         raise ProtocolError("the digest of a frozen parameter is not valid")
     if (largest := max(layout.size_bytes, *(packed_bytes(spec) for spec in untrained), 0)) > MOST_BYTES:
@@ -132,9 +132,9 @@ def _require_sound_optimizer(
     [known] = read_groups(class_of_torch(optimizer.name)([specimen(whole=optimizer.whole)]))  # type: ignore[call-arg]
     if names := {name for group in optimizer.groups for name in group.keys() ^ known.keys()}:
         raise ConfigurationError(
-            f"torch.optim.{optimizer.name} has other hyper-parameters where the script runs than in torch "
-            f"{torch.__version__}, which serves this run ({', '.join(sorted(names))}): install the same "
-            "version of torch on all machines."
+            f"torch.optim.{optimizer.name} has other hyper-parameters in the script's version of torch than in torch "
+            f"{torch.__version__}, with which the run is served: they differ in {', '.join(sorted(names))}. Install "
+            "the same version of torch on all machines."
         )
     _try(model, optimizer.groups, set_index)
 

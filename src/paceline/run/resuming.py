@@ -177,7 +177,7 @@ def _about(lineage: LineageThere) -> str:
 def earlier_run(run_dir: Path, *, force: bool = False) -> RunFile:
     """Return the description of the run that is to be resumed.
 
-    If the launcher of the run cannot be seen, this takes the time of three heartbeats. See `run_lock`.
+    If the launcher of the run cannot be seen, this takes up to the time of three heartbeats. See `run_lock`.
 
     Args:
         run_dir: the directory of the run.
@@ -262,9 +262,9 @@ def find_resumed(
 
     Args:
         earlier: the description of the run that is resumed.
-        run_dir: the directory of this run.
+        run_dir: the directory of the run that is resumed.
         checkpoint_dir: directory, or URL of a bucket, for the checkpoints of the resuming run; None for the usual
-            directory. Earlier checkpoints are also looked for there. If a bucket has a newer checkpoint, this
+            directory. Earlier checkpoints are also looked for in this place. If a bucket has a newer checkpoint, this
             checkpoint is copied to the usual directory.
         trust: True to look for checkpoints wherever the description says, even if another user has written the
             description.
@@ -284,7 +284,7 @@ def find_resumed(
     if (resumed := resumed_with(found)) is not None:
         return structs.replace(resumed, lock=lock)
     every = earlier.value_of("--checkpoint-every") or "off"
-    why = " ".join(found.faults) or f"It had --checkpoint-every {every}."
+    why = " ".join(found.faults) or f"The run had --checkpoint-every {every}."
     folders = [f"{place}/{earlier.lineage}".rstrip("/") for place in places]
     raise ConfigurationError(
         f"the run in {run_dir} cannot be resumed, because there is no whole checkpoint in {' or '.join(folders)}. "
@@ -532,4 +532,4 @@ def _was(line: str | None) -> str:
 
 
 def _is(line: str | None) -> str:
-    return "does not exist now" if line is None else f"is {line.strip()!r}"
+    return "does not exist now" if line is None else f"is now {line.strip()!r}"

@@ -185,7 +185,9 @@ def await_free(
     look: Callable[[], object] = lambda: None,
     others_than: str = "",
 ) -> None:
-    """Make sure that no living process holds a run directory. If the holder cannot be seen, this takes some seconds.
+    """Make sure that no living process holds a run directory.
+
+    If the holder cannot be seen, this takes up to the time of three heartbeats.
 
     Args:
         run_dir: the run directory.
@@ -206,7 +208,7 @@ def await_free(
             raise ConfigurationError(
                 f"the run in {run_dir} is still in progress: {lock.words} holds the directory; wait until the run "
                 "has ended, or end it with Ctrl-C. --force (force=True) ends it from here, and what it has done "
-                "since its last checkpoint is lost."
+                "since its newest checkpoint is lost."
             )
 
 
@@ -358,7 +360,7 @@ class RunLock:
         for each in held:
             tell(
                 f"--force: the run of {each.words} in {self._run_dir} is told to end. It saves no weights, and what "
-                "it has done since its last checkpoint is lost."
+                "it has done since its newest checkpoint is lost."
             )
         deadline_s = time.monotonic() + FORCED_S
         for each in held:

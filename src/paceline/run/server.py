@@ -155,7 +155,7 @@ class ServerHost(Host):
         self._device = CPU.own_name if place.device is None else place.device.own_name
         self._coordinator = ServerCaller.coordinator(coordinator)
         self._workers: dict[int, ServerCaller] = {}  # connected workers
-        self._carried: dict[int, Traffic] = {}  # worker -> traffic of the worker's last ended connection
+        self._carried: dict[int, Traffic] = {}  # worker -> traffic of its connection that ended last
         self._recorders: dict[int, tuple[SegmentedFile, Recorder]] = {}  # shard -> its trace
         self._tend_ticks = 0  # time at which the traces are tended next
         self._core = core.Server(
@@ -483,8 +483,9 @@ class ServerHost(Host):
     def carry_out(self, requests: Iterable[Request]) -> None:
         """Carry out the requests of the core. If a request fails, this ends the server.
 
-        The core has already counted the updates and the answers among the requests. So without them, the workers would
-        wait for ever, although the sender of the message has not caused the failure.
+        The core has already counted the requested updates and answers as done. So if the server went on without them,
+        workers would wait for ever. Dropping the sender of the message would not help, because the sender has not
+        caused the failure.
         """
         try:
             super().carry_out(requests)
@@ -547,7 +548,7 @@ class ServerHost(Host):
         self._hub.send(peer, answer, payload, lent=answer.shard)
 
     def _repeat_base(self, peer: ServerCaller, shard: int) -> None:
-        """Send a worker the whole last base once more, because the base that the worker has computed differs."""
+        """Send a worker the latest base again, as a whole, because the base that the worker has computed differs."""
         answer = peer.answers.pop(shard, None)
         if answer is None:
             raise ProtocolError(f"it asks for the base of shard {shard}, which was not sent")
@@ -711,7 +712,7 @@ class StepMeter:
     """Measures the steps of a server, and reports them at increasing intervals.
 
     >>> meter = StepMeter()
-    >>> meter.note(0, {0}, 0.0, 5.0)  # the first step prepares what later ones use
+    >>> meter.note(0, {0}, 0.0, 5.0)  # not measured: the first step prepares what later steps use
     >>> [meter.note(0, {0}, 10.0 * number, 10.0 * number + 2.0) for number in range(1, 5)]
     [None, None, None, None]
     >>> report = meter.note(0, {0}, 50.0, 52.0)
@@ -816,7 +817,7 @@ class FrozenValues(Generic[Waiter]):
         return [self._sizes[digest] for digest in digests]
 
     def arrived(self, worker: int, digests: Sequence[str], values: Sequence[bytearray]) -> None:
-        """Keep the values that a worker has sent. The worker does not have the other values that were requested."""
+        """Keep the values that a worker has sent. The worker does not have the other values that it was asked for."""
         for digest, value in zip(digests, values, strict=True):
             self.kept.setdefault(digest, value)  # an earlier value may be on its way to a peer
         if worker == self._source:

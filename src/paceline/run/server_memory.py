@@ -360,7 +360,7 @@ class ServerMemory:
             self._slots.put(worker, {index: unpack(buffers[index], part) for index, part in changed})
 
     def leave_out(self, worker: int) -> None:
-        """Leave the buffers of a worker that has left before it finished out of the pool."""
+        """Ignore the buffers of a worker that has left before it finished. See `BufferSlots.leave_out`."""
         if self._slots is not None:
             self._slots.leave_out(worker)
 
@@ -369,7 +369,7 @@ class ServerMemory:
     def weights_to_send(
         self, answer: Answer, part: int | None, vectors: Collection[str]
     ) -> tuple[list[memoryview], int]:
-        """Return the bytes of some vectors of a shard's weights, and the checksum of their base.
+        """Return the bytes of the given vectors of a shard's weights, and the checksum of their base; 0 without a base.
 
         As long as weights do not change, they are encoded once for all workers. The returned bytes do not change before
         the next call of `before_update` for the shard.

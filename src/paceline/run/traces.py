@@ -163,7 +163,7 @@ class MetricsWriter:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread, and write the last metrics."""
+        """End the thread, and write the metrics that have not been written yet."""
         self._over.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -190,7 +190,7 @@ class MetricsWriter:
             )
 
 
-# -- Files that grow during a run are written in segments, so that the oldest can be deleted: see `trace.recording`
+# -- Files that grow during a run: written in segments, so that old segments can be deleted. See `trace.recording`
 
 TEND_S = 0.25
 """Interval in seconds at which the hosts call `SegmentedFile.tend`."""

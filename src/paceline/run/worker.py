@@ -120,7 +120,8 @@ class WorkerSession(Session):
         self._emulation = Emulation(job, place.index) if emulated else None
         self._thread = 0  # the thread that trains; 0 before the training
         self._queued_ticks = 0  # what `queued_ticks` returned when the training began
-        self._slow_link: SlowLink | None = None  # set if the servers are on other machines
+        # None if all servers are on this machine, or once the link has been measured
+        self._slow_link: SlowLink | None = None
         self._held = b""  # the state of the script at the beginning of an evaluation
         self._stand_in_s = math.inf  # when to push next during an evaluation
         # the times of the last check for messages from the coordinator, of the last observed push, of the last report
@@ -470,7 +471,7 @@ class WorkerSession(Session):
 
     @contextlib.contextmanager
     def idle(self) -> Iterator[None]:
-        # This is a copy, because the script changes its state in the meantime.
+        # This is a copy, because the script may change its state during the evaluation.
         self._held = (
             b"".join(self.callbacks.state(False)) if self._may_be_cut and self.callbacks.state else b""
         )
@@ -967,7 +968,7 @@ class Repeating:
 
 
 class Emulation:
-    """Determines when the machine that a worker emulates would have finished a gradient.
+    """Determines when the machine that a worker emulates would have finished computing a gradient.
 
     Args:
         job: the configuration of the run, with the pace and the slowdown of each worker.

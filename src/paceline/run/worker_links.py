@@ -129,9 +129,9 @@ class Links(Host):
         handlers: message type -> function that handles messages of this type from servers, instead of the core.
         targets: message type -> function of (message, size in bytes) that returns the memory for the payload.
         payloads: shard -> payload of the push that is being committed.
-        orders: a selector that watches only the connection to the coordinator.
+        orders: a `select.poll` object that watches only the connection to the coordinator.
         tells_arrivals: True if the front end is told which parts of new weights have arrived.
-        initial: function that sends a shard its initial weights; None if this worker is not the initializer.
+        initial: function that sends a shard its initial weights; None except while this worker may have to send them.
         lock: held by the thread that uses the connections.
         asked_to_leave: True if this worker must leave the run as soon as the current gradient has been pushed.
         finished: True once this worker leaves the run.
@@ -356,7 +356,10 @@ class Links(Host):
                 self.carry_out(self.core.handle(message))
 
     def _hear_weights(self, answer: Answer) -> None:
-        """Handle an answer whose weights have arrived as its payload."""
+        """Decode the weights in the payload of an answer, and pass the answer to the core.
+
+        If the checksum of the weights is wrong, ask the server for the whole base instead.
+        """
         assert self._memory is not None
         if not self._memory.decode(answer):
             if answer.codec == "float32":
@@ -387,7 +390,8 @@ class Links(Host):
         """If this worker was taken out of the run, raise an exception that says why.
 
         The coordinator states the reason only once. A script may call the session again afterwards, for example when it
-        leaves a `with paceline.evaluating():`. The exception must then state the reason, not the closed connection.
+        leaves a `with paceline.evaluating():` block. The exception must then state the reason, and not merely that the
+        connection is closed.
         """
         if self.taken_out is None:
             try:
@@ -436,16 +440,16 @@ class _Goodbyes(Host):
 
 # -- Finds out in the first iterations of a worker whether its link to the servers is too slow for the model
 
-# Connections are slow at the beginning, so the measurement begins after so many iterations, or after so long a sending.
+# Connections are slow at first. So the measurement begins after this many iterations, or after sending for this long.
 SKIPPED_ITERATIONS = 5
 SKIPPED_S = 2.0
 MEASURED_ITERATIONS = 10  # number of iterations after which the measurement ends
-# The measurement ends earlier if the link is too slow after so many iterations that have sent for so long. Three
-# iterations suffice, because the median leaves out one iteration in which the link failed for a moment.
+# The measurement ends earlier if the link is too slow after at least this many iterations that have sent for at least
+# this long. Three iterations suffice, because the median leaves out one iteration in which the link failed briefly.
 CERTAIN_ITERATIONS = 3
 CERTAIN_S = 3.0
 LEAST_BYTES = 65_536  # the time to send less data depends on the latency of the link, not on its rate
-FACTOR = 2.0  # a link is too slow if sending takes more than this many times as long as computing
+FACTOR = 2.0  # a link is too slow if sending takes longer than this multiple of the computing time
 ESTIMATE = "the gradients, because the transfer of the weights is not measured"
 
 
@@ -453,7 +457,7 @@ class SlowLink:
     """Compares, in a single measurement, the time to send a gradient with the time to compute a gradient.
 
     If sending takes seconds, the measurement of a link that is too slow ends after a few iterations, so that the
-    warning does not take minutes.
+    user does not wait minutes for the warning.
 
     Args:
         advice: the wire format that is recommended for the run, if any.
@@ -614,7 +618,7 @@ class WorkerMemory:
         shared: True if the servers read gradients and write weights in memory that is shared with them.
         pulls: the parameter set that is being pulled; None for all sets.
         place: where servers on this machine find the region; None if the region is not offered to them.
-        passed: the descriptor of the region, if it is passed to the servers.
+        passed: [the descriptor of the region] if the descriptor is passed to the servers; else [].
         passed_bytes: the size of the region if the descriptor of the region is passed; else 0.
         follows: True if the weights may be read in the memory that the servers update.
     """
@@ -751,7 +755,7 @@ class WorkerMemory:
     # -- answers of the servers ---------------------------------------------------------------------------
 
     def attach(self, message: MemoryAttached) -> None:
-        """Record that the server of some shards uses the region."""
+        """Record that a server reads and writes the region for its shards."""
         self._attached.update(message.shards)
         if self.outbox is not None:
             self.outbox.leave_out(message.shards)
@@ -973,7 +977,7 @@ class Outbox:
         self._begin()
 
     def _payload(self, shard: int, numbers: Sequence[int], absent: Sequence[Range] = ()) -> list[memoryview]:
-        """Return the bytes of some pieces in the format in which they travel."""
+        """Return the bytes of the given pieces in the format in which they travel."""
         pieces = self._pieces[shard]
         whole = len(numbers) == len(pieces)
         ranges = self._whole[shard] if whole else ranges_of([pieces[number] for number in numbers])

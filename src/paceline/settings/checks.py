@@ -1,6 +1,7 @@
 """The checks of settings, the rows of their table, and functions that read the TOML files of users.
 
-Each setting is checked by a `Check`. Some functions here are such checks, and others return one.
+Each setting is checked by a `Check`. Some functions here, such as `port`, are checks. The other ones, such as `one_of`,
+return a check.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ DURATION = re.compile(r"(?=.)" + "".join(rf"(?:(\d+(?:\.\d+)?) *{unit} *)?" for 
 
 
 def one_of(choices: Collection[str], *others: str) -> Check:
-    """Return a check that accepts some names: `others`, and those in `choices` at the time of the check."""
+    """Return a check that accepts the names in `others`, and those that `choices` contains when a value is checked."""
 
     def check(name: str, value: Any) -> str:
         if value not in choices and value not in others:
@@ -37,7 +38,7 @@ def one_of(choices: Collection[str], *others: str) -> Check:
 
 
 def whole(*, least: int) -> Check:
-    """Return a check that accepts the whole numbers from `least`."""
+    """Return a check that accepts whole numbers that are at least `least`."""
 
     def check(name: str, value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -48,7 +49,7 @@ def whole(*, least: int) -> Check:
 
 
 def number(accepts: Callable[[float], bool], expected: str) -> Check:
-    """Return a check that accepts some numbers, which `expected` describes."""
+    """Return a check that accepts a number if `accepts` returns True for it. `expected` describes these numbers."""
 
     def check(name: str, value: Any) -> float:
         if not isinstance(value, int | float) or not accepts(value):
@@ -149,8 +150,8 @@ def numbers(name: str, value: str | Sequence[float]) -> tuple[float, ...]:
 def paces(name: str, value: str | Sequence[float | Pace]) -> tuple[Pace, ...]:
     """Accept the pace of each worker, or a text such as .05,.02+.03.
 
-    A pace is a number of seconds, which is proportional to the size of the batch, or a pair of a fixed and a
-    proportional part.
+    A pace is the number of seconds for a batch of the loader's size. For other batches, the time changes in proportion
+    to their size. A pace may also be a pair of a fixed part and such a proportional part.
 
     Returns:
         A pair for each worker.
@@ -168,7 +169,7 @@ def paces(name: str, value: str | Sequence[float | Pace]) -> tuple[Pace, ...]:
 
 
 def _pace(name: str, text: str, part: str) -> Pace:
-    """Return the pace in a part of the text of an option."""
+    """Return the pace that `part` describes, which is the part of an option's `text` for one worker."""
     fixed, plus, proportional = part.rpartition("+")
     try:
         return float(fixed) if plus else 0.0, float(proportional)
@@ -237,8 +238,8 @@ class Setting:
             setting.
         written: returns the value that the run uses, as it is written on the command line.
         reported: True if the report of a run shows the value.
-        trusted: True if a resumed run may use the earlier value only from a trusted directory (see `paceline.trust`),
-            because the value names code to import, a place to write to, or an address to serve at.
+        trusted: True if the command that resumes a run repeats this value only if the run directory is trusted (see
+            `paceline.trust`), because the value names code to import, a place to write to, or an address to serve at.
         name: name of the setting. `named` sets it.
     """
 
@@ -292,7 +293,7 @@ def read_toml(path: Path, what: str, hint: str) -> dict[str, Any]:
 
     Args:
         path: the file.
-        what: the words for the file in an error.
+        what: what kind of file this is, for an error message.
         hint: sentence at the end of the error if the file cannot be read.
 
     Raises:

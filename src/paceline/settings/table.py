@@ -84,8 +84,8 @@ class Settings(TypedDict, total=False):
         Setting(
             default=(),
             trusted=True,
-            doc="names of modules to import: modules that define conditions, if the function changes to these "
-            "conditions during the run with `paceline.set_sync`; packages that define the optimizer, if the function "
+            doc="names of modules to import: modules that define the conditions of a sync model to which the function "
+            "changes during the run with `paceline.set_sync`; packages that define the optimizer, if the function "
             "itself imports the optimizer; packages that add a kind of device to torch.",
             help="Import this module, which defines your own synchronization models or conditions, or adds a kind of "
             "device to torch. If the script uses your conditions only in paceline.set_sync, name their module here. "
@@ -331,9 +331,11 @@ class Settings(TypedDict, total=False):
         Setting(
             default="5min",
             doc='time between two checkpoints, such as "30s", "5min" or a number of seconds; "off" for no '
-            "checkpoints. Training does not wait for checkpoints. A run that ends earlier writes none.",
+            "checkpoints. Training does not wait for checkpoints. A run that finishes within this time writes no "
+            "checkpoint.",
             help="Time between two checkpoints, such as 30s, 5min or 1h, or a number of seconds; off for no "
-            "checkpoints. Training does not wait for checkpoints. A run that ends earlier writes none.",
+            "checkpoints. Training does not wait for checkpoints. A run that finishes within this time writes no "
+            "checkpoint.",
             metavar="TIME|off",
             panel=RESUMING,
             check=duration,
@@ -358,10 +360,10 @@ class Settings(TypedDict, total=False):
             trusted=True,
             doc="directory for the run's checkpoints, for example on shared storage, or the URL of a bucket, such as "
             '"s3://bucket/run", to which the checkpoints are copied from the run directory. Each run has a folder of '
-            "its own in this place. Default: `checkpoints` in the run directory.",
+            "its own in this directory or bucket. Default: `checkpoints` in the run directory.",
             help="Directory for the run's checkpoints, for example on shared storage, or the URL of a bucket, such "
             "as s3://bucket/run, to which the checkpoints are copied from the run directory. Each run has a folder of "
-            "its own in this place. Default: checkpoints in the run directory.",
+            "its own in this directory or bucket. Default: checkpoints in the run directory.",
             metavar="DIR|URL",
             panel=RESUMING,
             check=directory_or_bucket,
@@ -389,9 +391,9 @@ class Settings(TypedDict, total=False):
         Setting(
             default=False,
             doc="True to use a run directory even if a run in progress holds it. That run ends without saving its "
-            "weights, and its progress since its last checkpoint is lost.",
+            "weights, and its progress since its newest checkpoint is lost.",
             help="Use the run directory even if a run in progress holds it. That run ends without saving its "
-            "weights, and its progress since its last checkpoint is lost.",
+            "weights, and its progress since its newest checkpoint is lost.",
             panel=RESUMING,
             field=None,
         ),
@@ -423,9 +425,9 @@ class Settings(TypedDict, total=False):
         str,
         Setting(
             default="resume",
-            doc='"resume" if the run goes on from its last checkpoint when a server is lost, or "stop" to end it.',
-            help="resume: if a server is lost, the run goes on from its last checkpoint, with all processes started "
-            "again. stop: the run ends, and its weights are saved.",
+            doc='"resume" if the run goes on from its newest checkpoint when a server is lost, or "stop" to end it.',
+            help="resume: if a server is lost, the run goes on from its newest checkpoint, with all processes "
+            "started again. stop: the run ends, and its weights are saved.",
             metavar="<resume|stop>",
             panel=RESUMING,
             check=one_of(ON_SERVER_LOSS),

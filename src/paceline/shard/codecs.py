@@ -62,7 +62,7 @@ PACKERS = {"float32": Packer()}
 class Bfloat16(Packer, codec="bf16"):
     """Values are rounded to bfloat16.
 
-    `torch.Tensor.copy_` rounds to the nearest value, ties to even. NaN stays NaN, and a value whose magnitude is above
+    `torch.Tensor.copy_` rounds to the nearest value, ties to even. NaN stays NaN, and a value that rounds to more than
     3.39e38, the largest bfloat16, becomes inf.
 
     >>> Sender("bf16", {"float32": torch.tensor([1.0, 1.001, 1.005])}).arriving()
@@ -139,7 +139,7 @@ def _usable(scales: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class End:
-    """One end of the way on which some vectors travel.
+    """One end of a way on which vectors travel.
 
     Both ends have vectors with the same names and sizes. Ranges begin and end between blocks, or at the end of a
     vector.
@@ -189,7 +189,7 @@ class End:
         return found
 
     def _chunks(self, ranges: Iterable[Range]) -> Iterator[tuple[str, slice, Tensor, Tensor]]:
-        """Yield the parts of encoded vectors: name, place in the vector, encoded blocks, and scratch memory.
+        """Yield the parts of encoded vectors: name, slice of the vector, encoded blocks, and scratch memory.
 
         The scratch memory has room for the values of these blocks. Shape: (blocks, size of a block); dtype: float32.
         """
@@ -206,7 +206,7 @@ class End:
                 yield name, slice(begin, end), packed, scratch[: len(packed)]
 
     def _unpack(self, ranges: Iterable[Range], targets: Vectors) -> None:
-        """Set these parts of some vectors to the values that are encoded in their memory."""
+        """Set these parts of the target vectors to the values that are encoded in the memory of this end."""
         for name, place, packed, scratch in self._chunks(ranges):
             self._packer.unpack(packed, scratch)
             targets[name][place].copy_(scratch.view(-1)[: place.stop - place.start])
@@ -303,7 +303,7 @@ class Receiver(End):
 
 
 class BaseSender(End):
-    """The server's end of the way of the weights, which are sent as differences from a base that all workers have.
+    """The server's end of the way on which weights are sent, as differences from a base that all workers have.
 
     Each version of the weights is encoded once. Afterwards, the base has the values that the workers have, so each
     difference makes up for the rounding error of the difference before it. `core.shard.Bases` numbers the bases of each
@@ -363,7 +363,7 @@ class BaseSender(End):
 
 
 class BaseReceiver(End):
-    """The worker's end of the way of the weights, which arrive as differences from the base of a `BaseSender`.
+    """The worker's end of the way on which weights arrive, as differences from the base of a `BaseSender`.
 
     The base is kept apart from the worker's weights, which a script may change.
     """

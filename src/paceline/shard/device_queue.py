@@ -1,9 +1,9 @@
 """Copies between the memory of a device and that of the host, in the order in which they are needed.
 
 A device computes asynchronously: a call returns before the device has begun. So a copy must begin after the device has
-computed the values that are copied, and whatever needs the result must wait for the copy. A `DeviceQueue` carries out
-copies in the order in which they are submitted. Each copy begins after all computations that were started before the
-copy was submitted. Later computations may overlap with the copy, unless they are told to wait.
+computed the values that are copied, and each computation that needs the result must wait for the copy. A `DeviceQueue`
+carries out copies in the order in which they are submitted. Each copy begins after all computations that were started
+before the copy was submitted. Later computations may overlap with the copy, unless they are told to wait.
 
 Workers whose parameters are on a device copy weights and gradients in this way (see `train.weights`), and so do servers
 whose optimizers make their steps on a device: see `SliceOnDevice`.

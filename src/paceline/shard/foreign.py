@@ -10,7 +10,7 @@ parameters. The result is right only if two conditions hold, which a worker test
 
 The test takes a few steps on small parameters of several shapes, with the script's optimizer, and with optimizers that
 are built like those of two servers: first on slices, then on whole tensors. The test is done in double precision and in
-the dtypes of the model, and takes some milliseconds. If the results differ both on slices and on whole tensors, the
+the dtypes of the model, and takes a few milliseconds. If the results differ both on slices and on whole tensors, the
 optimizer is refused with a message that says what differed.
 """
 
@@ -49,8 +49,8 @@ Kind = TypeVar("Kind", bound=type[torch.optim.Optimizer])
 
 _registered: dict[type, bool] = {}  # class -> True if it needs whole tensors
 _classes: dict[str, type[torch.optim.Optimizer]] = {}
-# The sources of this process, in a list of at most one. The list is empty in a process that is not part of a
-# run.
+# The places from which this process may take optimizer classes: a list of at most one element, which is empty in a
+# process that is not part of a run.
 _sources: list[OptimizerSources] = []
 
 
@@ -330,7 +330,8 @@ def changed_groups(
     Args:
         optimizer: the optimizer.
         settings: the hyper-parameters of each group as they were set last.
-        built: the optimizer's groups when it was built, for the entries that are not hyper-parameters.
+        built: the optimizer's groups right after it was built, which give the first values of entries that are not
+            hyper-parameters.
     """
     changed: list[HyperParameters] = []
     for group, known, before in zip(optimizer.param_groups, settings, built, strict=True):
@@ -381,8 +382,8 @@ UNROUNDED = (
     "so it takes no memory on an accelerator"
 )
 BUILT = "an optimizer that is built from its hyper-parameters updates differently: "
-ON_SLICES = "the update of an element depends on others: on slices, "
-ON_TENSORS = "and the update of a tensor depends on others: on whole tensors, "
+ON_SLICES = "the update of an element depends on other elements: on slices, "
+ON_TENSORS = "and the update of a tensor depends on other tensors: on whole tensors, "
 RESUMED = "a checkpoint cannot hold all that it keeps: after a resume, "
 RANDOM = (
     "two runs of it differ, because it draws random numbers that torch.manual_seed() does not determine; register the "
@@ -401,7 +402,8 @@ class _Trial:
     Attributes:
         whole, slices, tensors: all parameters of the test: undivided; divided between two servers by slices; and
             divided between two servers by whole tensors.
-        reason: why the servers cannot run the optimizer, no matter how it is divided; "" if there is no such reason.
+        reason: why the servers cannot run the optimizer, no matter how its parameters are divided; "" if there is no
+            such reason.
         random: True if the optimizer's updates differ when they are repeated.
     """
 
@@ -549,8 +551,8 @@ def _take_with_graph(running: _Running, step: int) -> None:
 
 
 NEEDS: dict[Callable[[_Running, int], None], str] = {
-    _take_with_loss: "its update depends on the loss that step(closure) returns, but the servers receive gradients",
-    _take_with_graph: "it computes derivatives of the gradients, but the servers receive their values",
+    _take_with_loss: "its update depends on the loss that step(closure) returns, but servers receive only gradients",
+    _take_with_graph: "it computes derivatives of the gradients, but servers receive only the gradients' values",
 }
 """Ways to take a step that change the updates of some optimizers -> why such optimizers cannot run on servers."""
 

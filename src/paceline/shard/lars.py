@@ -35,8 +35,8 @@ class LARS(torch.optim.Optimizer):
     LARS can be used alone, like any torch optimizer, or inside `DistributedOptimizer`. Inside `DistributedOptimizer`
     under BSP, the update is momentum SGD with the mean of the workers' scaled gradients d. With one worker, this update
     is exactly LARS. With several workers, it differs from LARS on the joint batch, because each worker uses the norm of
-    its own gradient. After `DistributedOptimizer.step()`, `p.grad` may contain d instead of the gradient. If LARS is
-    used alone, it does not change `p.grad`. Clear the gradients before each backward pass, as usual.
+    its own gradient. After `DistributedOptimizer.step()`, `p.grad` may contain d instead of the gradient, so clear the
+    gradients before each backward pass, as usual. If LARS is used alone, it does not change `p.grad`.
 
     Args:
         params: parameters to optimize, or dicts that define parameter groups. Gradients may be dense or sparse;
@@ -154,7 +154,7 @@ def scaled_gradient(parameter: torch.Tensor, group: dict[str, Any]) -> torch.Ten
     if gradient.is_sparse:
         gradient = gradient.to_dense()
     decay = float(group["weight_decay"])
-    # Computed in double precision if the device has it, because the square of a large gradient overflows in single
+    # On the CPU, `l2_norm` computes in double precision, because the square of a large gradient overflows in single
     # precision.
     weights_norm = l2_norm(parameter)
     gradient_norm = l2_norm(gradient)

@@ -6,7 +6,7 @@ takes a class only from the places that the user named when the run was launched
 - the modules in `--import`, and the packages that the script itself imports;
 - the script, for a class that it defines: the server executes the definition of the class, the definitions and imports
   that this definition uses, and nothing else of the script;
-- the classes that `launch` has sent along, for classes that are defined in a script or notebook.
+- the pickled classes that `launch` has sent to the servers, for classes that a script or a notebook defines.
 
 The launcher reads scripts before it starts the processes of a run. So this file does not import torch.
 """

@@ -1,4 +1,4 @@
-"""The optimizers that can run on slices of the parameters, and their hyper-parameters and states as plain data.
+"""The optimizers that servers can run, and the hyper-parameters and states of these optimizers as plain data.
 
 An *elementwise* optimizer updates each element independently, so it gives the same result on any slice of the flat
 vectors. A *tensorwise* optimizer updates each tensor independently, so servers that hold whole tensors can run it.
@@ -160,8 +160,8 @@ def read_groups(optimizer: torch.optim.Optimizer) -> tuple[HyperParameters, ...]
     """Return the hyper-parameters of each group as plain data, for the optimizer class that the servers run.
 
     Raises:
-        ConfigurationError: a hyper-parameter is not a number, a pair of numbers or None. An optimizer that is not one
-            of torch's may also have strings, and tuples of any number of numbers.
+        ConfigurationError: a hyper-parameter is not a number, a pair of numbers or None. Tensorwise optimizers, and
+            optimizers that are not torch's, may also have strings, and tuples of any length.
     """
     rest: HyperParameters = {}
     keys: tuple[str, ...]
@@ -214,9 +214,9 @@ def class_of_torch(name: str) -> type[torch.optim.Optimizer]:
     """
     if name not in OF_TORCH:
         raise ConfigurationError(
-            f"torch {torch.__version__}, which is installed where a server runs, has no torch.optim.{name}, with "
-            "which a worker trains: install a version of torch there that has it, or use another optimizer in the "
-            "script."
+            f"torch {torch.__version__}, which is installed on the machine of a server, has no torch.optim.{name}, but "
+            "a worker uses this optimizer. On the machine of the server, install a version of torch that has the "
+            "optimizer, or use another optimizer in the script."
         )
     return OF_TORCH[name]
 
@@ -318,7 +318,7 @@ def _read_value(key: str, value: Any) -> HyperParameter:
 
 
 def _read_foreign_value(kind: Any, key: str, value: Any) -> Any:
-    """Return a hyper-parameter of a class that is not one of torch's.
+    """Return a hyper-parameter of a tensorwise optimizer, or of a class that is not one of torch's.
 
     The value may also be a string or a tuple of numbers. A value of any other type is not sent if it is the default of
     the class.
@@ -343,7 +343,7 @@ def _read_foreign_value(kind: Any, key: str, value: Any) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _defaults_of(kind: Any) -> dict[str, Any]:
-    """Return the hyper-parameters that a class has by default; {} if some of them have no default."""
+    """Return the hyper-parameters that a class has by default; {} if one of them has no default."""
     try:
         return dict(kind([specimen(whole=True)]).defaults)
     except Exception:  # an optimizer may raise any exception
@@ -464,7 +464,7 @@ def vectors_in(state: Vectors) -> Vectors:
 
 
 def with_counters(state: Vectors, counters: Sequence[Sequence[HyperParameters]]) -> Vectors:
-    """Return the state of a shard with the entries that each optimizer has changed in each of its groups."""
+    """Return the state of a shard together with the entries that each optimizer has changed in each of its groups."""
     if not any(itertools.chain(*counters)):
         return state
     return state | {

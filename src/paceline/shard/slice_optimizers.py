@@ -75,7 +75,9 @@ class SliceOptimizer(Protocol):
         """
 
     def evaluated(self) -> Vectors | None:
-        """Return the weights for evaluation, in new vectors; None if the weights in training are evaluated."""
+        """Return the weights for evaluation, in new vectors; None if the weights that are trained are also those for
+        evaluation.
+        """
 
     def groups(self) -> tuple[HyperParameters, ...]:
         """Return the hyper-parameters of each group as the last step has set them."""
@@ -94,7 +96,7 @@ class SliceOptimizer(Protocol):
         """
 
     def take_over(self, before: SliceOptimizer) -> None:
-        """Take over what is neither in the state nor in the counters of another optimizer.
+        """Take over what another optimizer keeps besides its state and its counters.
 
         Args:
             before: the other optimizer, which is no longer used. Its segments are the first segments of this slice.
@@ -183,9 +185,10 @@ def _adam_part(
 ) -> Kernel:
     """Return the kernel of a fraction of a step of Adam or AdamW.
 
-    torch's kernel makes a whole step of the running mean, moves the weights by this mean, and leaves it in the state.
-    Afterwards, the mean in the state is moved a part of the way back. The kernel corrects no bias here, because the
-    numbers of steps differ between the two averages; the learning rate and epsilon contain the corrections instead.
+    torch's kernel makes a whole step of the running mean, moves the weights by this mean, and leaves the mean in the
+    state. Afterwards, the mean in the state is moved a part of the way back. The kernel corrects no bias here, because
+    the running means of the gradient and of its square have different numbers of steps; the learning rate and epsilon
+    contain the corrections instead.
 
     Args:
         settings: the hyper-parameters.
@@ -522,7 +525,8 @@ class TorchOptimizer:
     ) -> None:
         if groups is not self._groups and groups != self._groups:
             for group, old, new in zip(self._optimizer.param_groups, self._groups, groups, strict=True):
-                # Some optimizers count steps in their groups. Such entries change only here, never in the worker.
+                # Some optimizers count steps in their groups. Such entries change only in the server, never in the
+                # worker.
                 group.update({key: value for key, value in new.items() if old.get(key, self) != value})
             self._groups = groups
         gradient = gradients[0]
@@ -589,7 +593,7 @@ class TorchOptimizer:
             ) from error
 
     def _shaped(self, vectors: Vectors) -> list[torch.Tensor]:
-        """Return each segment's part of some vectors. The part of a whole parameter has the parameter's shape."""
+        """Return each segment's part of these vectors. The part of a whole parameter has the parameter's shape."""
         views = zip(segment_views(self._bounds, vectors), self._bounds.segments, strict=True)
         return [view if segment.shape is None else view.view(segment.shape) for view, segment in views]
 
@@ -637,12 +641,15 @@ class TorchOptimizer:
 # vectors.
 
 MEAN_DECAY = 0.9
-"""Decay per joint step of the running mean of the gradient that `FractionalSteps` keeps for optimizers without one."""
+"""Decay per joint step of the running mean of the gradient that `FractionalSteps` keeps for optimizers that have no
+such mean.
+"""
 
 FIRST_VALUES = {"mu": 1.0, "mu_product": 1.0}
-"""Entry of the state of torch's optimizers -> its first value, if this value is not zero. A single number, except the
-number of steps, begins with the value that the first step sets. For classes of other packages, `_first_states` finds
-the vectors with which a state begins. A schedule-free optimizer, for example, begins with a copy of the weights.
+"""Entry of the state of torch's optimizers -> its first value, if this value is not zero. Any other single number,
+except the number of steps, begins with the value that the first step sets. For classes of other packages,
+`_first_states` finds the vectors with which a state begins. A schedule-free optimizer, for example, begins with a copy
+of the weights.
 """
 
 
@@ -700,7 +707,8 @@ class FractionalSteps:
 
     def __init__(self, family: Family) -> None:
         self._family = family
-        # (place, key) of an integer counter -> the fraction of a step that has been made, but is not counted yet
+        # (place, key) of an integer counter -> the fraction of a step that has been made, but is not counted yet. The
+        # place is the position of a parameter or, below 0, that of a group.
         self._ahead: dict[tuple[int, str], float] = {}
         self._copies: dict[tuple[int, str], torch.Tensor] = {}
         self._means: dict[torch.Tensor, torch.Tensor] = {}  # parameter -> running mean of its gradient
@@ -710,7 +718,7 @@ class FractionalSteps:
         """Take a fraction of the optimizer's next step. Parameters without a gradient do not change.
 
         Args:
-            optimizer: the optimizer, whose parameters have their gradients.
+            optimizer: the optimizer. The attribute `grad` of its parameters contains the gradients.
             fraction: the fraction.
         """
         groups = optimizer.param_groups
@@ -774,7 +782,9 @@ class FractionalSteps:
         }
 
     def _average(self, place: int, parameter: torch.Tensor, part: float) -> None:
-        """Replace the gradient by its running mean, which begins with the first gradient and then moves by `part`."""
+        """Replace the gradient by the running mean of the gradients, without bias, where `part` is the weight of the
+        newest one.
+        """
         gradient = parameter.grad
         assert gradient is not None
         mean = self._means.setdefault(parameter, torch.zeros_like(gradient))
@@ -817,9 +827,9 @@ class FractionalSteps:
     def _between(self, place: int, key: str, before: Any, after: Any, part: float) -> Any:
         """Return the value of an entry of a state after a part of the way from `before` to `after`.
 
-        A counter that is a whole number changes once the parts have added up to 1. Nested entries get their values
-        after the step, because a value in between may make no sense. For example, the mean of two bases of a vector
-        space need not be a basis.
+        A counter that is a whole number changes once the parts have added up to 1. Nested entries get the values that
+        they have after the whole step, because a value in between may make no sense. For example, the mean of two bases
+        of a vector space need not be a basis.
         """
         if isinstance(after, torch.Tensor) and after.is_floating_point():
             if before is None:
@@ -843,7 +853,7 @@ class FractionalSteps:
 def _first_states(
     optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]
 ) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the vectors with which the state of some parameters begins: the state after a step with zero gradients.
+    """Return the vectors with which the state of these parameters begins: the state after a step with zero gradients.
 
     Weight decay may move these vectors a little, but far less than a step does.
     """

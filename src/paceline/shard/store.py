@@ -150,7 +150,7 @@ class Store:
             )
 
     def sets_of(self, pushes: Sequence[Key]) -> set[int]:
-        """Return the parameter sets to which some stored pushes belong."""
+        """Return the parameter sets to which these stored pushes belong."""
         return {self._pushes[key].set_index for key in pushes}
 
     def squared_norm(self, pushes: Sequence[Key], scales: Sequence[float]) -> float:
@@ -246,7 +246,7 @@ class Store:
             )
 
     def _extended(self, push: Push, parameters: int) -> Push:
-        """Extend a push from before parameters were added. The new parameters have no gradients in this push."""
+        """Extend a push that is older than some parameters. These parameters have no gradients in this push."""
         edits = not push.groups
         vectors = self.weights if edits else of_set(self.weights, push.set_index)
         added = {name: torch.zeros_like(each) for name, each in vectors.items() if name not in push.gradient}
@@ -292,7 +292,7 @@ def _sets_of(
 def _by_set(
     pushes: Mapping[Key, Push], scales: Sequence[float]
 ) -> Iterator[tuple[int, list[Key], Sequence[float]]]:
-    """For each parameter set among some pushes, return its index, its pushes, and their scales."""
+    """For each parameter set to which these pushes belong, yield its index, its pushes, and their scales."""
     keys = list(pushes)
     indices = [push.set_index for push in pushes.values()]
     if indices.count(indices[0]) == len(indices):
@@ -360,7 +360,7 @@ class BufferSlots:
             slot[self._specs[index].name] = tensor
 
     def leave_out(self, worker: int) -> None:
-        """Leave a worker that has left before it finished out of the pool, unless no other worker has sent buffers."""
+        """Ignore the buffers of a worker that left before it finished, unless no other worker has sent buffers."""
         if worker in self._slots:
             self._left.add(worker)
 

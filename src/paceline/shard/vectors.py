@@ -75,7 +75,7 @@ def segment_views(bounds: ShardSlice, vectors: Vectors) -> list[torch.Tensor]:
 
 
 def l2_norm(tensor: torch.Tensor) -> float:
-    """Return the L2 norm of a tensor. The precision is double, but single on accelerators."""
+    """Return the L2 norm of a tensor, in double precision; on accelerators, in single precision, except for float64."""
     dtype = torch.float64 if tensor.is_cpu or tensor.dtype == torch.float64 else torch.float32
     return float(torch.linalg.vector_norm(tensor, dtype=dtype))
 
@@ -88,7 +88,7 @@ def sliced(vectors: Vectors, shard: ShardSlice) -> Vectors:
 def squared_norm(vectors: Sequence[torch.Tensor], scales: Sequence[float] = (1.0,)) -> float:
     """Return the squared L2 norm of the sum of some flat vectors of equal length, each multiplied by its scale.
 
-    The sum has the dtype of the vectors, and its squares are added in double precision.
+    The sum has the dtype of the vectors, and its squares are added in the precision that `l2_norm` uses.
 
     >>> squared_norm([torch.tensor([2.0, 6.0]), torch.tensor([4.0, 2.0])], [0.5, 0.5])
     25.0
@@ -269,7 +269,7 @@ def bytes_of(vector: torch.Tensor) -> memoryview:
 def lent_bytes(vector: torch.Tensor) -> memoryview:
     """Return the bytes of a flat tensor of the script without copying them. The bytes must not be written to.
 
-    `bytes_of` calls `numpy()`, after which torch no longer lets the tensor grow.
+    `bytes_of` would call `numpy()`, after which torch no longer lets the script's tensor grow.
     """
     return memoryview(np.from_dlpack(vector.detach().view(torch.uint8)))  # type: ignore[arg-type]
 
@@ -361,7 +361,7 @@ class _Header(msgspec.Struct, frozen=True, array_like=True):
 
 
 def encode_states(states: Mapping[str, object]) -> list[memoryview]:
-    """Return the bytes of some states. The bytes of tensors in CPU memory are not copied if they are contiguous.
+    """Encode states, and return the bytes. The bytes of tensors in CPU memory are not copied if they are contiguous.
 
     A state consists of numbers, strings, bytes, None, NumPy scalars (which are decoded as numbers), tensors and
     arrays, in dictionaries, lists and tuples.
@@ -506,7 +506,7 @@ def _value(value: Any, tensors: Sequence[torch.Tensor], arrays: bool) -> Any:
 # -- The state of one parameter as tensors
 #
 # An entry of an optimizer's state is a tensor, a number, or a list, tuple or dictionary. The elements of a list, tuple
-# or dictionary are such entries, strings or None. As flat tensors, the entries have these names:
+# or dictionary are such entries, strings or None. `tensors_of` gives these entries the following names:
 #
 #     "momentum_buffer"   a tensor
 #     "#steps"            a number, as a tensor without dimensions

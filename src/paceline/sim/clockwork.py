@@ -12,7 +12,7 @@ from ..sync.schedule import Schedule
 from .cluster import Cluster, require_whole
 from .simulated_job import Driver, VirtualJob
 
-LOADER = 0  # number of each worker's only loader
+LOADER = 0  # index of each worker's only loader
 
 
 class Dataset(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,7 +141,7 @@ class DatasetClockwork(Clockwork):
         # worker -> numbers of its batches and pushes since it joined
         self._batches: dict[int, int] = {}
         self._pushes: dict[int, int] = {}
-        # worker -> number of empty pushes that the worker must still make, one for each joint batch without its part
+        # worker -> number of empty pushes that it must still make, one for each joint batch in which it has no part
         self._owed: dict[int, int] = {}
         # worker -> function that draws how long its script is outside of training after an epoch
         self._outside = {

@@ -61,9 +61,9 @@ class Cluster:
             distribution. For a shard, the time is proportional to the shard's share of the parameters. A server
             handles one message after another. Default: no time.
         update_s: time that a server would take for one update, that is, for one optimizer step, of all parameters.
-            For a shard, the time is proportional, as for `apply_s`. A server that applies each push makes one update
-            per push. A server that applies means makes one update for all pushes of a mean. Answers leave, and
-            further messages are handled, after the update. Default: no time.
+            For a shard, the time is proportional to the shard's share, as for `apply_s`. A server that applies each
+            push makes one update per push. A server that applies means makes one update for all pushes of a mean.
+            Answers leave, and further messages are handled, after the update. Default: no time.
         pauses: pauses that strike several workers at the same time (`paceline.sim.Pause`).
         uplinks: links that several workers share (`paceline.sim.Uplink`).
         outside: mapping from worker to `Outside`, for workers whose scripts also do something other than training.
@@ -167,8 +167,8 @@ class Cluster:
         Args:
             run_dir: the directory of a live or a simulated run.
             bandwidth: bandwidth of each machine's network interface in that run, in bits per second, or a string
-                such as "1 Gbit/s". The transfers are then subtracted from the recorded times, and simulated. Default:
-                unlimited. The recorded times then include the transfers.
+                such as "1 Gbit/s". If this bandwidth is limited, the transfers are subtracted from the recorded times,
+                and simulated. By default, it is unlimited, and the recorded times include the transfers.
 
         Raises:
             ConfigurationError: the directory does not contain a run, machines have joined the run, no worker has
@@ -360,7 +360,7 @@ def _require_bandwidth(bandwidth_bps: object) -> None:
 
 
 def _like(times: Times, *, again: bool) -> Times:
-    """Return the times of a machine. If `again` is True, resample or shift recorded times, for a similar machine."""
+    """Return the times of a machine. If `again` is True, resample or shift recorded times for a copy of the machine."""
     known = times_of(times)
     if again and isinstance(known, Recorded):
         return Resampled(seconds=known.seconds)
@@ -374,7 +374,7 @@ def _members(each: Together, before: int, count: int) -> Together:
 
 
 def _alike(own: Own, again: bool) -> Own:
-    """Return the `Link` or `Outside` of a machine or, if `again` is True, of a similar machine."""
+    """Return the `Link` or `Outside` of a machine or, if `again` is True, of a copy of the machine."""
     times = {name: value for name, value in structs.asdict(own).items() if name.endswith("_s")}
     like = {name: _like(value, again=again) for name, value in times.items() if value is not None}
     return structs.replace(own, **like)

@@ -162,11 +162,11 @@ class Connection:
         kernel.at(first_ticks, self._enter, transfer, size_bytes)
 
     def _left(self, transfer: _InFlight, latency_ticks: int) -> None:
-        """Handle the departure of the last byte from the sender. This byte arrives after the connection's latency."""
+        """Schedule the arrival of the last byte, which has just left the sender, after the latency of the message."""
         self._kernel.after(latency_ticks, self._passed, transfer)
 
     def _enter(self, transfer: _InFlight, size_bytes: int) -> None:
-        """Handle the arrival of the first byte at the receiver."""
+        """Let a transfer use the incoming lanes from now on, because its first byte has arrived at the receiver."""
         if size_bytes and self._receivers:
             transfer.parts += len(self._receivers) - 1
             for lane in self._receivers:
@@ -175,7 +175,7 @@ class Connection:
             self._passed(transfer)
 
     def _passed(self, transfer: _InFlight) -> None:
-        """Handle the completion of a transfer at one end. Deliver all messages that are now complete, in order."""
+        """Record that one end of a transfer is done. Deliver all messages that are now complete, in order."""
         transfer.parts -= 1
         while self._waiting and not self._waiting[0].parts:
             first = self._waiting.pop(0)

@@ -13,7 +13,7 @@ bandwidth.
 
 A push without a gradient, which a worker makes while its script evaluates the model, does not count as a computation.
 An accelerator's first iteration with batches of a new size takes longer, because programs are compiled. Both kinds of
-iterations are left out.
+iterations are left out of the compute times, unless a worker has made no others.
 
 A script's time outside of training (see `core.metrics`) is not part of the compute times, because it does not depend on
 the batch. In a simulation, this time passes as it did in the run: before the same iterations, or at the end of each
@@ -76,7 +76,8 @@ class Arrivals:
         arrived_s: for each shard, the time at which the push arrived.
         finished_s: the time at which the worker has finished, according to shard 0; None if it has not finished.
         samples: number of samples of the push, if it has samples of its own.
-        atypical: `EMPTY` if the push had no gradient, `WARM_UP` if it was a warm-up.
+        atypical: `EMPTY` if the push had no gradient, `WARM_UP` if its iteration took longer because programs were
+            compiled (see `PushFlags.warm_up`).
         released_s: for each shard, the time at which it answered the pull.
     """
 
@@ -107,7 +108,7 @@ class _OutsideTimes:
     """The times of one worker's script outside of training, in seconds."""
 
     def __init__(self) -> None:
-        self._each = array("d")  # before each iteration, without the times between two epochs
+        self._each = array("d")  # before each iteration; 0 for the first iteration of an epoch
         self._epochs = array("d")  # between two epochs, and after the last epoch
         self._all = array("d")  # before each iteration
         self._answered_s = 0.0
@@ -272,7 +273,7 @@ def _arguments(
         atypical: list[tuple[int | None, float]] = []
         for record in iterations:
             number = record.iteration
-            if own.atypical.get(number) != EMPTY:  # inside `evaluating`, no other worker waits for this one
+            if own.atypical.get(number) != EMPTY:  # no other worker waits for a worker inside `evaluating`
                 besides.add(record)
             for shard, column in enumerate(own.arrived_s):
                 if (arrived_s := column.get(number)) is not None:
@@ -332,7 +333,7 @@ def _arrivals(shards: Sequence[AnyTrace]) -> Mapping[int, Arrivals]:
             if isinstance(event, PullRepeated):
                 continue
             for action in entry.actions:
-                # The first weights of a worker that joins late are the answer to a pull with the number -1.
+                # The first weights of a worker that joins late are the answer to a pull for iteration -1.
                 if isinstance(action, AnswerPull) and action.iteration >= 0:
                     arrivals[action.worker].released_s[shard].put(action.iteration, now_s)
     return arrivals

@@ -82,7 +82,7 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
         events: number of simulated events.
         faults: messages about problems that did not end the run, in order. Each says which condition failed, and
             with which model the shards continued.
-        noticed: sentences about the workers' reports, with which `findings` begins.
+        noticed: the first sentences of `findings`, which are about problems in the workers' reports.
         balanced: True if the sizes of the workers' batches followed the workers' speeds. False if this was not asked
             for, or the data cannot be divided in this way.
         choices: changes of the sync model that the run has made itself, with `sync="auto"`.

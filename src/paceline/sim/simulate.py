@@ -345,7 +345,7 @@ def _update_limit(meter: Meter, most: int, stop: Callable[[], None]) -> TakeReco
 
 
 def _sample_limit(meter: Meter, most: int, stop: Callable[[], None]) -> TakeRecord:
-    """Return a function that stops the run after an iteration if the pushes to shard 0 have had `most` samples.
+    """Return a function that stops the run after an iteration if the pushes to shard 0 contain `most` samples.
 
     If no samples have been counted after five iterations of a worker, the function raises `UsageError`.
     """

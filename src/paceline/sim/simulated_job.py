@@ -386,7 +386,7 @@ class VirtualJob:
 
         Args:
             worker: index of the worker.
-            flags: what the push says besides its gradient.
+            flags: what the push contains besides its gradient.
             pushes: one push for the store of each shard; () if there are no tensors or no gradient.
             shares: for each shard, which share of its bytes is pushed; () if all bytes are pushed.
             logged: what the script has logged since the last push.
@@ -470,7 +470,7 @@ class VirtualJob:
 
         Args:
             worker: the worker.
-            length_s: how long.
+            length_s: length of this time, in seconds.
             activity: what the worker does during this time; None if it continues its current activity.
         """
         state = self.workers[worker]
@@ -504,7 +504,7 @@ class VirtualJob:
         *,
         at_once: bool,
     ) -> None:
-        """Let a worker take part in a barrier or a reduction. `Driver.combined` is called when this call ends.
+        """Let a worker take part in a barrier or a reduction, at the end of which `Driver.combined` is called.
 
         If `at_once` is True, because the worker has not joined yet, the messages take no time, and `Driver.combined`
         is not called.
@@ -524,7 +524,7 @@ class VirtualJob:
         self._from_worker(worker, self.workers[worker].core.propose(model))
 
     def request_checkpoint(self, worker: int) -> None:
-        """Handle a script's request for a checkpoint: cut the job, unless another worker has requested this cut."""
+        """Cut the job because a script has requested a checkpoint, unless another worker has requested the same cut."""
         for request in self.workers[worker].core.request_checkpoint():
             assert isinstance(request, Send)
             assert isinstance(request.message, CheckpointRequested)
@@ -976,7 +976,7 @@ class _ServerHost(Host):
     def __init__(self, job: VirtualJob, server: int) -> None:
         self._job = job
         self._server = server
-        self._updated_ticks = -1  # time at which the last update that takes time ends
+        self._updated_ticks = -1  # end of the latest update, if updates take time
 
     def send(self, to: Peer, message: Message) -> None:
         if to is COORDINATOR:

@@ -36,7 +36,7 @@ else:  # the types of fields are resolved without NumPy, whose import takes time
 Sample = Callable[[int, float], Seconds]
 """A function that returns a duration in seconds, which is not rounded to a whole number of ticks yet.
 
-The arguments are the number of the iteration or message, from 0, and the virtual time at which it begins, in seconds.
+The arguments are the index of the iteration or message, and the virtual time in seconds at which it begins.
 """
 
 

@@ -83,7 +83,7 @@ class Training(Driver):
         job: the simulated job. Must be set before `VirtualJob.run` is called.
         model: description of the trained model. Set by `make_stores`.
         stores: the store of each shard. Set by `make_stores`.
-        states: the position in the training loops and the states of tracked objects, as a worker has kept them last.
+        states: the position in the training loops and the states of tracked objects that a worker has stored last.
     """
 
     def __init__(
@@ -392,7 +392,7 @@ class Training(Driver):
         self._slots.put(worker, {index: tensor.clone() for index, tensor in buffers.items()})
 
     def leave_out(self, worker: int) -> None:
-        """Leave the buffers of a worker that has left before it finished out of the pool."""
+        """Exclude the buffers of a worker from the pool, because the worker has left before it finished."""
         self._slots.leave_out(worker)
 
     def pooled_buffers(self) -> dict[str, torch.Tensor]:

@@ -40,7 +40,7 @@ class Announcement(msgspec.Struct, frozen=True):
         address: address of the coordinator, for example "tls:10.0.0.1:29600".
         run_dir: the run directory, on the machine that serves the run.
         secret_file: the file that contains the secret, if the secret is new; else "".
-        failure: why there is no run to join; "" if there is one.
+        failure: why there is no run to join; "" if there is a run.
     """
 
     address: str
@@ -59,13 +59,13 @@ def announce(descriptor: int, announcement: Announcement) -> None:
 def serving(
     arguments: Sequence[str], environment: Mapping[str, str]
 ) -> Iterator[tuple[Companion, Callable[[], Announcement | None]]]:
-    """Start `paceline serve` as a child, for a process that a scheduler has started, and that also serves the job.
+    """Start `paceline serve` as a child of this process, which is the first process of a scheduler's job.
 
     The child ignores SIGTERM, SIGHUP and SIGQUIT, and its servers inherit this. Schedulers send such signals to all
-    processes, but the servers must still receive the last pushes of the workers. The child has a process group of its
-    own, because it would count a Ctrl-C for this group in addition to the signal below. If the run is still in progress
-    at the end of the context, it is interrupted as by Ctrl-C. The program ends even if a server is silent, because it
-    does not wait for such a server forever.
+    processes, but the servers must still receive the last pushes of the workers. If the run is still in progress at the
+    end of the context, the child receives SIGINT, which interrupts the run as Ctrl-C does. The child has a process
+    group of its own, so that it does not receive the user's Ctrl-C, too, and count two signals. The child ends even if
+    a server is silent, because it does not wait for such a server forever.
 
     Args:
         arguments: options of the command.
@@ -201,7 +201,7 @@ PROGRAM = main_of("paceline.look.show_process")
 
 @contextlib.contextmanager
 def showing(outlets: Outlets, job: Job, address: str, interruption: Interruption) -> Iterator[str]:
-    """Start the process. When the context ends, the process shows the end of the run.
+    """Start the process that shows a run. When the context ends, this process shows the end of the run, and exits.
 
     Enter the context when the run directory exists, and leave it when all files in this directory are complete.
     Without an outlet, nothing is started.
@@ -279,7 +279,7 @@ def _say(sentence: str) -> None:
 
 
 def _served(listening: Listening | None) -> ServedSocket | None:
-    """Return a socket as the process inherits it."""
+    """Return the descriptor and the address of a socket, for the process that inherits the socket."""
     return (
         None if listening is None else ServedSocket(listening.sock.fileno(), listening.host, listening.port)
     )

@@ -61,7 +61,7 @@ class ProgressDisplay:
         self._shown: JobStatus | None = None  # the state that the table shows
         self._line = ""  # the last line of progress
         self._live: Live | None = None
-        self._drawn = b""  # the last byte that worker 0 has drawn
+        self._drawn = b""  # the last byte that `draw` has written; b"" before
         if console.is_terminal:
             self._live = Live(
                 Text("starting"),
@@ -146,8 +146,8 @@ class ProgressDisplay:
                 )
         elif now_s - self._plain_s >= PLAIN_INTERVAL_S:
             self._plain_s = now_s
-            # If the state has no workers, no machine has joined the run yet. On a busy machine, the state may be the
-            # previous one.
+            # If the state has no workers, no machine has joined the run yet. On a busy machine, the state may not have
+            # changed since the previous line. In both cases, no line is printed.
             line = progress_line(status, most) if status.workers else ""
             if line not in ("", self._line):
                 self._line = line

@@ -5,8 +5,8 @@ on, they are processes as in a run on one machine, except that the coordinator a
 machines.
 
 A machine that brings servers listens on one port for all of them, as the machine that serves the run does. The run
-cannot continue without these servers. So when such a machine loses its connection, it does not join again. A machine
-without servers joins again, with its workers that were cut off.
+cannot continue without these servers. So if a machine with servers loses its connection to the coordinator, it does not
+join again. A machine without servers joins again, with those of its workers that were cut off.
 
 When the run has lost a server and goes on from a checkpoint, the coordinator says so. Then every machine ends its
 processes and joins the run again, with as many workers and servers as before.
@@ -74,6 +74,7 @@ from ..run.run_lock import RunningProcess
 from ..wire.secure import Contexts, SecureSocket, contexts
 from ..wire.stream import Stream, no_payload
 from ..wire.transports import TCP, is_local, seen_from
+from ..words import listed
 from .local import FIRST_PAUSE_S, MOST_REJOINS, HostMachine, LocalEngine, Process, Rejoins
 from .processes.interruption import Interruption
 from .processes.orders import payload_of_server
@@ -84,9 +85,9 @@ from .terminal import Channels, PlainScreen, StandardStreams, print_sentence
 RETRY_INTERVAL_S = 0.5
 # Maximum duration of one attempt to connect to the coordinator.
 ATTEMPT_S = 60.0
-# Time after which the connection to the coordinator is given up if its machine acknowledges nothing. A suspended
-# coordinator still acknowledges what it receives. If the link is broken, a coordinator that is not suspended has taken
-# this machine out of the run within this time.
+# Time after which the connection to the coordinator is given up if the coordinator's machine acknowledges nothing. That
+# machine acknowledges what it receives even if the coordinator is suspended. If the link is broken, a coordinator that
+# is not suspended has taken this machine out of the run within this time.
 SILENCE_MS = 10_000
 
 
@@ -196,8 +197,10 @@ def join(
                 unpickles = bool(worker_payload)
                 offer = MachineJoined(version, wanted, tuple(indices), count, installed(), unpickles)
                 checkpoint, admitted = _ask_to_join(stream, address, token, offer, opened, interruption)
-                if taken := ", ".join(str(index) for index in indices if index not in admitted.workers):
-                    print_sentence(console, f"the worker index {taken} is not free")
+                if taken := [index for index in sorted(indices) if index not in admitted.workers]:
+                    print_sentence(
+                        console, f"the index of {listed(taken)} is not free, so another index is used"
+                    )
                 job = decode_job(admitted.job, admitted.now_ticks)
                 if checkpoint is not None:
                     job = structs.replace(job, resumed=ResumedFrom(str(checkpoint)))
@@ -337,7 +340,7 @@ def _connected(
         connecting.add_done_callback(_close)
         raise
     finally:
-        del connecting  # its exception has this frame, and would keep itself alive
+        del connecting  # its exception refers to this frame, which would keep the exception alive
 
 
 def _connect(
@@ -361,7 +364,7 @@ def _look(interruption: Interruption, words: str = "no worker was started") -> N
 
     Args:
         interruption: counter of the signals.
-        words: which processes have ended.
+        words: message of the exception, which says which processes have ended.
     """
     if interruption.suspended:
         interruption.suspend()
@@ -377,7 +380,7 @@ def _ask_to_join(
     opened: contextlib.ExitStack,
     interruption: Interruption,
 ) -> tuple[Path | None, MachineAdmitted]:
-    """Offer to run some processes.
+    """Offer to run processes for the run, and wait for the coordinator's answer.
 
     Returns:
         The directory of the checkpoint with which the run begins (perhaps a copy, which `opened` removes), and the
@@ -594,7 +597,7 @@ class Agent:
         self._cut_off: CutOffError | None = None  # set if the connection to the coordinator was lost
         self._ended_servers: set[int] = set()  # servers whose end has been reported
         self._failed_server: RunFailedError | None = None  # the first server that has failed during the run
-        # Time at which the coordinator has closed the connection after the end of the run; inf before.
+        # Time at which the connection to the coordinator was closed or lost; inf before.
         self._closed_s = math.inf
 
     def start_servers(self, servers: Iterable[int], payload: bytes) -> None:
@@ -676,7 +679,10 @@ class Agent:
 
     @property
     def _busy(self) -> bool:
-        """True if a process has not ended yet, or a worker is about to join again.
+        """True while the agent must go on.
+
+        This is the case if a process has not ended yet, or a worker is about to join again, or the agent must still
+        hear from the coordinator how the run ends.
 
         The coordinator collects the weights, and then tells the servers to end. If the servers have ended without
         being told, the coordinator is about to say that the run is over, or that the run goes on from a checkpoint.
@@ -729,11 +735,11 @@ class Agent:
         if self._engine.servers:
             names = process_names("server", self._engine.servers)
             resumes = self._job.on_server_loss == "resume"
-            goes_on = "goes on from its last checkpoint; if it has none, it " if resumes else ""
+            goes_on = "goes on from its newest checkpoint; if it has none, it " if resumes else ""
             print_sentence(
                 self._console,
-                f"a run in progress {goes_on}ends, because it cannot continue without {names}, and its weights are "
-                "saved first. A second signal ends all processes on this machine immediately",
+                f"without {names}, a run in progress {goes_on}saves its weights and ends. A second signal ends all "
+                "processes on this machine immediately",
             )
             with contextlib.suppress(PeerLostError):  # `_hear` notices that the connection is lost
                 self._stream.send(MachineLeaving())

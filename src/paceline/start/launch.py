@@ -72,8 +72,8 @@ def launch(
         args: arguments for the function.
         workers: number of workers. Default: one for each accelerator of this machine; 2 if there is none. With engine
             "ray", the number is required, and may be a pair of a minimum and a maximum: training begins with the
-            minimum number of workers, and pauses while there are fewer. More workers join, up to the maximum, as Ray
-            has resources for them.
+            minimum number of workers, and pauses while there are fewer. More workers join, up to the maximum, when
+            Ray has resources for them.
         devices: the devices of the workers, such as "cuda:0,cuda:1,cpu" or a sequence of devices, one worker for
             each. A single device is used by all workers. Default: "auto", all accelerators of the kind that torch
             chooses, or the CPU if there is none. See `paceline.device`.
@@ -289,7 +289,7 @@ class Local(Engine):
 
 
 class OnRay(Engine):
-    """A Ray cluster places the workers, and the coordinator together with the servers. See `start.ray`."""
+    """Ray places each worker on a node, and the coordinator and all servers on one node. See `start.ray`."""
 
     name = "ray"
 
@@ -303,7 +303,7 @@ class OnRay(Engine):
             )
         if workers is None:
             raise ConfigurationError(
-                "workers is None, but engine 'ray' needs their number, such as 4 or (2, 16)."
+                "workers is missing: engine 'ray' needs the number of workers, such as 4 or (2, 16)."
             )
         given = {
             "torchrun_env": settings.get("torchrun_env", False),

@@ -19,6 +19,7 @@ from ..errors import ConfigurationError, RunFailedError
 from ..run.compute_devices import Device
 from ..run.job import LOOPBACK, Assignment, Job, Role
 from ..run.listener import Listener
+from ..words import counted
 from .processes.orders import Descriptors, ProcessOrder
 from .processes.program import (
     EXIT_INTERRUPTED,
@@ -96,8 +97,8 @@ class ProcessPlacement(msgspec.Struct, frozen=True):
         wanted = job.local_servers, 0 if job.joined else job.workers
         if placed != wanted:
             raise ConfigurationError(
-                f"the placement has machines for {placed[0]} servers and {placed[1]} workers, expected {wanted[0]} "
-                f"servers and {wanted[1]} workers."
+                f"the placement has machines for {counted(placed[0], 'server')} and {counted(placed[1], 'worker')}, "
+                f"expected {counted(wanted[0], 'server')} and {counted(wanted[1], 'worker')}."
             )
         if not job.carrier.spans_machines:
             raise ConfigurationError(
@@ -317,7 +318,8 @@ class LocalEngine:
         )
         name = f"{role} {index}"
         log = Path(self._job.run_dir, f"{role}-{index}.log")
-        # After the run has gone on from a checkpoint, the log contains the output of a worker's earlier life.
+        # If the run has gone on from a checkpoint, the log already contains the output of the process that had the same
+        # name before.
         channel = self._channels.open(name, log, append=incarnation > 0 or log.exists())
         passed = None if receiver is None else receiver.detach()
         descriptors = Descriptors(channel.stdin, channel.stdout, channel.stdout, file_of(payload), passed)

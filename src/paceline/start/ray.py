@@ -2,9 +2,10 @@
 
 The driver asks Ray for one placement group. The group has one bundle of resources for the coordinator and the servers,
 and one bundle for each of the minimum number of workers. Ray reserves all bundles or none. Each further worker is a
-separate request, which Ray fulfills when there are resources, perhaps because Ray has added a node. In each place, a
-thin actor starts a program (see `ray_program`), which serves the run or joins it. The actors do nothing else. The rest
-is as in a run that `paceline serve` and `paceline join` have started.
+separate request, which Ray fulfills when there are resources, perhaps because Ray has added a node. Each bundle and
+each further request is a *place* for one program: a thin actor starts the program (see `ray_program`), which serves the
+run or joins it. The actors do nothing else. The rest is as in a run that `paceline serve` and `paceline join` have
+started.
 
 If an actor dies, or its worker is lost or leaves, the driver requests the place again, and the worker joins as a new
 incarnation. Before Ray takes away a node, it lists the node as draining, but sends no signal to the processes there.
@@ -60,7 +61,7 @@ GRACE_S = 15.0
 # Maximum time to wait for an answer of an actor that may be dead.
 ANSWER_TIMEOUT_S = 10.0
 CHUNK_BYTES = 16 * 2**20
-THREADS = 8  # number of methods of an actor that run at the same time
+THREADS = 8  # maximum number of methods of an actor that run at the same time
 
 LEAVING = "Ray is about to take away the node"
 LOST = "the actor with its coordinator and its servers was lost"
@@ -197,7 +198,8 @@ class RayRun:
         further = [self._options(resources)] * (job.workers - job.least)
         self._server = _Place("the place of the servers", in_group[0])
         self._workers = [
-            _Place(f"place {index}", options) for index, options in enumerate([*in_group[1:], *further])
+            _Place(f"place {index} for a worker", options)
+            for index, options in enumerate([*in_group[1:], *further])
         ]
         # pending answer of an actor -> its place, and the method that was called
         self._asked: dict[Any, tuple[_Place, str]] = {}
@@ -264,7 +266,7 @@ class RayRun:
 
     def _options(self, resources: Mapping[str, float], bundle: int | None = None) -> dict[str, Any]:
         """Return the options of an actor. Without the index of a bundle, the actor is not in the placement group."""
-        named = {"CPU", "GPU", "memory"}  # Ray has options of their own for these
+        named = {"CPU", "GPU", "memory"}  # Ray has a separate option for each of these
         others = {name: amount for name, amount in resources.items() if name not in named}
         options: dict[str, Any] = {
             "num_cpus": resources.get("CPU", 0.0),
@@ -313,7 +315,7 @@ class RayRun:
             time.sleep(POLL_INTERVAL_S)
             return
         errors = self._ray.exceptions
-        # Ray's memory monitor has killed the actor, or the node with the answer has died: the actor is lost, too.
+        # The actor is also lost if Ray's memory monitor has killed it, or if the node that holds its answer has died.
         losses = (errors.RayActorError, errors.OutOfMemoryError, errors.ObjectLostError)
         ready, _ = self._ray.wait(
             list(self._asked), num_returns=1, timeout=POLL_INTERVAL_S, fetch_local=False
@@ -376,8 +378,7 @@ class RayRun:
         if report.how == "refused" and not self._joined:
             self._fail(ConfigurationError(f"a worker cannot join the run: {report.words}"))
         if report.how in ("finished", "failed"):
-            # The run ends soon: either because a worker has finished, or because one has failed, and the coordinator
-            # knows why.
+            # The run ends soon, because a worker has finished or has failed. In both cases, the coordinator knows why.
             self._ending = True
             for each in self._workers:
                 each.over = True
@@ -525,7 +526,7 @@ class RayRun:
             else:
                 name = Path(resumed.path).name
                 self._say(
-                    f"{LEAVING} that serves the run. The run will go on from its newest checkpoint, now {name}"
+                    f"{LEAVING} that serves the run. The run will go on from its newest checkpoint (at present {name})"
                 )
         for place in self._workers:
             if place.joining and not place.leaving and place.node in draining:

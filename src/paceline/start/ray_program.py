@@ -1,8 +1,8 @@
-"""The program under an actor of Ray, and the actor: the program serves a run, or joins it with one worker.
+"""The program that an actor of Ray starts, and this actor. The program serves a run, or joins it with one worker.
 
 The program receives one order and one payload over a pipe, and then the numbers of signals. So no secret is on its
-command line or in its environment. The end of this pipe means that the actor has ended. Then the program leaves the run
-as after SIGTERM, and kills itself if this takes more than 20 s. The program reports over another pipe.
+command line or in its environment. If the other end of this pipe is closed, the actor has ended. Then the program
+leaves the run as after SIGTERM, and kills itself if this takes more than 20 s. The program reports over another pipe.
 """
 
 from __future__ import annotations
@@ -49,9 +49,10 @@ class HostReport(NamedTuple):
     """A report of the program.
 
     Attributes:
-        how: "served" if the run can be joined now. Otherwise, how the program has ended: "finished", or "left" or
-            "interrupted" if a signal was the reason, "lost" if the worker was killed, "refused" if it could not join,
-            or "failed".
+        how: "served" if the run can be joined now. Otherwise, how the program has ended: "finished"; "failed"; "left"
+            if a signal has ended a program that had joined the run; "interrupted" if a signal has ended the program
+            that served the run; "lost" if the worker was lost; or "refused" if the run did not accept the program, or
+            the program has lost the coordinator.
         words: address of the coordinator, or a description of the reason; "" if there is none.
         error: the exception if the run that was served has failed; else None.
         result: the summary, the snapshots and the problems of a run that was served; else None.

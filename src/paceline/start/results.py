@@ -92,7 +92,7 @@ class RunResult(msgspec.Struct, frozen=True):
 
     @property
     def tracked(self) -> dict[str, Any]:
-        """Name -> the last kept state of each object that the script tracked. See `paceline.track`."""
+        """Name -> the newest saved state of each object that the script tracked. See `paceline.track`."""
         path = self.run_dir / "tracked.pt"
         return torch.load(path)["states"] if path.exists() else {}
 
@@ -343,8 +343,8 @@ def _departures(departed: Sequence[Departed]) -> dict[str, Any]:
 def _epochs(data: DataLedger, figures: Mapping[str, Any], workers: int) -> dict[str, Any]:
     """Return statistics of the epochs of the loader from which the most samples were used.
 
-    `batches_per_push` is larger than 1 if the script accumulated gradients over several batches, and
-    `pushes_per_batch` if it made several steps with the same batch, as with several optimizers.
+    `batches_per_push` is larger than 1 if the script accumulated gradients over several batches.
+    `pushes_per_batch` is larger than 1 if the script made several steps with the same batch, as with two optimizers.
     """
     if (last := data.most_used_order()) is None:
         return {}
@@ -365,7 +365,7 @@ def _epochs(data: DataLedger, figures: Mapping[str, Any], workers: int) -> dict[
 
 
 def _handout(data: DataLedger, *, asked: bool) -> Handout:
-    """Return how data was handed out to the workers. `asked` is True if the run was asked for balanced batches."""
+    """Return how data was handed out to the workers. `asked` is True if the user has asked for balanced batches."""
     last = data.most_used_order()
     return Handout() if last is None else Handout.of(last[0], asked=asked)
 
@@ -418,7 +418,10 @@ def server_device_line(job: Job, model: ModelSpec | None) -> str:
     if not job.server_devices:
         return ""
     names = " and ".join(each.name for each in model.optimizers)
-    return f"{option} has no effect, because {names} needs no whole tensors: the servers make its steps on the CPU."
+    return (
+        f"{option} has no effect, because only optimizers that need whole tensors use it. The steps of {names} are "
+        "made on the CPU."
+    )
 
 
 def write_summary(summary: dict[str, Any], run_dir: Path) -> str:
@@ -529,7 +532,7 @@ def how_to_resume(command: str, run_dir: Path, *, function: bool = False, joined
 
 
 def _without_run_dir(command: str, run_dir: Path) -> str:
-    """Return a command line without the name of the run directory, because another run must not use this directory."""
+    """Return a command line without the option that names the run directory: no other run can use this directory."""
     words = shlex.split(command)
     for place, word in enumerate(words):
         name, _, value = word.partition("=")
@@ -584,7 +587,7 @@ QUIET = ("--devices", "--server-device", "--transport")
 
 
 class _Progress(NamedTuple):
-    """The progress of a job, over all its runs: its updates, the samples in these updates, and its seconds."""
+    """The progress of a job, over all its runs: its updates, the samples in these updates, and its duration."""
 
     updates: int
     samples: int
@@ -592,10 +595,10 @@ class _Progress(NamedTuple):
 
 
 class Earlier(NamedTuple):
-    """Information about the time before a run goes on.
+    """What is known about a job before its run goes on from a checkpoint.
 
     Attributes:
-        cut: the state of the job with which the run goes on.
+        cut: the state of the job at the checkpoint.
         checkpoint: the directory of the checkpoint.
         faults: a sentence for each newer checkpoint, which says why it is not used.
         file: the description of the previous run; None if it cannot be read.
@@ -689,7 +692,7 @@ LEAST_KEEPING_S = 1.0
 """Minimum time between two snapshots of good weights."""
 
 KEEPING_SHARE = 0.02
-"""Maximum share of the time that these snapshots take."""
+"""Maximum share of the run's time that is spent on these snapshots."""
 
 
 class _SnapshotThread:
@@ -815,7 +818,9 @@ def write_report(run_dir: Path, tell: Callable[[str], object], hurried: Callable
     from ..look.page import page_of
     from ..look.run_reading import ReportReader
 
-    teller = threading.Timer(TELL_S, tell, ["Reading the traces for the report. Ctrl-C twice skips it."])
+    teller = threading.Timer(
+        TELL_S, tell, ["Reading the traces for the report. Press Ctrl-C twice to skip the report."]
+    )
     teller.daemon = True
     teller.start()
     try:
@@ -826,7 +831,7 @@ def write_report(run_dir: Path, tell: Callable[[str], object], hurried: Callable
     except (ConfigurationError, OSError) as error:
         return f"{REPORT} cannot be written to {run_dir}: {_reason(error)}"
     except Exception as error:
-        return f"{REPORT} cannot be written to {run_dir}, which is a bug, please report it: {error!r}"
+        return f"{REPORT} cannot be written to {run_dir} (this is a bug in Paceline; please report it): {error!r}"
     finally:
         teller.cancel()
         teller.join()

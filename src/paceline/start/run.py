@@ -544,7 +544,7 @@ class LiveRun:
             if "codecs" not in self._told and self._job.codecs():
                 vectors = {vector for bounds, _ in report.shards for vector in bounds.bounds}
                 codecs = self._job.codecs(vectors)
-                yield "codecs", codecs and f"on their way: {codecs}"
+                yield "codecs", codecs and f"codecs between processes: {codecs}"
             yield "wire", wire_line(self._job, report.model)
             yield "device", server_device_line(self._job, report.model)
             if "steps" not in self._told and report.steps is not self._timed:
@@ -747,7 +747,7 @@ class LiveRun:
                         f"Ctrl-C {'again' if self._interruption.asked else 'twice'} ends the run without them."
                     )
         missing = {self._job.placement.server_of[shard] for shard in collection.missing}
-        coordinator.end_collection("a second signal came before its weights")
+        coordinator.end_collection("a second signal came before its weights had arrived")
         self._weights = collection.result().completed(self._run_dir)
         self._give_up(missing, "" if self._weights.absent else "; its part was read from shared memory")
         self._weights_path, messages = save_weights(self._weights, self._run_dir)
@@ -874,7 +874,8 @@ class LiveRun:
         """Write the summary, and return the exception for the signal that ended the run.
 
         Args:
-            scripts: if the signal ended the scripts of the workers, but not the launcher, what has happened; else "".
+            scripts: a clause that says what has happened, if the signal has ended the scripts of the workers, but not
+                the launcher; "" if the signal has ended the launcher.
         """
         summary: dict[str, Any] = {}
         faults = self._notes
@@ -958,10 +959,10 @@ def on_machines(job: Job, left: MachinesLeft) -> Job:
 
 
 def begins_anew(job: Job, before: str) -> str:
-    """Return a sentence that says that a resumed run begins with another sync model than its checkpoint has; or "".
+    """Return a warning if a resumed run begins with another sync model than its checkpoint has; "" otherwise.
 
     If the schedule names an epoch for the checkpoint's model, the result is "": this epoch has begun, so the run
-    changes to the model at once.
+    changes to this model immediately.
 
     Args:
         job: the configuration of the run.
@@ -982,7 +983,7 @@ class RestartPolicy:
     """Decides whether a run goes on by itself."""
 
     def __init__(self) -> None:
-        self._times = 0  # how often the run has gone on from the checkpoint with which it has begun
+        self._times = 0  # how often in a row the run has gone on from the same checkpoint
 
     def resumed(self, job: Job, newest: NewestCheckpoint) -> ResumedFrom | None:
         """Return the checkpoint with which a run would go on after it has lost a server; None if the run would end.
@@ -1010,8 +1011,8 @@ def _is_again(job: Job, resumed: ResumedFrom | None) -> bool:
 
 # -- Says when a run waits for machines to join it, and gives up after a while if none does ------------------
 
-# Time in which machines can join again a run that goes on by itself. By default, `paceline join --wait` tries for the
-# same time to reach the coordinator.
+# Time for which a run that goes on by itself waits for its machines to join it again. By default, `paceline join` tries
+# to reach the coordinator for the same time (--wait).
 RETURN_TIMEOUT_S = 60.0
 SHORTAGE, LIFE = "shortage", "life"
 

@@ -1,7 +1,7 @@
 """Processes that a scheduler has started: the place of each in the job, and how it joins or serves the job.
 
-A scheduler starts the same command several times, on one or more machines, and tells the processes apart by their
-environment. Each function here reads the variables of one scheduler and returns a `JobPlace`; `ENVIRONMENTS` lists
+A scheduler starts the same command several times, on one or more machines. The processes differ in their environment
+variables. Each function here reads the variables of one scheduler and returns a `JobPlace`; `ENVIRONMENTS` lists
 these functions. Nothing else depends on a scheduler's variables. The functions are pure: the
 environment is an argument.
 
@@ -11,8 +11,8 @@ environment is an argument.
 
 The secret may also be in a file that the user names. A worker inherits the environment, and its device is the
 accelerator with the number in the last column. If the scheduler hides all accelerators but one, the device is the
-accelerator that remains. Paceline hides no accelerators from the worker, because a script may read this variable itself
-and choose its accelerator.
+accelerator that remains. Paceline hides no accelerators from the worker, because a script may read the variable in the
+last column itself and choose its accelerator.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class JobPlace(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         name: name of the job. If the scheduler starts the job again, the job has another name.
         index: the index that the worker of this process gets if this index is free.
-        local: number of this process on its machine.
+        local: index of this process among the processes of the job on its machine.
         count: number of processes in the job.
         serves: True if this process also starts the coordinator and the servers of the run.
         alone: True if all processes of the job run on this machine.
@@ -224,7 +224,7 @@ def expand(nodes: str) -> list[str]:
 # process ended, the scheduler might end or restart the whole job. A process fails only if the job fails.
 
 POLL_INTERVAL_S = 0.2
-# Time that the other workers have to leave after the worker of the first process has left.
+# Maximum time to wait for the other workers to leave after the worker of the first process has left.
 LEAVE_TIMEOUT_S = 5.0
 # Maximum time in seconds that the store accepts: torch counts milliseconds in 32 bits.
 MOST_STORE_S = 1e6
@@ -346,7 +346,11 @@ def join_job(
 
         found = announced()
         if found is None:
-            publish(Announcement("", "", failure="its first process could not start it, and says why"))
+            publish(
+                Announcement(
+                    "", "", failure="its first process could not start it, and has printed the reason"
+                )
+            )
             program.end(lambda: True)
             return program.exit_code or 1
         announcement = structs.replace(found, address=seen_from(found.address, f"tls:{reached}:0"))

@@ -195,7 +195,7 @@ RESET = b"\x1b[0m\x1b[?25h\x1b[?2004l\x1b[?1l"
 """Ends what a killed process may leave behind: colors, a hidden cursor, marks around pasted text, changed keys."""
 
 READ_CALL = {"x86_64": "0", "aarch64": "63"}.get(platform.machine())
-"""The number of the system call `read`, as text; None if it is not known for this kind of machine."""
+"""The number of the system call `read`, as text; None if it is not known for this kind of processor."""
 
 
 class Screen(Protocol):
@@ -232,14 +232,14 @@ class Terminal:
         self._own = 0 if self.reads else 1
         self._settings = termios.tcgetattr(self._own)
         self._size = b""
-        self._changed = False  # True if the settings of our terminal are changed now
+        self._changed = False  # True if the settings of the user's terminal are changed now
         self._paused = False
         self._lock = threading.Lock()
         self._main, worker = os.openpty()
         self._worker: int | None = worker
         self.name = os.ttyname(worker)
         settings = termios.tcgetattr(self._own)
-        # Worker 0's terminal adds no carriage returns: ours adds them, and the log is a text file.
+        # Worker 0's terminal adds no carriage returns: the user's terminal adds them, and the log is a text file.
         settings[1] &= ~termios.OPOST
         termios.tcsetattr(worker, termios.TCSANOW, settings)
         self._copy_size()
@@ -272,7 +272,7 @@ class Terminal:
                 os.close(descriptor)
 
     def take_worker(self) -> int:
-        """Return the descriptor of worker 0's terminal, once. The caller must close it.
+        """Return the descriptor of worker 0's terminal, which the caller must close. Call this only once.
 
         The output of worker 0 ends as soon as every process has closed the descriptor.
         """
@@ -281,7 +281,7 @@ class Terminal:
         return descriptor
 
     def pause(self) -> None:
-        """Restore the settings of our terminal."""
+        """Restore the settings of the user's terminal."""
         with self._lock:
             self._paused = True
             if self._changed:
@@ -349,7 +349,7 @@ class Terminal:
                 self._copy_keys()
 
     def _take_keys(self) -> bool:
-        """Let our terminal pass on each key, if this process is in the foreground. Return True if this is done."""
+        """If this process is in the foreground, let the user's terminal pass on each key, and return True."""
         with self._lock, contextlib.suppress(OSError, termios.error):
             if self._paused or not _in_foreground():
                 return False
@@ -375,7 +375,7 @@ class Terminal:
             keys = keys[os.write(self._main, keys[:1]) :]
 
     def _copy_size(self) -> None:
-        """Give worker 0's terminal the size of ours. Worker 0 then receives SIGWINCH if the size has changed."""
+        """Give worker 0's terminal the size of the user's. Worker 0 receives SIGWINCH if the size has changed."""
         with contextlib.suppress(OSError):
             size = fcntl.ioctl(self._own, termios.TIOCGWINSZ, bytes(8))
             if size != self._size:
@@ -513,7 +513,7 @@ def plain_console(*, stderr: bool = False, **options: Any) -> Console:
 def print_sentence(
     console: Console, text: str, style: str = "", *, marked: tuple[str, str] = ("", "")
 ) -> None:
-    """Print text for people. In a terminal, the text is wrapped between words, but not in a pipe or a file.
+    """Print text for people. On a terminal, the text is wrapped between words; in a pipe or a file, it is not wrapped.
 
     A word that is longer than a line, such as a path, is left whole, so that it can be copied. A command line should
     not be printed by this function, because a wrapped command line cannot be copied.

@@ -29,7 +29,8 @@ class Waiting:
         engine: the engine that runs the processes.
         timeout_s: number of seconds after which a silent process that others wait for is killed; None for never.
         say: a function that prints a line.
-        terminal: the terminal that worker 0 uses, if any. While worker 0 waits for the user, it is not silent.
+        terminal: the terminal that worker 0 uses, if any. While worker 0 waits for the user's input, it does not
+            count as silent.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class Waiting:
         return msgspec.structs.replace(awaited, quiet_s=now_s - excused_s)
 
     def _may_take_its_time(self, awaited: AwaitedProcess) -> bool:
-        """Return True for a worker that may be evaluating its model: others have finished, and none waits for it.
+        """Return True for a worker that may be evaluating its model: other workers have finished, and none awaits it.
 
         A stopped process cannot be evaluating, so it gets no more time.
         """
@@ -153,7 +154,7 @@ class Waiting:
                 f"{name.capitalize()} will be killed after {self._timeout_s:g} s of silence (--stall-timeout)."
             )
         else:
-            option = "In another run, --stall-timeout SECONDS (in Python, stall_timeout=SECONDS)"
+            option = "In a later run, --stall-timeout SECONDS (in Python, stall_timeout=SECONDS)"
             if process is None:
                 lines.append(
                     f"{name.capitalize()} runs on another machine. {option} kills such a {awaited.role}."

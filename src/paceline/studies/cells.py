@@ -161,7 +161,7 @@ class CellTask(NamedTuple):
 
 
 def prepare() -> None:
-    """Prepare a process for cells. It uses one thread. It logs nothing, because the results contain the findings."""
+    """Prepare a process for cells: it uses one thread, and logs nothing, because the results contain the findings."""
     import torch
 
     torch.set_num_threads(1)
@@ -230,8 +230,8 @@ IDENTITY = "study.json"
 CELLS = "cells"
 
 TEXTS = {
-    "train": "the training function or the command of the script, or its text,",
-    "imports": "a module with sync models, or its text,",
+    "train": "the name or the text of the training function, or the command or the text of the script,",
+    "imports": "the name or the text of a module with sync models",
 }
 """Key of the fingerprints of source texts in the identity of a study -> the name of these texts in messages."""
 
@@ -287,7 +287,7 @@ class Folder:
         """Remove the folder, which contains the identity of the study, and perhaps results without the metric."""
         shutil.rmtree(self._cells)
         (self.path / IDENTITY).unlink()
-        with contextlib.suppress(OSError):  # the folder may have been there before
+        with contextlib.suppress(OSError):  # the folder may contain other files of the user
             self.path.rmdir()
 
 
@@ -331,9 +331,10 @@ def _decode(content: bytes) -> Outcome:
 #
 # Hyper-parameters are chosen for each model on each cluster, with seeds that the evaluation does not use. The
 # chosen values have the smallest median time to the target over these seeds; the time of a run that fails or never
-# reaches the target counts as infinite. Ties go to the better final value; with a run that fails, there is no final
-# value. If the target is the final value of a model, the hyper-parameters of this model are chosen by the final value
-# alone. A model with only one combination of values has runs with these seeds only if it sets the target of the others.
+# reaches the target counts as infinite. If the times are equal, the better mean final value decides; a run that
+# fails has the worst final value. If the target is the final value of a model, the hyper-parameters of this model are
+# chosen by the final value alone. A model with only one combination of values has runs with these seeds only if its
+# final value sets the target of the other models.
 
 Find = Callable[[Cell], Outcome | None]
 """Function that returns the result of a cell; None if the cell has failed."""
@@ -384,7 +385,7 @@ def tuning_cells(study: Study) -> list[Cell]:
 
 
 def _tuned(study: Study) -> list[Contender]:
-    """Return the models that have runs for the choice, in which their values are chosen or the target is set."""
+    """Return the models that have tuning runs, in which their values are chosen or the target is set."""
     chosen = {
         contender.name
         for contender in study.contenders

@@ -139,7 +139,7 @@ class Contender(NamedTuple):
 
     @property
     def identity(self) -> list[Any]:
-        """Plain values that identify the model. The default `wire` is left out, as in studies that have no `wire`."""
+        """Plain values that identify the model, without the default `wire`, because earlier versions had no `wire`."""
         plain: list[Any] = msgspec.to_builtins(self._replace(style=""))
         return plain if self.wire != "float32" else plain[:-1]
 
@@ -226,7 +226,7 @@ def describe(values: Mapping[str, Any], folder: Path, imports: Sequence[str] = (
     """Return the study that the entries of a study file describe.
 
     Args:
-        values: the entries. In Python, `train` may be a function, and a cluster a `Cluster`.
+        values: the entries. In Python, `train` may be a function object, and each cluster may be a `Cluster`.
         folder: folder to which paths are relative.
         imports: further modules that define models of the user.
 
@@ -379,7 +379,7 @@ def _contenders(file: StudyFile) -> tuple[Contender, ...]:
 
 
 def _whole_name(key: str, name: str, contenders: Sequence[Contender]) -> str:
-    """Return the whole name of a model, which may be stated without its hyper-parameters if this is unambiguous."""
+    """Return the whole name of a model. The name may be given without "translated" if this is unambiguous."""
     names = [each.name for each in contenders]
     alike = [each.name for each in contenders if run_name(each.sync, each.batch, wire=each.wire) == name]
     if name not in names and len(alike) != 1:
@@ -453,7 +453,7 @@ def _own_object(value: object) -> object:
 # -- Clusters that are generated from the number of workers and the kind of difference between them -----------
 #
 # A worker that is neither slow nor disturbed takes about 1 s for a gradient. So times in a study are in units
-# of an undisturbed gradient.
+# of the time that an undisturbed worker takes for a gradient.
 
 Count = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(ge=0)]
@@ -499,7 +499,7 @@ class Equal(Generator, frozen=True, kw_only=True, tag="equal"):
 
 
 class Steady(Generator, frozen=True, kw_only=True, tag="steady"):
-    """The last workers are always slower than the others.
+    """The workers with the highest indices are always slower than the others.
 
     Attributes:
         slower: how many times longer a gradient of a slow worker takes.
@@ -546,7 +546,7 @@ class StudyPauses(Generator, frozen=True, kw_only=True, tag="pauses"):
 
 
 class SlowLinks(Generator, frozen=True, kw_only=True, tag="slow-links"):
-    """The messages of the last workers take longer than those of the others.
+    """The messages of the workers with the highest indices take longer than those of the others.
 
     Attributes:
         message_s: time that a message from or to a slow worker takes, in seconds.

@@ -270,7 +270,7 @@ def _draw_times(axes: Axes, row: StudyRow, place: int, right: float, color: str)
             solid_capstyle="butt",
             zorder=2,
         )
-        if estimate.high > right:  # the interval goes on
+        if estimate.high > right:  # the interval goes on beyond the axis
             axes.plot([right], [place], color=color, marker=5, markersize=8, clip_on=False, zorder=3)
     if math.isfinite(estimate.value) and estimate.value <= right:
         axes.plot([estimate.value], [place], color=color, marker="o", markersize=6.5, zorder=4)
@@ -540,7 +540,7 @@ def _tuned(
 ) -> dict[str, dict[Any, float]]:
     """Return model -> value of `axis` -> the median seconds, with the best choice of the other hyper-parameters.
 
-    Models that do not have this hyper-parameter are left out. A run that has failed never reaches the target.
+    Models without this hyper-parameter are left out. A run that has failed counts as never reaching the target.
     """
     found: dict[str, dict[Any, dict[Any, list[float]]]] = {}
     for cell, outcome in result.tuning:

@@ -55,7 +55,7 @@ def _method(study: Study) -> str:
         f"{target.metric} {value_text(target.value)}"
         if target.value is not None
         else f"the mean final {target.metric} of {target.of}"
-        + (f", up to {target.within:g}" if target.within else "")
+        + (f", or up to {target.within:g} worse" if target.within else "")
     )
     tuned = any(len(contender.points) > 1 for contender in study.contenders)
     sentences = [
@@ -78,9 +78,9 @@ def _method(study: Study) -> str:
             "or, among those with equal times, the best final value."
         )
     sentences += [
-        f"Brackets are {CONFIDENCE:.0%} intervals. Times are geometric means over the seeds. A run that never "
-        "reaches the target counts as longer than it lasted. If such runs leave the upper end of an interval open, "
-        "this end is shown as never.",
+        f"Brackets are {CONFIDENCE:.0%} intervals. Times are geometric means over the seeds. If a run never "
+        "reaches the target, its time is only known to be longer than the run. If such runs leave the upper end of an "
+        "interval open, this end is shown as never.",
         f"Ratios are times divided by those of {study.reference}, "
         + ("paired by seed." if study.paired else "not paired by seed."),
         "A ratio or difference is called significant if it remains significant after Holm's correction for all "
@@ -154,7 +154,7 @@ def _cells(row: StudyRow, keys: Sequence[str], missing: str, of: str) -> list[st
 
 
 def _sentences(study: Study, rows: Sequence[StudyRow]) -> Iterator[str]:
-    """Yield sentences about the rows of a cluster. A claim is made only if its interval supports it."""
+    """Yield sentences about the rows of a cluster. "Significant" refers to p-values after Holm's correction."""
     surely = [row for row in rows if row.ratio is not None and row.ratio_p <= 1 - CONFIDENCE]
     for words, chosen in (
         ("sooner", [row for row in surely if row.ratio is not None and row.ratio.high < 1]),

@@ -162,7 +162,7 @@ def _time(outcome: Outcome, unit: str, target: float, higher_is_better: bool) ->
 
 
 def _compared(study: Study, rows: Sequence[StudyRow]) -> list[StudyRow]:
-    """Return the rows, each compared with the reference on its cluster and corrected for the number of comparisons."""
+    """Compare each row with the reference on its cluster. The p-values are corrected for the number of comparisons."""
     references = {row.cluster: row for row in rows if row.contender.name == study.reference}
     found = [
         _with_comparison(row, references[row.cluster], paired=study.paired)

@@ -53,7 +53,7 @@ class Ratio(NamedTuple):
 
     @property
     def tie(self) -> bool:
-        """True if the interval holds 1."""
+        """True if the interval contains 1."""
         return self.low <= 1.0 <= self.high
 
     def __str__(self) -> str:
@@ -253,7 +253,7 @@ class _Mean(NamedTuple):
 
     @property
     def interval(self) -> Difference:
-        """The mean, with Student's interval and the probability that the true mean is 0."""
+        """The mean, with Student's interval, and the p-value for a true mean of 0."""
         mean, error, freedom = self
         if error == 0.0:
             return Difference(mean, mean, mean, 1.0 if mean == 0.0 else 0.0)
@@ -375,13 +375,13 @@ def _log_ratio(one: float, other: float) -> float:
 
 
 def _by_signs(logs: Sequence[float]) -> Ratio:
-    """Return the median of sorted logarithms, with the interval and the probability of the sign test.
+    """Return the median of sorted logarithms, with the interval and the p-value of the sign test.
 
-    With fewer than six values, even the interval from the smallest to the largest value holds too rarely. The interval
-    then contains all ratios.
+    With fewer than six values, even the interval from the smallest to the largest value contains the true median too
+    rarely. So the interval contains all ratios.
     """
     count = len(logs)
-    # Number of values below the interval, and above it; -1 if the interval must be larger than that of all values.
+    # Number of values below the interval, and above it; -1 if the interval must be larger than the range of all values.
     outside = int(stats.binom.ppf((1 - CONFIDENCE) / 2, count, 0.5)) - 1
     low, high = (logs[outside], logs[count - 1 - outside]) if outside >= 0 else (-math.inf, math.inf)
     above, below = sum(value > 0 for value in logs), sum(value < 0 for value in logs)
@@ -408,7 +408,7 @@ def crossing(curve: Curve, target: float, *, higher_is_better: bool = False) -> 
     """Return where a curve first reaches a target, or infinity.
 
     The value is measured only now and then, so the result is interpolated on the straight line between two points. If
-    there is no finite point before the first point at the target, the result is the place of this first point.
+    there is no finite point before the first point at the target, the result is the x of this first point.
 
     >>> crossing([(0.0, 8.0), (10.0, 6.0), (20.0, 4.0)], 5.0)
     15.0

@@ -56,8 +56,8 @@ def study(
 
     Args:
         description: the path of a study file (see `docs/how-to/study.md`), or its entries as a mapping. Alternatively,
-            the entries are further arguments: `study(train=train, models=["bsp", "asp"], ...)`. In Python, `train`
-            may be a function, and a cluster a `Cluster`.
+            the entries may be further arguments: `study(train=train, models=["bsp", "asp"], ...)`. In Python, `train`
+            may be a function object, and each cluster may be a `Cluster`.
         out: folder for the results: a new folder, or the folder of the same study.
         processes: number of processes. Default: one for each core.
         tell: progress callback, which receives the current task and the fraction of all runs that have ended.

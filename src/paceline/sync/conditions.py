@@ -13,8 +13,8 @@ a delayed pull:
     lazy execution    the round is max(progress, V_train): the pull is answered when the slowest worker has caught up
 
 A worker that joins a run in progress with c_p = c takes part from round c on. Its first pull is answered when this
-round begins, and earlier rounds do not count the worker. The condition `always` is an exception: it answers even this
-pull immediately.
+round begins, and earlier rounds do not count the worker. The condition `always` is an exception: with it, even this
+pull is answered immediately.
 
 If the push condition does not require all workers, a worker may be *late*: c_p < V_train. Where pushes are averaged,
 `paceline.sync.drop_stragglers` explains what becomes of the pushes of a late worker, whatever the conditions are.
@@ -30,10 +30,10 @@ Deviations: Conditions test `Count[V_train] >= n` with the number n of live work
 
 The n of `push_scale` is a different n. The paper divides each gradient by a constant, the total number N of workers
 (Algorithm 1, line 15, and Table II). Here, workers come and go, so n is the largest number of workers that have been
-present at this shard at the same time. When a worker finishes or is lost, n stays the same, so the last and most
-outdated pushes are not enlarged. A worker that joins again is not counted twice: n increases only if a join makes more
-workers present than ever before. A change of the model does not change n. A checkpoint contains n, so a resumed run
-begins with the n of its job, even if the run has fewer workers.
+present at this shard at the same time. When a worker finishes or is lost, n stays the same, so the factor of the last
+and most outdated pushes does not increase. A worker that joins again is not counted twice: n increases only if a join
+makes more workers present than ever before. A change of the model does not change n. A checkpoint contains n, so a
+resumed run begins with the n of its job, even if the run has fewer workers.
 """
 
 from __future__ import annotations
@@ -354,10 +354,10 @@ class ConditionMachine(ShardMachine):
         return Handover(self.counts, self._held, delayed, self._significance)
 
     def take_over(self, handover: Handover, now_ticks: int) -> list[AnyAction]:
-        """Continue from another machine's state.
+        """Continue from the state of another state machine.
 
-        V_train starts at the c_p of the slowest worker. If this machine averages, held pushes are kept for the mean
-        of their round; otherwise, their mean is applied now. Delayed pulls are tested again.
+        V_train starts at the c_p of the slowest worker. If this state machine averages, held pushes are kept for the
+        mean of their round; otherwise, their mean is applied now. Delayed pulls are tested again.
         """
         self._significance = handover.significance
         self.v_train = handover.counts.slowest
@@ -370,7 +370,10 @@ class ConditionMachine(ShardMachine):
         return actions + super().take_over(handover, now_ticks)
 
     def outlook(self, most_workers: int) -> dict[str, object]:
-        """Return what is compared (see `stateful`): held pushes without their order, because a mean is sorted."""
+        """Return what is compared (see `stateful`).
+
+        The order of the held pushes is left out, because a mean always adds them in the order of the workers.
+        """
         return {"_held": frozenset(self._held)}
 
     def waits(self) -> dict[int, str]:
@@ -625,8 +628,8 @@ def _polynomial(coefficients: tuple[float, ...], x: float) -> float:
 # An interval ends with a push. It begins with the worker's previous push, as DSSP defines it. If the model
 # calls `begin` when it answers the worker's pull, the interval begins with the answer, and so does not contain
 # the time for which the worker has waited. Neither the warm-up of an accelerator nor an edit of the weights is an
-# interval, because other iterations take another time. The time that a script spends outside of training is not part of
-# an interval, either.
+# interval, because their durations say nothing about other iterations. The time that a script spends outside of
+# training is not part of an interval, either.
 
 
 @stateful()

@@ -10,17 +10,17 @@ worker independently, the shards could disagree about which worker is behind, an
 forever.
 
 If other shards run other models (FluentPS, Fig. 2), every shard counts all of the worker's pushes in c_p, including
-those that this shard drops. So every round of `bsp` has a push of each worker, and bounds on staleness hold, as if no
-shard dropped a push. At this shard, the first push that a late worker has computed on the weights of the current round
-is averaged, and counts toward the quorum. The worker's other late pushes are dropped. A late worker never waits at this
-shard.
+those that this shard drops. So at a shard that runs `bsp`, every round has a push of each worker. The bounds on
+staleness at the other shards hold as if no shard dropped a push. At this shard, the first push that a late worker has
+computed on the weights of the current round is averaged, and counts toward the quorum. The worker's other late pushes
+are dropped. A late worker never waits at this shard.
 
-Even in this case, workers cannot wait for each other forever: all shards count the same c_p, and V_train >= min c, so
-the slowest worker waits at no shard. This is why a late worker whose push counts for a round must not wait for the end
-of this round. Otherwise, if another shard runs `pssp:staleness=0`, three workers with N_t = 2 could wait forever:
-workers 1 and 2 push iterations 0 to 2, and worker 0 pushes its iteration 0, which is late. Then iteration 1 of worker 0
-counts for round 3. At this shard, worker 0 waits for worker 1 or 2 to push round 3. At the other shard, workers 1 and 2
-wait for worker 0, which is the slowest.
+Even if other shards run other models, workers cannot wait for each other forever: all shards count the same c_p, and
+V_train >= min c, so the slowest worker waits at no shard. This is why a late worker whose push counts for a round must
+not wait for the end of this round. Otherwise, if another shard runs `pssp:staleness=0`, three workers with N_t = 2
+could wait forever: workers 1 and 2 push iterations 0 to 2, and worker 0 pushes its iteration 0, which is late. Then
+iteration 1 of worker 0 counts for round 3. At this shard, worker 0 waits for worker 1 or 2 to push round 3. At the
+other shard, workers 1 and 2 wait for worker 0, which is the slowest.
 
 Reference: Chen et al., "Revisiting distributed synchronous SGD", 2016; FluentPS, Table III, row "Drop stragglers".
 Admission: A pull is answered if and only if progress < V_train. The round V_train is complete when Count[V_train] >=
@@ -35,8 +35,8 @@ the number of workers, the model is BSP.
 Use: When some workers are occasionally very late and training tolerates discarding their late gradients.
 Deviations: When a worker leaves, its push stays in the mean, but no longer counts toward the quorum. The push of a lost
 worker stays only if every shard has received it. A worker that joins begins with the round after V_train or, if other
-shards run other models, with min c. In FluentPS, a worker always reports its own iterations, and Algorithm 1 applies
-late gradients, too (line 15).
+shards run other models, with c_p = min c. In FluentPS, a worker always reports its own iterations, and Algorithm 1
+applies late gradients, too (line 15).
 
 >>> from paceline.sync.events import PullRequested, PushReceived, WorkerJoined
 >>> shard = DropStragglers(quorum=1).at_shard()

@@ -1,11 +1,12 @@
 """DSPS, the dynamic SSP of FluentPS's Table III: SSP with a bound on the gap that adapts to the workers' speeds.
 
 Reference: Zhang, Tu, Ren et al., "A parameter communication optimization strategy for distributed machine learning in
-sensors", Sensors 17(10), 2017, which FluentPS cites for the row DSPS of its Table III. Only FluentPS was available.
-FluentPS states the pull condition, and says that the strategy "monitored the performance of worker nodes to dynamically
-adjust the staleness threshold" (section V). The rule for the bound s is this project's interpretation.
+sensors", Sensors 17(10), 2017, which FluentPS cites for the row DSPS of its Table III. This implementation is based on
+FluentPS alone, because the paper by Zhang et al. was not available. FluentPS states the pull condition, and says that
+the strategy "monitored the performance of worker nodes to dynamically adjust the staleness threshold" (section V). The
+rule for the bound s is this project's interpretation.
 Admission: As in SSP(s), a pull is answered if and only if progress < V_train + s. Each time V_train advances, s is set
-to the number of iterations that the fastest worker computes while the slowest computes one iteration, that is,
+to the number of iterations that the fastest worker computes while the slowest worker computes one iteration, that is,
 ceil(longest interval / shortest interval), clamped to [lower, upper]. The interval of a worker is the time from the
 answer to its last pull, or from its join, to its last push.
 State: The state of SSP, and the last interval of each worker.
@@ -19,7 +20,7 @@ run has `--hyperparameters raw`, intervals do not contain the time that the scri
 example to evaluate the model. Each push says how long this time was. At first, s is `lower`. It does not change until
 every live worker has pushed. With the soft barrier, a delayed pull waits for the current round to close, even if s has
 grown or shrunk in the meantime. With `push_scale="1/n"`, n is the largest number of workers that have been present at
-once (see `paceline.sync.conditions`). In the paper, N is a constant.
+the same time (see `paceline.sync.conditions`). In the paper, N is a constant.
 
 >>> DSPS(lower=1, upper=9).at_shard().staleness
 1

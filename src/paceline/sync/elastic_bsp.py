@@ -1,10 +1,10 @@
 """ElasticBSP: the barrier is placed where the predicted waiting time is shortest.
 
-A superstep has two phases. *Monitoring* lasts until every member (participating worker) has pushed twice since the last
-barrier. In the *prediction* phase, the next R end times of each member are extrapolated from the member's last interval
-between pushes. The ZipLine algorithm picks one end time per member to minimize the spread d_Z of these times, and each
-member stops at the iteration picked for it. Between barriers, pushes are applied as in ASP. The pushes at which the
-members stop are averaged and applied once, as in BSP; then all members continue.
+A superstep has two phases. *Monitoring* lasts until every member (participating worker) has pushed twice since the
+previous barrier. In the *prediction* phase, the next R end times of each member are extrapolated from the member's last
+interval between pushes. The ZipLine algorithm picks one end time per member to minimize the spread d_Z of these times,
+and each member stops at the iteration picked for it. Between barriers, pushes are applied as in ASP. The pushes at
+which the members stop are averaged and applied once, as in BSP; then all members continue.
 
 There are two state machines. The *planner*, at the coordinator, is notified of each finished iteration and publishes
 one plan per superstep. A plan names iterations, not times, and is sent to the workers. Each worker flags its first
@@ -20,24 +20,26 @@ State: At a shard, the held pushes and the waiting pulls of each superstep that 
 time of each worker's last push, and the interval between its last two pushes.
 Guarantee: A worker that has stopped waits only for members that have not stopped yet. Within a superstep, a worker does
 not run past its stop, except for iterations that it computes before the plan arrives. A member's gradient is always
-computed on weights that contain all updates up to the last barrier. From the plan to the next barrier, each of the n
-members ends 1 to R iterations. So, while no worker joins, a gradient that is computed on weights pulled after the plan
-has a staleness of at most (R - 1)(n - 1) updates. The paper says only that the difference between the workers' numbers
-of iterations has a bound "within the R future intervals" (section 3). This bound leaves out the monitoring phase, in
-which a worker that is r times as fast as the slowest worker completes up to 2r iterations, however small R is.
+computed on weights that contain all updates up to the previous barrier. From the plan to the next barrier, each of the
+n members ends 1 to R iterations. So, while no worker joins, a gradient that is computed on weights pulled after the
+plan has a staleness of at most (R - 1)(n - 1) updates. The paper says only that the difference between the workers'
+numbers of iterations has a bound "within the R future intervals" (section 3). This bound leaves out the monitoring
+phase, in which a worker that is r times as fast as the slowest worker completes up to 2r iterations, however small R
+is.
 Use: When the workers' speeds differ but are steady, so that end times can be predicted. The run keeps most of the speed
 of ASP and still averages gradients at barriers.
-Deviations: Of several barriers with the same d_Z, section 4.2 prefers the earliest. In its example, Fig. 8b, it prefers
-Z_B, at which the workers' numbers of iterations differ by 4, to Z_A, at which they differ by 10. The text does not say
-which of these two barriers is earlier; by Theorem 1, Z_B is. Here, the earliest barrier is chosen, whatever the
-difference is, as in Fig. 9. A worker that joins before the first push under this model belongs to the first superstep.
-A worker that joins later runs as in ASP until the next superstep begins, even if no worker has pushed since the last
-barrier. The first push of a worker that computes batches of a new size on an accelerator does not count as one of the
-two pushes of the monitoring phase, and neither does the push of an edit of the weights. The interval that ends with
-such a push is left out, because the next intervals have another length. Unless the run has `--hyperparameters raw`, an
-interval does not contain the time that the script spent outside of training, for example to evaluate the model, because
-the next intervals do not contain such a time. Each push says how long this time was. If two pushes of a worker arrive
-at the same tick, its interval counts as one tick, because end times cannot be extrapolated from an interval of 0.
+Deviations: Of several barriers with the same d_Z, section 4.2 prefers the earliest. In the example of that section,
+Fig. 8b, the paper prefers Z_B, at which the workers' numbers of iterations differ by 4, to Z_A, at which they differ by
+10. The text does not say which of these two barriers is earlier; by Theorem 1, Z_B is. Here, the earliest barrier is
+chosen, as in Fig. 9, whatever the difference between the numbers of iterations is. A worker that joins before the first
+push under this model belongs to the first superstep. A worker that joins later runs as in ASP until the next superstep
+begins, even if no worker has pushed since the previous barrier. The first push of a worker that computes batches of a
+new size on an accelerator does not count as one of the two pushes of the monitoring phase, and neither does the push of
+an edit of the weights. The interval that ends with such a push is left out, because it says nothing about the next
+intervals. Unless the run has `--hyperparameters raw`, an interval does not contain the time that the script spent
+outside of training, for example to evaluate the model, because the next intervals do not contain such a time. Each push
+says how long this time was. If two pushes of a worker arrive at the same tick, its interval counts as one tick, because
+end times cannot be extrapolated from an interval of 0.
 
 >>> from paceline.sync.events import IterationFinished, WorkerJoined
 >>> planner = ElasticBSP(lookahead=4).at_coordinator()
@@ -112,7 +114,10 @@ class Barrier:
         self.pulls: dict[int, int] = {}  # worker -> iteration of the pull that waits for the barrier
 
     def outlook(self, most_workers: int) -> dict[str, object]:
-        """Return what is compared (see `stateful`): held pushes without their order, because a mean is sorted."""
+        """Return what is compared (see `stateful`).
+
+        The order of the held pushes is left out, because a mean always adds them in the order of the workers.
+        """
         return {"held": frozenset(self.held)}
 
 

@@ -136,14 +136,14 @@ def maker(
 
 
 class WorkerEvent(Event, kw_only=True):
-    """Base class of those events at one worker that share no fields with a message."""
+    """Base class of the events that concern one worker and share no fields with a message."""
 
     now_ticks: int
     worker: int
 
 
 class WorkerJoined(WorkerEvent, kw_only=True):
-    """A worker has joined and is now live. Every shard receives this event before the coordinator's machine does.
+    """A worker has joined and is now live. Every shard receives this event before the coordinator's state machine does.
 
     No worker joins while a change of the sync model is in progress.
 
@@ -168,7 +168,7 @@ class WorkerFenced(WorkerEvent, kw_only=True):
     """A worker was lost, and the shard holds one of its pushes, which other shards may not have received.
 
     The worker sends nothing more, and no mean with this push may be applied before the worker's `WorkerLost` event.
-    This event is handled by the base class of the machines (see `ShardMachine.frozen`).
+    This event is handled by the base class of the state machines (see `ShardMachine.frozen`).
     """
 
 
@@ -189,7 +189,7 @@ class WorkerFinished(WorkerEvent, kw_only=True):
 
 
 class PushFlags(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The attributes of a push besides its gradient, from the script to the trace.
+    """The attributes of a push besides its gradient, which are passed on from the script up to the trace.
 
     The front end sets the attributes that it knows, the host of a worker sets `outside_ticks`, and the core of the
     worker sets all others.
@@ -321,9 +321,9 @@ class IterationFinished(Finish, Event):
 class IterationStarted(WorkerEvent, kw_only=True):
     """A worker reports to the coordinator that it has received its weights and is starting `iteration`.
 
-    If the model needs these reports, a worker reports the start of every iteration, except its first iteration if it is
-    present from the beginning of the run. The worker always reports the start of the first iteration after a change of
-    the sync model, and never reports a restart.
+    If the model needs these reports, a worker reports the start of every iteration. A worker that is present from the
+    beginning of the run does not report its first iteration. The worker always reports the start of the first iteration
+    after a change of the sync model, and never reports a restart.
     """
 
     iteration: int

@@ -2,13 +2,13 @@
 
 A *specification* (`BSP()`, `SSP(staleness=3)`) is an immutable object that can be written on a command line, sent in
 a message and stored in a trace. A specification creates the *state machines* that make the decisions: one for each
-shard and, if the model plans for the whole job, one for the coordinator. A machine has no access to a host, a clock
-or a tensor. The machine's method `handle` takes an event and returns the resulting actions, in order.
+shard and, if the model plans for the whole job, one for the coordinator. A state machine has no access to a host, a
+clock or a tensor. Its method `handle` takes an event and returns the resulting actions, in order.
 
-A machine receives only legal events: `paceline.core.order` checks in advance that each worker pushes, pulls and
-receives its answer in this order. Therefore a machine stores only what the rule of its model needs. If this rule also
-forbids some of the legal events, the machine rejects such an event in its method `check`, which does not change any
-state.
+A state machine receives only legal events: `paceline.core.order` checks in advance that each worker pushes, pulls and
+receives its answer in this order. Therefore a state machine stores only what the rule of its model needs. If this rule
+also forbids some of the legal events, the state machine rejects such an event in its method `check`, which does not
+change any state.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Machine(Protocol):
         """Process one event and return the resulting actions."""
 
     def validate(self) -> None:
-        """Check that the machine's state is consistent; raise `InternalError` if it is not."""
+        """Check that the state of this object is consistent; raise `InternalError` if it is not."""
 
 
 class Fault(msgspec.Struct, frozen=True):
@@ -65,10 +65,10 @@ class Fault(msgspec.Struct, frozen=True):
 
 
 class Handover(NamedTuple):
-    """The state that a shard's machine passes on to the machine of the next model.
+    """What the state machine of a shard passes on to the state machine of the next model.
 
     Attributes:
-        counts: c_p of each live worker (see `Counts`). The new machine takes ownership of this object.
+        counts: c_p of each live worker (see `Counts`). The new state machine takes ownership of this object.
         held: (worker, iteration) of each held push.
         delayed: worker -> iteration of the worker's delayed pull.
         significance: worker -> |g| / |w| of the worker's last push, if measured.
@@ -82,7 +82,7 @@ class Handover(NamedTuple):
 
 @stateful(fixed="ticks_per_s alone")
 class ShardMachine:
-    """Base class of the machines that run a model at one shard.
+    """Base class of the state machines that run a model at one shard.
 
     A subclass implements `pushed` and `pulled`, and overrides other methods if needed. This class updates c_p before
     it calls these methods.
@@ -93,7 +93,8 @@ class ShardMachine:
         counts: c_p of the live workers.
         frozen: lost workers of which this shard holds a push that other shards may not have received. No mean
             that contains such a push may be applied before `settle`.
-        fault: None, or the failure of a user's condition. After a failure, the machine must not receive more events.
+        fault: None, or the failure of a user's condition. After a failure, the state machine must not receive more
+            events.
     """
 
     ticks_per_s: int = TICKS_PER_S
@@ -127,23 +128,26 @@ class ShardMachine:
         """Raise `InvalidEventError` if the model does not allow this event. Must not change any state."""
 
     def pushed(self, push: PushReceived) -> list[AnyAction]:
-        """Handle a push. The first action returned applies, holds or drops the push."""
+        """Return the actions for a push. The first of these actions applies, holds or drops the push."""
         raise NotImplementedError
 
     def pulled(self, pull: PullRequested) -> list[AnyAction]:
-        """Handle a pull: answer it now, or keep it and answer it later."""
+        """Answer a pull now, or keep the pull to answer it later."""
         raise NotImplementedError
 
     def timer_fired(self, timer: TimerFired) -> list[AnyAction]:
-        """Handle a timer. The timer may have been set by an earlier model, or for a pull that no longer exists."""
+        """Return the actions for a timer that is due.
+
+        The timer may have been set by an earlier model, or for a pull that no longer exists.
+        """
         return []
 
     def joined(self, event: WorkerJoined) -> list[AnyAction]:
-        """Handle a worker that has joined."""
+        """Return the actions for a worker that has joined."""
         return []
 
     def left(self, event: WorkerLost | WorkerFinished) -> list[AnyAction]:
-        """Handle a worker's departure: discard its delayed pull, and answer the pulls that waited for this worker."""
+        """Discard the delayed pull of a worker that has left, and answer the pulls that waited for this worker."""
         return []
 
     def holds(self, worker: int) -> bool:
@@ -154,10 +158,10 @@ class ShardMachine:
         return False
 
     def settle(self, worker: int, kept: int | None) -> list[AnyAction]:
-        """Handle the verdict about the held pushes of a frozen worker: drop those with a label above `kept`.
+        """Drop the held pushes of a frozen worker that have a label above `kept`.
 
         None keeps all pushes. If the model has already been told that the worker has left (see `core.shard`), the
-        updates that have waited for this verdict are applied now. Otherwise, the worker's `WorkerLost` event follows.
+        updates that have waited for this decision are applied now. Otherwise, the worker's `WorkerLost` event follows.
 
         A subclass that overrides this method must call `super().settle`, or remove the worker from `frozen` itself.
         """
@@ -181,14 +185,14 @@ class ShardMachine:
         return {}
 
     def hand_over(self) -> Handover:
-        """Return the state for the next machine. This machine must not be used afterwards."""
+        """Return the state for the next state machine. This state machine must not be used afterwards."""
         return Handover(self.counts, [], {}, {})
 
     def take_over(self, handover: Handover, now_ticks: int) -> list[AnyAction]:
         """Continue from the state of another state machine.
 
         Apply the mean of the held pushes, and process the delayed pulls. Pushes of frozen workers are not applied. If
-        this machine does not hold these pushes, `core.shard` holds them.
+        this state machine does not hold these pushes, `core.shard` holds them.
         """
         self.counts = handover.counts
         held = sorted(push for push in handover.held if push[0] not in self.frozen)
@@ -198,13 +202,13 @@ class ShardMachine:
         return actions
 
     def validate(self) -> None:
-        """Check that the machine's state is consistent; raise `InternalError` if it is not."""
+        """Check that the state of this object is consistent; raise `InternalError` if it is not."""
         self.counts.validate()
 
 
 @stateful(fixed="ticks_per_s")
 class JobMachine:
-    """Base class of the machines that run a model at the coordinator, if the model plans for the whole job.
+    """Base class of the state machines that run a model at the coordinator, if the model plans for the whole job.
 
     Attributes:
         ticks_per_s: number of ticks per second of the run. The host sets it before the first event.
@@ -236,27 +240,30 @@ class JobMachine:
         """Raise `InvalidEventError` if the model does not allow this event. Must not change any state."""
 
     def finished(self, event: IterationFinished) -> list[AnyAction]:
-        """Handle the report that a worker has pushed an iteration to every shard."""
+        """Return the actions for a report that a worker has pushed an iteration to every shard."""
         return []
 
     def started(self, event: IterationStarted) -> list[AnyAction]:
-        """Handle the report that a worker has started an iteration. Called only if `needs_starts` is True."""
+        """Return the actions for the start of an iteration. Called only if `needs_starts` is True."""
         return []
 
     def timer_fired(self, timer: TimerFired) -> list[AnyAction]:
-        """Handle a timer. An earlier model may have set it, or the worker may since have continued or left."""
+        """Return the actions for a timer that is due.
+
+        An earlier model may have set the timer, or the worker may have continued or left since then.
+        """
         return []
 
     def joined(self, event: WorkerJoined) -> list[AnyAction]:
-        """Handle a worker that has joined."""
+        """Return the actions for a worker that has joined."""
         return []
 
     def left(self, event: WorkerLost | WorkerFinished) -> list[AnyAction]:
-        """Handle a worker that has left."""
+        """Return the actions for a worker that has left."""
         return []
 
     def validate(self) -> None:
-        """Check that the machine's state is consistent; raise `InternalError` if it is not."""
+        """Check that the state of this object is consistent; raise `InternalError` if it is not."""
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(msgspec.field,))
@@ -265,10 +272,10 @@ class SyncModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_om
 
     Attributes:
         name: name of the model on the command line, before the colon.
-        style: the color of the model in pictures, as a hexadecimal number, and the number of its dashes. Without a
-            color, the picture chooses both.
+        style: the color of the model in pictures, as a hexadecimal number, and the index of its dashes in
+            `paceline.look.timelines.DASHES`. Without a color, the picture chooses both.
         shown: the settings whose timelines the documentation shows; () for the default setting.
-        demo: further settings for `paceline demo --all`, which also compares those with the best hyper-parameters.
+        demo: the model's settings that only `paceline demo --all` runs, with the hyper-parameters of a similar model.
     """
 
     name: ClassVar[str]
@@ -358,14 +365,14 @@ class SyncModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_om
         """Raise `ConfigurationError` if the model cannot run in this process with this number of workers."""
 
     def at_shard(self, seed: int = 0, shard: int = 0) -> ShardMachine:
-        """Return a new machine for the shard with index `shard`.
+        """Return a new state machine for the shard with index `shard`.
 
         Models that draw random numbers use the run's `seed`.
         """
         raise TypeError(f"{type(self).__name__} does not implement at_shard")
 
     def at_coordinator(self, seed: int = 0) -> JobMachine | None:
-        """Return a new machine for the coordinator, or None if the model does not need one."""
+        """Return a new state machine for the coordinator, or None if the model does not need one."""
         return None
 
     def __str__(self) -> str:
@@ -591,7 +598,7 @@ Effect = Literal["exact", "fresh", "stale"]
 
 EFFECTS: dict[Effect, str] = {
     "exact": "every update is that of one process on the joint batch",
-    "fresh": "no gradient is stale, but late ones are dropped, so an update averages fewer of them",
+    "fresh": "no gradient is stale, but late gradients are dropped, so an update averages fewer gradients",
     "stale": "gradients are computed on outdated weights, which changes how training proceeds",
 }
 """The effects as clauses, from the smallest effect to the largest."""
@@ -784,7 +791,7 @@ def _remedy(kinds: Collection[Kind], samples: Samples, option: str) -> list[str]
     """Return the batch size of the script, and the option that gives the joint batch this size."""
     batch = samples.batch
     if not samples.loader:
-        return ["it has distributed no loader" + f", so {option} divides nothing" * samples.asked]
+        return ["the script has distributed no loader" + f", so {option} divides nothing" * samples.asked]
     if samples.joint or batch is None:
         return []
     if "rounds" in kinds:

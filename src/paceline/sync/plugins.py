@@ -160,7 +160,8 @@ def require_importable(model: object, known: Collection[str] = ()) -> None:
 
     Args:
         model: the new sync model that a worker has requested.
-        known: names of conditions that the servers have nevertheless.
+        known: names of the conditions that were given at launch; the launcher has sent the servers those that they
+            cannot import.
 
     Raises:
         ConfigurationError: a condition cannot be imported.
@@ -280,7 +281,7 @@ def _find(name: str) -> Condition:
 
 # -- Errors in code of the user that Paceline calls: sync models, conditions, and optimizers on the servers
 #
-# Such an error is the fault of neither the sender of a message nor Paceline. It ends the run or the
+# Such an error is neither the fault of the sender of a message nor a bug of Paceline. It ends the run or the
 # simulation with a `UserCodeError`, which says what was called, where, and for which event. The traceback has
 # only the user's frames, as it has for an error in a script.
 
@@ -308,7 +309,7 @@ EVENTS: dict[type, str] = {
 
 
 def blame(model: SyncModel, where: str, event: object, error: Exception) -> NoReturn:
-    """Raise a `UserCodeError` for an error that a sync model, or a value that it has returned, has caused.
+    """Raise a `UserCodeError` for an error in a sync model, or in carrying out what the model has returned.
 
     Raise `error` itself if it is not the model's fault: a refused event, or an error in a model of this package.
 
@@ -323,7 +324,7 @@ def blame(model: SyncModel, where: str, event: object, error: Exception) -> NoRe
     told = user_traceback(error)
     when = EVENTS.get(type(event), str(event)).format(event)
     if told:
-        # The context would show Paceline's frames, too.
+        # The context of the error would show Paceline's frames, too, so it is left out.
         raise UserCodeError(
             f"the sync model {model} raised {first_line(error)} at {where}, when {when}", told
         ) from None
@@ -331,8 +332,8 @@ def blame(model: SyncModel, where: str, event: object, error: Exception) -> NoRe
         raise error
     what = error.what if isinstance(error, InternalError) else first_line(error)
     raise UserCodeError(
-        f"the sync model {model} returned what cannot be carried out at {where}, when {when}: {what}. Test the model "
-        "with paceline.testing.check."
+        f"the sync model {model} returned something that cannot be carried out at {where}, when {when}: {what}. "
+        "Test the model with paceline.testing.check."
     ) from error
 
 
@@ -376,7 +377,7 @@ def script_traceback(error: BaseException) -> str:
     ours = innermost is not None and innermost.filename.startswith(PACKAGE) and not meant
     for part in _parts(told):
         frames = list(_called(part)) if ours else _users_frames(part)
-        # Without a stack, there is no headline either.
+        # If the stack is None, the headline "Traceback (most recent call last)" is left out, too.
         part.stack = traceback.StackSummary.from_list(frames) if frames else None  # type: ignore[assignment]
     return "".join(told.format())
 

@@ -10,21 +10,21 @@ constant PSSP first delays another worker is random, with mean s + 1/c - 1. With
 paper, a delayed worker waits until the slowest worker has caught up, so the expected k is at most this mean, and in all
 tests, the regret is below the bounds of Theorems 1 and 2. With `execution="soft"`, the default here, a delayed worker
 waits for one round only. In this case, under constant PSSP, the k of a worker that is much faster than the slowest
-worker grows without a bound, by 1/c - 1 per round on average. So the regret can exceed the bound of Theorem 1, which
-the paper does not mention. The regret exceeds this bound only if every gradient is computed on the oldest weights that
+worker grows without a bound, by 1/c - 1 per round on average. So the regret can exceed the bound of Theorem 1. The
+paper does not mention this. The regret exceeds this bound only if every gradient is computed on the oldest weights that
 the theorem allows. Here, the weights are newer, because each answer contains all pushes that have arrived. The paper
-does not state the step size for which its bounds hold; it is the step size of Ho et al. (2013). Eq. 2 of the paper is
-meant for 0 < c < 1: the first line of Eq. 2 is 0 for c = 0, where PSSP is ASP, and the second line is undefined for c =
-1. With `draws="per-shard"` and M shards, 1 - (1 - c)^M replaces c, because a worker continues only if no shard delays
-it. The run makes progress as long as the slowest live worker does.
+does not state the step size for which its bounds hold. In the tests, they hold for the step size of Ho et al. (2013).
+Eq. 2 of the paper is meant for 0 < c < 1: the first line of Eq. 2 is 0 for c = 0, where PSSP is ASP, and the second
+line is undefined for c = 1. With `draws="per-shard"` and M shards, 1 - (1 - c)^M replaces c, because a worker continues
+only if no shard delays it. The run makes progress as long as the slowest live worker does.
 Use: When SSP makes too many workers wait at the same time: PSSP delays fewer pulls. With `execution="lazy"`, constant
 PSSP has the same bound on the expected regret as SSP(s + 1/c - 1).
 Deviations: The random draw is keyed by (seed, worker, iteration), so that all shards agree, and the number of shards
-does not change the model. In the paper, each server evaluates `rand(0,1) > P` by itself. With `draws="per-shard"`, each
-shard draws by itself, too. Then P is the probability at one shard, and the probability that a worker has to wait is 1 -
-(1 - P)^M, which the paper does not discuss. For example, P = 0.1 on 8 shards delays a worker with a probability of
-0.57. With `push_scale="1/n"`, n is the largest number of workers that have been present at the same time (see
-`paceline.sync.conditions`). In the paper, N is a constant.
+does not change the model. In the paper, each server evaluates `rand(0,1) > P` with a random number of its own. With
+`draws="per-shard"`, each shard draws a number of its own, too. Then P is the probability at one shard, and the
+probability that a worker has to wait is 1 - (1 - P)^M, which the paper does not discuss. For example, P = 0.1 on 8
+shards delays a worker with a probability of 0.57. With `push_scale="1/n"`, n is the largest number of workers that have
+been present at the same time (see `paceline.sync.conditions`). In the paper, N is a constant.
 
 >>> from paceline.sync.events import PullRequested, PushReceived, WorkerJoined
 >>> shard = PSSP(staleness=0, probability=1.0).at_shard()
@@ -123,7 +123,7 @@ class DynamicPSSP(ConditionModel):
 def _delaying(
     model: PSSP | DynamicPSSP, probability: Callable[[PullState], float], seed: int, shard: int
 ) -> ConditionMachine:
-    """Return a machine with the condition of Table III, row PSSP: a pull with k >= s is delayed with a probability."""
+    """Return a state machine with the condition of Table III, row PSSP: a pull with k >= s is delayed at random."""
     key = (seed,) if model.draws == "shared" else (seed, shard)
     staleness = model.staleness
 

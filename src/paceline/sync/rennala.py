@@ -1,4 +1,4 @@
-"""Rennala SGD: B gradients that were computed on the current weights make an update; all others are dropped.
+"""Rennala SGD: B gradients that were computed on the current weights make an update; all other gradients are dropped.
 
 Reference: Tyurin and Richtarik, "Optimal time complexities of parallel stochastic optimization methods under a fixed
 computation model", NeurIPS 2023.
@@ -79,7 +79,10 @@ class Collector(ShardMachine):
         return [] if self.counts.live_count else self._apply_if_at_least(1)
 
     def outlook(self, most_workers: int) -> dict[str, object]:
-        """Return what is compared (see `stateful`): held pushes without their order, because a mean is sorted."""
+        """Return what is compared (see `stateful`).
+
+        The order of the held pushes is left out, because a mean always adds them in the order of the workers.
+        """
         return {"_held": frozenset(self._held)}
 
     def _apply_if_at_least(self, count: int) -> list[AnyAction]:

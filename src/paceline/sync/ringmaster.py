@@ -13,9 +13,9 @@ iteration.
 Guarantee: No worker ever waits, and the delay of every gradient that is applied is below R. If worker i needs tau_i
 seconds for each gradient, tau_1 <= tau_2 <= ..., then any R updates in a row take at most the minimum over m of 2 (1/m
 sum_{i <= m} 1/tau_i)^-1 (1 + R/m) seconds. With R = 1, the model applies only gradients of staleness 0.
-Use: When some workers are so slow that their gradients harm the others' progress. The paper's theory recommends R =
-max(1, sigma^2 / epsilon), where sigma^2 is the variance of a gradient and epsilon the squared norm of the gradient at
-which training ends. The model needs a single shard: `--servers 1`.
+Use: When some workers are so slow that their gradients harm the progress of other workers. The paper's theory
+recommends R = max(1, sigma^2 / epsilon), where sigma^2 is the variance of a gradient and epsilon the squared norm of
+the gradient at which training ends. The model needs a single shard: `--servers 1`.
 Deviations: The coordinator learns of an update a moment after it was applied, and does not learn when a restarted
 worker pulls. So a computation may be stopped slightly late, or, after a restart, slightly before its delay reaches R.
 Only the shard, which knows the exact delay, decides which gradients are applied.

@@ -22,7 +22,8 @@ from .model import SyncModel, agree_on_means
 from .notation import AUTO, notation, parse_shards, require_registered, require_shards
 
 OVERLAPS = ("shards", "off")
-"""With "shards", each shard answers pulls independently. With "off", workers pull only after all have pushed."""
+"""With "shards", each shard answers pulls independently. With "off", workers pull only after all workers have
+pushed."""
 
 
 class ScheduleStep(msgspec.Struct, frozen=True):

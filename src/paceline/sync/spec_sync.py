@@ -27,10 +27,11 @@ Deviations: An epoch ends when every live worker has pushed since the last tunin
 pushed leaves. D is at most T; if several delays are equally good, the shortest is chosen. There is no speculation
 before the first tuning, or while no D has a positive F, or with a single worker. An iteration uses the parameters that
 are in force at its start, and m is the number of live workers when its timer is due. If the last iteration was
-restarted, T_i and u_i run from its first start. Unless the run has `--hyperparameters raw`, T_i and u_i leave out the
-time that the script spent outside of training before the iteration, for example to evaluate the model. Each push says
-how long this time was. An edit of the weights does not count as an iteration, and its push does not end an epoch. The
-same holds for the first iteration with batches of a new size on an accelerator, because later iterations are shorter.
+restarted, T_i and u_i are counted from the first start of this iteration. Unless the run has `--hyperparameters raw`,
+T_i and u_i leave out the time that the script spent outside of training before the iteration, for example to evaluate
+the model. Each push says how long this time was. An edit of the weights does not count as an iteration, and its push
+does not end an epoch. The same holds for the first iteration with batches of a new size on an accelerator, because
+later iterations are shorter.
 
 >>> from paceline.sync.events import IterationFinished, IterationStarted, TimerFired, WorkerJoined
 >>> coordinator = SpecSync(abort_time_s=0.5, abort_rate=0.5).at_coordinator()
@@ -184,7 +185,7 @@ class Speculator(JobMachine):
         self._workers: dict[int, Watched] = {}  # live workers, in order of joining
         self._push_count = 0  # total number of pushes since the start of the run
         self._pushes: list[tuple[int, int]] = []  # (time, worker) of pushes that the next tuning may need
-        # live workers that have not pushed since the last tuning, except for warm-ups
+        # live workers that have not pushed since the last tuning; the push of a warm-up does not count
         self._yet_to_push: set[int] = set()
 
     def finished(self, event: IterationFinished) -> list[AnyAction]:
@@ -253,9 +254,10 @@ class Speculator(JobMachine):
             )
 
     def outlook(self, most_workers: int) -> dict[str, object]:
-        """Return what is compared (see `stateful`): of the pushes, only the number since each watched start.
+        """Return what is compared (see `stateful`).
 
-        A number that is large enough for a restart is replaced by the smallest such number.
+        Of the log of pushes, only the number of pushes since each watched start counts. A number that is large enough
+        for a restart is replaced by the smallest such number.
         """
         workers: dict[int, object] = {}
         for worker, watched in self._workers.items():

@@ -13,9 +13,9 @@ live worker does.
 Use: When most workers are equally fast and some are occasionally late: staleness is bounded, and waits are short.
 Deviations: FluentPS contains two definitions of s. By Table III, where progress counts from 0 as in Algorithm 1, a
 worker waits when it has pushed s + 1 more iterations than the slowest worker. In Fig. 3 and the text about Fig. 3
-(section III-C), where s is 3, a worker waits when it has pushed 3 more iterations. This model follows Table III, by
-which s = 0 is BSP, as section V says. By the definition of Fig. 3, no worker could ever continue with s = 0. With
-`push_scale="1/n"`, n is the largest number of workers that have been present at the same time (see
+(section III-C), where s is 3, a worker waits when it has pushed 3 more iterations than the slowest worker. This model
+follows Table III, by which s = 0 is BSP, as section V says. By the definition of Fig. 3, no worker could ever continue
+with s = 0. With `push_scale="1/n"`, n is the largest number of workers that have been present at the same time (see
 `paceline.sync.conditions`). In the paper, N is a constant.
 
 >>> from paceline.sync.events import PullRequested, PushReceived, WorkerJoined

@@ -1,8 +1,9 @@
 """Ticks, the unit of time of every decision. Times in ticks are whole numbers, so sums and comparisons are exact.
 
-In a live run, a tick is a nanosecond. In a simulation, a tick is a nanosecond or a whole fraction of one, such that
-each time that is stated as a `Fraction` or a `Decimal` is a whole number of ticks (see `resolution`). Decisions
-therefore do not depend on the unit in which the times are stated, and two events that should coincide do coincide.
+In a live run, a tick is a nanosecond. In a simulation, a tick is a nanosecond, or a nanosecond divided by a whole
+number, such that each time that is stated as a `Fraction` or a `Decimal` is a whole number of ticks (see `resolution`).
+Decisions therefore do not depend on the unit in which the times are stated, and two events that should coincide do
+coincide.
 
 Floats cannot represent most decimal numbers: three times 0.1 s is not 0.3 s. A time that is given as a float is
 therefore rounded to a whole number of nanoseconds, which is the number that was meant if the float has at most nine

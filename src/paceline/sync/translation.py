@@ -79,6 +79,9 @@ class Standing(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True)
 class Fraction(NamedTuple):
     """The fraction of a joint step that an update takes.
 
+    A whole step would move the weights and the state from their current values to the result of the step. The
+    attributes say which fraction of this way they move.
+
     Attributes:
         step: fraction of the way that the state moves, except for averages of the gradient.
         weights: fraction of the way that the weights move. Smaller than `step` only if the guard has reduced the
@@ -115,7 +118,8 @@ class Family(NamedTuple):
     Attributes:
         means: keys of averages of the gradient.
         square: key of the running mean, or of the sum, of squared gradients; "" if there is none.
-        decay: hyper-parameter with the decay of `square`; "" if `square` is a sum. Of several numbers, the last counts.
+        decay: hyper-parameter with the decay of `square`; "" if `square` is a sum. If it is a pair such as `betas`, the
+            last number counts.
         mean: key in `means` of a running mean of the gradient, whose decay is the first of `betas`; "" if the state
             has no such mean, so that a mean must be kept in addition.
         averages: True if the optimizer is given a running mean of gradients instead of the gradient of an update.
@@ -168,8 +172,8 @@ def averages_words(optimizers: Sequence[str]) -> str:
         optimizers: the classes of the optimizers, as in `FAMILIES`.
 
     >>> averages_words(["Muon", "AdamW"])
-    'Muon receives a running mean of gradients, because normalized updates suffer from the noise of a single one; it \
-may learn slightly less than under bsp (see docs/models/hyper-parameters.md)'
+    'Muon receives a running mean of gradients, because normalized updates suffer from the noise of a single gradient; \
+it may learn slightly less than under bsp (see docs/models/hyper-parameters.md)'
     >>> averages_words(["AdamW"])
     ''
     """
@@ -179,8 +183,8 @@ may learn slightly less than under bsp (see docs/models/hyper-parameters.md)'
     *others, last = dict.fromkeys(names)
     given, it = (f"{', '.join(others)} and {last} receive", "they") if others else (f"{last} receives", "it")
     return (
-        f"{given} a running mean of gradients, because normalized updates suffer from the noise of a single one; {it} "
-        "may learn slightly less than under bsp (see docs/models/hyper-parameters.md)"
+        f"{given} a running mean of gradients, because normalized updates suffer from the noise of a single gradient; "
+        f"{it} may learn slightly less than under bsp (see docs/models/hyper-parameters.md)"
     )
 
 

@@ -65,9 +65,9 @@ def check(
             arrival, because the order differs between shards.
         workers: number of workers in each small job.
         shards: number of shards in each small job; always 1 if the model can only run on one shard.
-        iterations: number of iterations of each worker in the first small job. The other jobs have one fewer. If the
-            model uses staleness on several shards, all jobs have one fewer. No job has less than 1. Each additional
-            iteration makes the check take about ten times as long.
+        iterations: number of iterations of each worker in the first small job. In the other jobs, each worker makes one
+            iteration fewer. If the model uses staleness on several shards, one more iteration is left out of all jobs.
+            At least one iteration remains. Each additional iteration makes the check take about ten times as long.
 
     Raises:
         AssertionError: the model breaks a promise. The message names the promise and lists the preceding events.

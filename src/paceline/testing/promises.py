@@ -313,7 +313,7 @@ class Reports:
             if self._timers and self._timers[0].due_ticks <= now_ticks:
                 timer = self._timers.pop(0)
                 self._tell(TimerFired(now_ticks=now_ticks, worker=timer.worker, iteration=timer.iteration))
-            elif step == 2 * steps // 3:
+            elif step >= 2 * steps // 3 and 3 in self._next:
                 del self._next[3]
                 self._tell(WorkerLost(now_ticks=now_ticks, worker=3))
             else:
@@ -481,7 +481,7 @@ class CheckedShard:
     def _with_numbers(self, push: PushReceived) -> PushReceived:
         """Return a push with the numbers that a `Shard` adds if the model needs them.
 
-        A machine without a host does not know what its model needs, so its pushes have all numbers.
+        A state machine without a `ShardSync` does not know what its model needs, so its pushes have all numbers.
         """
         staleness: int | None = len(self.updates) - self._pulled.get(push.worker, 0)
         at_once: int | None = self._at_once

@@ -240,10 +240,10 @@ def _seconds(ticks: int) -> str:
 
 # -- Notices when a state machine reads a clock or a global random generator ---------------------------------
 #
-# The decisions of a state machine may depend on its events alone. A machine that reads a clock decides
-# differently in a live run, in virtual time and in a replay. A machine that draws from a global generator
-# decides differently at each shard. Two machines that receive the same events rarely differ because of a
-# clock, so comparing them would not reveal that they read a clock. Therefore, the calls are watched.
+# The decisions of a state machine may depend on its events alone. A state machine that reads a clock
+# decides differently in a live run, in virtual time and in a replay. A state machine that draws from a global
+# generator decides differently at each shard. Two state machines that receive the same events rarely differ
+# because of a clock, so comparing them would not reveal that they read a clock. Therefore, the calls are watched.
 
 CLOCKS = (
     time.time,

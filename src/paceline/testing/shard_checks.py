@@ -108,7 +108,7 @@ class ShardChecks:
         worker = view.workers[push.worker]
         averaged = worker.newest and not worker.counted and not push.empty
         assert isinstance(entry.actions[0], HoldPush) == averaged, (
-            f"{push} caused {entry.actions[0]}, but the worker is {worker}"
+            f"{push} caused {entry.actions[0]}, although the summary of the worker is {worker}"
         )
         worker = worker._replace(counted=worker.counted or averaged)
         return view._replace(workers=put(view.workers, push.worker, worker))

@@ -101,7 +101,7 @@ class WorkerState(Pooled):
             one. The core receives all answers together, when the last answer arrives.
         restarted: True if the worker has restarted its current iteration.
         changed: number of the last change with which a push of the worker was flagged; 0 if no push was flagged.
-        edits: True if the worker is in the block of an edit.
+        edits: True while the worker makes an edit, that is, before it pushes the edited weights.
         named: True if shard 0 has named the worker as the one whose edit counts, while answers from other shards are
             still missing.
     """
@@ -165,7 +165,7 @@ class Call(msgspec.Struct, frozen=True, gc=False):
         message: the message or timer that is passed to the core.
         now_ticks: current time, in ticks.
         models: the sync models that a worker requests.
-        clip: the flag of a push, if the script clips.
+        clip: how the gradient of a push is clipped; None if the script does not clip.
     """
 
     method: str

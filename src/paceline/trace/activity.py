@@ -15,7 +15,7 @@ iteration has these parts:
 The worker measures when its iteration begins, restarts, pushes and ends. It also measures how long it was outside of
 training and how long it loaded (see `core.metrics`). Only the totals of these times are known, so these parts are
 shown at the beginning of the iteration. The shards measure when pushes and pulls arrive, and when pulls are answered.
-If the machine of a worker has joined the run, the worker's records stay on this machine. Without records, an iteration
+If the machine of a worker has joined the run, the worker's records stay on that machine. Without records, an iteration
 begins when all shards have answered the previous pull, and everything until the push has arrived counts as computing.
 
 A pull has waited for the worker whose event led to its answer. If a pull waits at several shards, only the longest
@@ -99,7 +99,7 @@ class Happening(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Exchange(msgspec.Struct):
-    """Data about the exchange of one iteration, which consists of a push to all shards and the pull after it."""
+    """Data about one iteration's exchange with the shards: its push to all shards, and the pull after the push."""
 
     pushed: int = 0  # number of shards at which the push has arrived
     answered: int = 0  # number of shards that have answered the pull
@@ -110,7 +110,8 @@ class Exchange(msgspec.Struct):
     awaited: int = NOBODY
     era: int = 0
     empty: bool = False
-    # Times of the iteration in the worker's record: begin, restart (or begin, without a restart), push and end.
+    # Times of the iteration in the worker's record: begin, restart, push and end. If the computation was not restarted,
+    # the time of the restart is that of the begin.
     record: tuple[float, float, float, float] | None = None
     # Seconds that were spent outside of training, on loading, and on exchanges before the push, as recorded.
     apart_s: tuple[float, float, float] = (0.0, 0.0, 0.0)
@@ -196,12 +197,12 @@ class Activity:
 
     Attributes:
         cells: what each worker did, in buckets.
-        workers: worker -> its figures.
-        spans: the last iterations of all workers, in the order in which they became known.
+        workers: worker -> its times and counts.
+        spans: the newest iterations of all workers (see `MOST_SPANS`), in the order in which they became known.
         exact_from_s: from this time on, `spans` is complete.
-        barriers_s: the last times at which shard 0 has applied held pushes.
+        barriers_s: the newest times at which shard 0 has applied held pushes together (see `MOST_BARRIERS`).
         progress: (time in seconds, samples, updates of shard 0), at most 2,000 points.
-        happenings: the last single events, for example that a worker was lost.
+        happenings: the newest single events (see `MOST_HAPPENINGS`), for example that a worker was lost.
         converter: converts the times of other machines; its attribute `clocks` may be replaced by newer clocks.
     """
 
@@ -291,7 +292,7 @@ class Activity:
 
         Args:
             now_s: the current time. Default: the time of the last entry.
-            left: workers that left before their scripts had ended. They are not idle afterwards.
+            left: workers that left before their scripts had ended. After they have left, they do not count as idle.
         """
         end_s = self.now_s if now_s is None else now_s
         copy = Activity.restored(self.state(), self.converter.clocks)

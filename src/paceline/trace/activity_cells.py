@@ -1,8 +1,8 @@
 """Stores how each worker has spent its time during a run, in buckets of time, so that memory is bounded.
 
-A *cell* is one bucket of one worker. All buckets have the same width. If the run gets too long for the number of
-cells, the buckets become twice as wide: pairs of neighbouring buckets are merged. So the times remain complete, and
-only their positions become coarser.
+A *cell* is one bucket of one worker. All buckets have the same width. If the run becomes so long that it needs
+more than the maximum number of buckets, all buckets become twice as wide: pairs of neighbouring buckets are merged. So
+the times remain complete, and only their positions become coarser.
 
 A cell also names one worker that was awaited in it, found with the majority vote of Boyer and Moore: the cell keeps
 one candidate, and the time for which this candidate was awaited, minus the time for other workers. A worker that was
@@ -78,7 +78,7 @@ class _Row(msgspec.Struct):
             self.votes.frombytes(bytes(4 * missing))
 
     def add_kinds(self, missing: int) -> None:
-        """Make room for the last kinds, which did not exist when the row was kept."""
+        """Make room for the last `missing` kinds, which did not exist when the row was stored."""
         seconds = np.frombuffer(self.seconds, np.float32).reshape(-1, KIND_COUNT - missing)
         self.seconds = array("f", np.pad(seconds, ((0, 0), (0, missing))).tobytes())
 
@@ -121,7 +121,7 @@ class Cells(msgspec.Struct):
         return max((row.buckets for row in self.rows.values()), default=0)
 
     def row(self, worker: int) -> _Row:
-        """Return the cells of a worker, which may be new."""
+        """Return the cells of a worker. If the worker is new, its cells are created."""
         found = self.rows.get(worker)
         if found is None:
             found = self.rows[worker] = _Row()
@@ -162,7 +162,7 @@ class Cells(msgspec.Struct):
                 row.votes[bucket] -= length_s
 
     def shares(self, worker: int) -> str:
-        """Return base64 of one byte per bucket and kind: the share of the bucket, from 0 to 255."""
+        """Return base64 of one byte per bucket and kind: the share of the bucket that the kind takes, from 0 to 255."""
         row = self.rows.get(worker, _Row())
         used = np.zeros(self.buckets * KIND_COUNT, np.float32)
         used[: len(row.seconds)] = row.seconds
@@ -215,8 +215,8 @@ def decoded(kind: type, value: Sequence[Any]) -> Any:
 # -- Staleness and waiting while one sync model was in force, in bounded memory ------------------------------
 #
 # The model changes when the last live worker has passed the boundary of the change (see `core.shard`). An
-# *era* is the time in which one model is in force at shard 0. Each other shard counts into the era of its own model,
-# although it may change its model a moment earlier or later.
+# *era* is the time in which one model is in force at shard 0. Another shard may change its model a moment earlier or
+# later. What happens there counts into the era of the model that this shard has at that time.
 
 LEAST_CLASS_S = 0.001
 """Upper end of the shortest class of lengths. Each further class ends at twice the length of the one before."""
@@ -273,7 +273,7 @@ class Era(msgspec.Struct):
 
 
 class Boundary(msgspec.Struct):
-    """Notices when one shard changes its sync model, from the events of the shard.
+    """Finds out from the events of a shard when the shard changes its sync model.
 
     Attributes:
         changed: number of the last change that was completed; 0 before the first one.

@@ -65,7 +65,8 @@ class Digest:
 
     Args:
         run_dir: the run directory.
-        shards: the shards that are digested, if no state was kept. Default: all shards whose traces are complete.
+        shards: the shards that are digested, if no state was kept. Default: all shards whose traces still have their
+            beginning.
         workers: the workers whose records are digested. Default: all workers that have records.
         left: the workers that left before their scripts had ended.
         only_statistics: True to digest no records, and to leave the activity in its kept state. This saves time and
@@ -327,11 +328,13 @@ SETTLED_S = 5.0
 """Age at which a segment is digested. The other files then contain all that was recorded before the segment's end."""
 
 POLL_S = 1.0
-NICENESS = 3  # with 19, the process would fall behind while all cores are busy; it needs 30 us per iteration
+NICENESS = (
+    3  # with 19, the process would fall behind if all cores are busy: it needs 30 us for each iteration
+)
 
 
 def trim(digest: Digest, kept: int = KEPT_SEGMENTS, settled_s: float = SETTLED_S) -> bool:
-    """Digest the segments that are not kept, and delete them. Return True if there were any.
+    """Digest the oldest segments, which are not kept, and delete them. Return False if there were none.
 
     Args:
         digest: the digest of the run.

@@ -69,8 +69,8 @@ def find(
 ) -> list[str]:
     """Return sentences about missing pushes, the sentences in `found`, and sentences about clipping and lost time.
 
-    The result is [] if nothing was found: few pushes were dropped, all other pushes were applied, no worker clipped
-    its own gradients, and the workers lost little time.
+    The result is [] if nothing was found: few pushes were dropped, almost all other pushes were applied, no worker
+    clipped its own gradients, and the workers lost little time.
 
     Args:
         measures: the statistics of the run.
@@ -85,7 +85,9 @@ def find(
 
 
 def find_moved(moved: int, *, python: bool = False) -> list[str]:
-    """Return what to say about data that lost and leaving workers have handed on to later epochs; [] if nothing.
+    """Return a text about samples that workers had not used when they were lost or left, and that were used later.
+
+    The result is [] if there were no such samples.
 
     What would help is in the same text, because each text counts as a cause of its own.
 
@@ -128,7 +130,7 @@ def how_to_check(
     *,
     joint: bool = False,
 ) -> str:
-    """Return the command, or the call in Python, that shows the accuracy of some models on the machines of a run.
+    """Return the command, or the call in Python, that shows the accuracy of sync models on the machines of a run.
 
     Args:
         run_dir: the run directory, to be named in the command; None if the directory lacks records of workers.

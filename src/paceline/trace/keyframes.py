@@ -8,8 +8,9 @@ keyframe consists of plain values, and reading it executes no code of the object
 put into a new core, which was constructed for the model in force. Functions, such as the conditions of a model, are
 not written, because the new core has its own functions. A sync model is written in the notation of the command line.
 
-Only objects of Paceline's pure packages, and of the modules that define the user's own models, are written. If a
-user's model keeps anything else in its state, such as an open file, no keyframe can be made, and the segment says so.
+Only objects of the packages in `PURE`, which do no input or output, and of modules that define the user's models, are
+written. If a user's model keeps anything else in its state, such as an open file, no keyframe can be made, and the
+segment says so.
 """
 
 from __future__ import annotations
@@ -186,7 +187,10 @@ class _Reader:
             object.__setattr__(thing, name, self.value(plain, getattr(thing, name, None)))
 
     def value(self, plain: Any, present: object = None) -> Any:
-        """Return the value that a plain value describes. If `present` is an object of its class, set its attributes."""
+        """Return the value that a plain value describes.
+
+        If `present` is an object of the class that the plain value names, its attributes are set, and it is returned.
+        """
         if not isinstance(plain, list):
             return plain
         tag, *rest = plain
@@ -228,7 +232,7 @@ class _Reader:
 
 
 def _class_of(name: str, imports: Collection[str]) -> type | None:
-    """Return a class that may be part of a core, by its module and its name; None for any other name."""
+    """Return the class with a name, "MODULE:CLASS"; None if objects of this class cannot be part of a core."""
     module, _, path = name.partition(":")
     if module in sys.modules and (module.startswith(PURE) or module in imports):
         return _class_in(module, path)

@@ -76,7 +76,7 @@ ENDS: dict[type, Reason] = {
     WorkerLost: "lost",
     WorkerFenced: "lost",
 }
-"""The reasons of events other than pushes and pulls."""
+"""Type of an event other than a push or a pull -> the reason of the waits that it ends."""
 
 LEAVE = (WorkerLost, WorkerFinished)
 
@@ -174,7 +174,7 @@ class WorkerPresence(NamedTuple):
 
     Attributes:
         present: time from when a worker joined until it left, summed over all workers with this index.
-        waiting: part of `present` in which pulls waited.
+        waiting: part of `present` in which the worker's pulls waited for an answer.
         idle: time after a worker had finished.
         absent: the rest of the run.
     """
@@ -304,8 +304,8 @@ def meter_of(
     for trace in shards:
         if not trace.header.is_whole:
             raise ConfigurationError(
-                f"the beginning of the trace of {trace.header.recorded_by} was deleted, so it has no statistics of "
-                "the whole run; see summary.json."
+                f"the beginning of the trace of {trace.header.recorded_by} was deleted, so the statistics of the whole "
+                "run cannot be computed from it; see summary.json."
             )
     meter = Meter(len(shards), shards[0].header.ticks_per_s if shards else TICKS_PER_S, left)
     traces = [(trace, meter.at_shard(index)) for index, trace in enumerate(shards)]
@@ -325,8 +325,8 @@ def meter_of(
 class Meter:
     """Computes the statistics of a run while the run is in progress.
 
-    The entries of each shard must be recorded in order, and each plan of the coordinator before shard 0 ends the
-    superstep of this plan. Apart from this, entries of different traces may be interleaved in any way.
+    The entries of each shard must be recorded in order. Each plan of the coordinator must be recorded before shard 0
+    ends the superstep of this plan. Apart from this, entries of different traces may be interleaved in any way.
 
     Args:
         shards: number of shards.
@@ -472,10 +472,10 @@ class _Membership(msgspec.Struct):
     finished: bool = False  # True if the worker left because it had finished
     lost: bool = False
     iterations: int = 0
-    iteration: int = -1  # label of the worker's last push
+    iteration: int = -1  # iteration number of the worker's last push
     fate: str = ""  # category of this push in `PushFates`; "" while the shard holds the push
     asked: int = 0  # in states of earlier versions: arrival of the unanswered pull
-    pulls: int | None = None  # in states of earlier versions: label of the unanswered pull
+    pulls: int | None = None  # in states of earlier versions: iteration number of the unanswered pull
     pushed: int | None = None  # time at which the worker's last push arrived
     superstep: int | None = None  # superstep for whose barrier the worker has stopped with its last push
 
@@ -515,7 +515,7 @@ class _Waiting(msgspec.Struct):
             self.awaited_by[key] = awaited
 
     def forget(self, worker: int) -> None:
-        """End all pulls of a lost worker, because its index and perhaps its iteration numbers are used again."""
+        """Add up the open pulls of a lost worker now: its index, and perhaps its iteration numbers, are used again."""
         for key in [key for key in self.open if key[0] == worker]:
             self._add(worker, self.open.pop(key)[1], self.awaited_by.pop(key, NOBODY))
 
@@ -550,9 +550,9 @@ class _Plans(msgspec.Struct):
 
     ticks_per_s: int
     predicted_s: float | None = None
-    # Superstep -> prediction for its barrier, which has not ended. The next model with plans counts its supersteps
-    # from 0 again, so its plans replace earlier plans that were never reached. A barrier at which no worker waits
-    # never ends, so only the last `MOST_PLANS` plans are kept.
+    # Superstep -> prediction for its barrier, for barriers that have not ended. If the sync model changes to another
+    # model with plans, that model counts its supersteps from 0 again, so its plans replace plans whose barriers were
+    # never reached. A barrier at which no worker waits never ends, so only the newest `MOST_PLANS` plans are kept.
     open: dict[int, float] = msgspec.field(default_factory=dict)
 
     def record(self, entry: Entry) -> None:
@@ -593,13 +593,13 @@ class _ShardMeter(msgspec.Struct, dict=True):
     samples: int = 0
     sampled_gradients: int = 0
     worker_samples: dict[int, int] = msgspec.field(default_factory=dict)
-    # Worker -> number of its pushes that are edits or were dropped.
+    # Worker -> number of its pushes that are edits (see `sync.events.Edit`) or were dropped.
     without_gradient: dict[int, int] = msgspec.field(default_factory=dict)
     dropped_samples: int = 0
     clipped_alone: int = 0
     clips: bool = False
-    # (worker, iteration) of pushes that are neither applied nor dropped yet: of edits, of pushes that were clipped
-    # alone, and of all pushes whose number of samples is known.
+    # (worker, iteration) of pushes that are neither applied nor dropped yet: of edits, of pushes with gradients that
+    # their workers had clipped, and of all pushes whose number of samples is known.
     edits: set[tuple[int, int]] = msgspec.field(default_factory=set)
     clipped: set[tuple[int, int]] = msgspec.field(default_factory=set)
     pending: dict[tuple[int, int], int] = msgspec.field(default_factory=dict)

@@ -375,7 +375,7 @@ def record_files(run_dir: Path) -> list[Path]:
 
 
 def records_in(path: Path) -> Iterator[IterationRecord]:
-    """Yield the records in a file, one by one. If the run has deleted the oldest records, only the rest is there.
+    """Yield the records in a file, one by one, without the oldest records if the run has deleted these.
 
     An incomplete last line, which a killed worker may leave behind, is ignored.
     """
@@ -486,7 +486,9 @@ class FilePosition(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FileFollower:
-    """Reads the lines of a file from all remaining segments. Each further call reads the lines that were added.
+    """Reads the lines of a file from all its remaining segments.
+
+    Each further call of `lines` reads the lines that were added since the call before.
 
     Args:
         path: path of the file.
@@ -513,7 +515,7 @@ class FileFollower:
         """The place after the last line that was returned.
 
         If a complete segment ends with this line, the place is the beginning of the next segment. So all segments
-        before that of the place may be deleted.
+        before the segment of this place may be deleted.
         """
         with contextlib.suppress(FileNotFoundError):
             if earlier_path(self._path, self._segment).stat().st_size == self._offset:
@@ -636,7 +638,7 @@ def load_kept_models(run_dir: Path, *, trust: bool = False) -> tuple[str, ...]:
 
 
 def modules_in(sync: str) -> tuple[str, ...]:
-    """Return the modules with the conditions in the notation of a sync model; () if the notation cannot be read."""
+    """Return the user's modules that define the models in a notation, or their conditions; () if it is not valid."""
     try:
         return modules_of_models(read_schedule(sync).models)
     except ConfigurationError:  # the code that needs the model says what is wrong
@@ -658,9 +660,9 @@ def require_known(modules: Iterable[str], where: object, folders: Sequence[str] 
     if unknown:
         found = f" from {printable(folders)}" if folders else ""
         raise ConfigurationError(
-            f"{where} names the module {printable(unknown)}{found}, but your key has not signed this, so somebody "
-            "else may have written it; look at the module, and name it with --import, or add --trust. In Python, "
-            "import it first, or give trust=True."
+            f"{where} names the module {printable(unknown)}{found}, but this is not signed with your key, so "
+            "somebody else may have written it; look at the module, and name it with --import, or add --trust. In "
+            "Python, import the module first, or give trust=True."
         )
 
 

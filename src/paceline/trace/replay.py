@@ -1,7 +1,7 @@
 """Replays a trace with a core that must return the recorded actions, or with another sync model.
 
 Live runs use the same cores (see `paceline.core`). The decisions of a core depend only on its events, so a replay is
-exact. If the beginning of a trace was deleted, the replay begins with the state of the core in the header.
+exact. If the beginning of a trace was deleted, the replay begins with the state of the core that the header contains.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def replay(trace: Trace, *, trust: bool = False) -> list[str]:
 
 
 def _decision(entry: Entry) -> object:
-    """Return what a core has decided about an event: its refusal, or its actions and the standings of updates."""
+    """Return what a core has decided about an event: its refusal, or its actions and the standings (see `Entry`)."""
     return entry.refused or ((entry.actions, entry.standings) if entry.standings else entry.actions)
 
 
@@ -150,7 +150,7 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True):
         waited_s: worker -> total time for which its answered pulls waited, in seconds.
         mean_staleness: mean staleness of the pushes that were applied, in updates.
         max_staleness: largest staleness of a push that was applied.
-        too_early: worker -> number of its pushes that it would have sent later under this model.
+        too_early: worker -> number of its pushes that the worker would have sent later under this model.
         differs_s: time of the first event for which the model's decision differs from the recorded one, in seconds
             since the run began; None if no decision differs.
     """

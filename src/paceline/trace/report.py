@@ -19,7 +19,9 @@ from ..words import counted
 
 
 class Cause(msgspec.Struct, frozen=True):
-    """One thing that took time, and what would help. The report begins with its causes, most lost time first.
+    """One thing that took time, and what would help.
+
+    A report begins with a list of such causes, the cause of the most lost time first.
 
     Attributes:
         words: what happened, in one or two sentences.
@@ -51,7 +53,7 @@ class ReportedSetting(msgspec.Struct, frozen=True):
 
 
 class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker in figures.
+    """The times and counts of one worker.
 
     Attributes:
         worker: index of the worker.
@@ -84,7 +86,9 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Spans(msgspec.Struct, frozen=True):
-    """The exact times of one worker's iterations, or of its last iterations. All times are in units of 0.1 ms.
+    """The exact times of one worker's iterations; in a long run, only of its newest iterations.
+
+    All times are in units of 0.1 ms.
 
     Attributes:
         worker: index of the worker.
@@ -102,7 +106,7 @@ class Spans(msgspec.Struct, frozen=True):
 
 
 class TimelineReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What each worker did over time, in buckets of equal width. For the last iterations, exact times are also known.
+    """What each worker did over time, in buckets of equal width. For the newest iterations, exact times are also known.
 
     Attributes:
         width_s: width of a bucket in seconds.
@@ -208,7 +212,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
         run_dir: path of the run's directory.
         version: version of Paceline that was used; "" if unknown.
         begun_at: date and time when the run began, in ISO 8601 with the offset from UTC; "" if unknown.
-        state: what became of the run. "cut off" if its launcher was killed and so has not written a summary.
+        state: what became of the run. "cut off" if its launcher was killed before it could write a summary.
         failure: why the run failed, in words; "" if it did not fail.
         duration_s: how long the run has trained so far: from when the first worker joined until the last worker left.
         headline: one or two sentences: how much was trained, how fast, and the most costly cause.
@@ -326,7 +330,8 @@ class RunFile(msgspec.Struct, frozen=True, kw_only=True):
         format: version of the format of this file.
         version: version of Paceline.
         begun_at: date and time at which the run began, in ISO 8601 with the offset from UTC.
-        run_dir: the directory of the run when it began, by which a copy of the directory is recognized.
+        run_dir: the directory in which the run began. By this path, a resumed run recognizes that its directory is a
+            copy of another one.
         lineage: an identity that the run shares with the runs that have resumed it in its directory, and that its
             checkpoints contain; "" in runs of earlier versions. See `paceline.checkpoints.manifest`.
         origin: the directory of the checkpoint with which the run began, if this checkpoint has another lineage; ""

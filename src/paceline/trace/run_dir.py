@@ -112,7 +112,7 @@ def make_run_dir(path: str | os.PathLike[str] | None) -> Path:
 # -- The file `metrics.jsonl` in a run directory: what the scripts of the workers have logged ----------------
 #
 # Each line is one point of a metric: the fields of `MetricPoint`, with the name and the kind of the metric,
-# and `"guessed": true` if its values are guesses. JSON has no NaN and no infinity, so these values are
+# and `"guessed": true` if Paceline has guessed its values. JSON has no NaN and no infinity, so these values are
 # written as the strings "NaN", "Infinity" and "-Infinity". The file is replaced as a whole while the run goes
 # on, so it is always complete.
 

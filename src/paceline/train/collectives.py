@@ -291,13 +291,14 @@ def save(obj: object, path: str | os.PathLike[str]) -> str:
     is complete, so a process that reads the file during the call finds either the earlier file or the new one. The
     other workers do not wait: a worker that reads the file calls `barrier()` first, as all workers must.
 
-    Under data parallelism, each worker has its own BatchNorm statistics. If `obj` contains such buffers of the trained
-    model, the file contains the statistics of all workers together, as in the weights that the run saves. The buffers
-    are recognized in a module and in nested dictionaries, lists and tuples (but not in named tuples), by the memory
-    that they share with the model, as in `model.state_dict()`; a copy, such as `copy.deepcopy(model.state_dict())`, is
-    saved as it is. If an optimizer has a method `eval()`, as schedule-free optimizers do, its weights are recognized in
-    the same way and replaced by the weights for evaluation. The weights are not replaced if `obj` contains the
-    `state_dict()` of an optimizer, because such a state belongs to the weights in training.
+    Under data parallelism, each worker has its own BatchNorm statistics. If `obj` contains these statistics of the
+    trained model, or other buffers, the file contains the values of all workers together, as in the weights that the
+    run saves. The buffers are recognized in a module and in nested dictionaries, lists and tuples (but not in named
+    tuples), by the memory that they share with the model, as in `model.state_dict()`; a copy, such as
+    `copy.deepcopy(model.state_dict())`, is saved as it is. If an optimizer has a method `eval()`, as schedule-free
+    optimizers do, its weights are recognized in the same way and replaced by the weights for evaluation. The weights
+    are not replaced if `obj` contains the `state_dict()` of an optimizer, because such a state belongs to the weights
+    in training.
 
     Args:
         obj: the object, for example `model.state_dict()`.
@@ -308,8 +309,8 @@ def save(obj: object, path: str | os.PathLike[str]) -> str:
     Returns:
         The absolute path of the file, from which all workers can read it. The path is the same in all workers if
         they give the same absolute path. If they give a relative path and have different working directories, the paths
-        may differ before training begins, and on machines without common folders. A `barrier()` after the call notices
-        if the paths differ, and a warning names the file.
+        may differ in two cases: before training begins, and on machines without common folders. A `barrier()` after the
+        call notices if the paths differ, and a warning names the file.
 
     Raises:
         UsageError: the file cannot be written. An earlier file of this name is unchanged.
@@ -410,7 +411,7 @@ def warn_of_paths(session: Session, sums: Sequence[float]) -> None:
     saved = saved_at(session)
     path, saved.path, saved.own = saved.path, "", ""
     workers, *of_paths = map(int, sums)
-    # The numbers are equal if their variance is zero.
+    # The numbers of all workers are equal if their variance is zero.
     same, same_own = (workers * second == first**2 for first, second in (of_paths[:2], of_paths[2:]))
     if (same and same_own) or saved.warned:
         return
@@ -485,7 +486,7 @@ def _write(obj: object, path: str | os.PathLike[str], is_valid: Callable[[], boo
 
 
 def _evaluated_by_memory(training: WorkerTraining, sets: Sequence[int]) -> dict[Key, torch.Tensor]:
-    """For some parameter sets, return the weights for evaluation, keyed by the memory of this worker's own weights."""
+    """For these parameter sets, return the weights for evaluation, keyed by the memory of this worker's own weights."""
     found = training.fetch_evaluated(sets)
     return {_key(own): found[i] for i, own in enumerate(training.parameters) if i in found and own.numel()}
 
@@ -524,9 +525,9 @@ def _copy_into(model: nn.Module, twin: nn.Module, values: Mapping[Key, torch.Ten
 
 
 def _replaced(obj: Any, values: Mapping[Key, torch.Tensor]) -> Any:
-    """Return an object with other values in some tensors. The original is unchanged.
+    """Return an object in which tensors are replaced by other tensors. The original object is unchanged.
 
-    `values` maps the key of a tensor (see `_key`) to the other value of this tensor.
+    `values` maps the key of a tensor (see `_key`) to the tensor that replaces it.
     """
     if isinstance(obj, torch.Tensor):
         return values.get(_key(obj), obj) if obj.layout == torch.strided else obj

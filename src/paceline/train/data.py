@@ -285,7 +285,7 @@ class DistributedLoader(Generic[T]):
     def begun(self) -> int:
         """Number of batches, out of `whole_length`, that the job has begun in the current epoch, as far as is known.
 
-        A worker knows the place of the last batch that it has drawn, and whether the epoch has ended.
+        A worker knows the position of the last batch that it has drawn, and whether the epoch has ended.
         """
         return self._part.begun(self.position)
 
@@ -375,8 +375,8 @@ class DistributedLoader(Generic[T]):
     def begin_at(self, batches: int) -> None:
         """Let the next pass leave out the first batches of its epoch, for example because an earlier run has used them.
 
-        All workers must call this method at the same point of the script, with the same number. Under a sync model that
-        keeps workers in lockstep, only whole joint batches are left out.
+        All workers must call this method at the same point of the script, with the same number. If the workers have
+        equal shares in this pass, only whole joint batches are left out.
 
         Args:
             batches: number of batches, out of `whole_length`.
@@ -719,7 +719,9 @@ class SourcePart:
 
     @property
     def next_epoch(self) -> int:
-        """Number of the epoch of the next pass. A pass over returned positions belongs to the last epoch."""
+        """Number of the epoch of the next pass. A pass over positions that lost workers have not used belongs to the
+        epoch of the previous pass.
+        """
         begun = self._stream.epoch
         return begun if self._session.core.data.again and begun >= 0 else begun + 1
 
@@ -789,7 +791,9 @@ class SourcePart:
         return items if exists else []
 
     def _order(self, epoch: int) -> EpochOrder:
-        """Return the order of the current epoch, or of an earlier one whose positions were returned."""
+        """Return the order of the current epoch, or of an earlier epoch of which lost workers have not used all
+        positions.
+        """
         if epoch not in self._orders:
             seed, source = _mix(self._session.seed, epoch), self._source
 
@@ -921,7 +925,7 @@ class EpochOrder:
         self._drawn, self.start, self._digest = [], content["position"], content["digest"]
         with generators_lock:
             outside = GeneratorStates()
-            self._iterator = iter(self._begin())  # the numbers that this draws do not matter
+            self._iterator = iter(self._begin())  # the random numbers drawn here do not matter
             self._generators = GeneratorStates.of(content["generators"])
             outside.give_back()
 

@@ -96,8 +96,8 @@ class EarlyCopies:
         with self._lock:
             # For each piece, the parameters whose gradients have not been computed yet.
             self._missing = [set(piece.parameters) for piece in self._pieces]
-            self._copies: dict[int, Ticket] = {}  # the pieces that have been copied, in their order
-            self._arriving: list[tuple[int, Ticket]] = []  # those that may not have arrived yet
+            self._copies: dict[int, Ticket] = {}  # piece -> its copy, in the order of the copies
+            self._arriving: list[tuple[int, Ticket]] = []  # copies that may not have arrived yet
             # For each parameter, the number of its pieces that have not arrived.
             self._outstanding = {index: len(numbers) for index, numbers in self._pieces_of.items()}
 
@@ -182,8 +182,8 @@ class _Between:
 class _Checksum:
     """Computes checksums on a device: sums of the bits, which do not depend on the order of the summation.
 
-    In the second sum, each element is multiplied by a random factor that belongs to the element's place. Factors that
-    increase evenly with the place (1, 2, 3, ...) would not reveal changes that cancel out, such as changes by -1, 2 and
+    In the second sum, each element is multiplied by a random factor that belongs to the element's index. Factors that
+    increase evenly with the index (1, 2, 3, ...) would not reveal changes that cancel out, such as changes by -1, 2 and
     -1 in three neighboring elements, which rounding can cause.
     """
 

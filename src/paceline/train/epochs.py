@@ -41,7 +41,7 @@ def epochs(
     limits of the other workers.
 
     A worker that is lost in the last epochs may leave data unused. The workers that have not finished their last epoch
-    by then make one more pass, over this data only, and the number of the last epoch is repeated.
+    by then make one more pass, over this data only, for which their loops yield the number of the last epoch again.
 
     Args:
         count: number of epochs.
@@ -165,7 +165,7 @@ class Epochs:
         kept = session.servers.fetch_states(entered.address) if position.loop >= self._number else None
         if kept is None:
             begin_resumed(session)
-        else:  # also in a resumed run, these states are newer than those in the checkpoint
+        else:  # even in a resumed run, these states are newer than those in the checkpoint
             position, states = kept
             begin_late(session, decode_states(states))
         streams_of(session).skip(position.passes)
@@ -189,7 +189,7 @@ class Epochs:
             session.servers.keep_states(position, encode_states(tracked_states(session)))
 
     def _say_idle(self, epoch: int, *, over: bool = False) -> None:
-        """Say that a worker that has joined late had no data in an epoch, because it was all handed out before."""
+        """Say that a worker that has joined late had no data in an epoch, because all data was handed out before."""
         session = self._session
         if session is None or session.weights or not came_late(session):
             return

@@ -53,7 +53,7 @@ def may_look(session: Session, module: nn.Module, parameters: Iterable[torch.Ten
 
 
 def computes(session: Session) -> bool:
-    """Return True if this worker computes, and torch does not only compile, trace or imitate operations."""
+    """Return True if torch carries out this worker's operations, instead of compiling, tracing or imitating them."""
     if torch.compiler.is_compiling() or current() is not session:
         return False
     return torch._C._get_tracing_state() is None and not imitates()

@@ -204,7 +204,7 @@ def seed_worker(session: Session) -> None:
         seed = int(uniform(session.seed, session.worker, OF_WORKER) * 2**53)
         with generators_lock:
             GeneratorStates.seeded(seed).give_back()
-            if session.device.type != "cpu":  # the script may first use the device later
+            if session.device.type != "cpu":  # the script may use the device only later
                 _seed_devices([session.device], seed)
 
 

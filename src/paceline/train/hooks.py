@@ -8,8 +8,8 @@ never freed. Therefore these hooks hold only weak references to their objects. A
 model.
 
 A hook that is registered on a module is copied, saved and compiled with the module, but the copy is not trained.
-Therefore, a session registers no hooks on modules. Instead, it uses hooks for all modules of the process. torch does
-not copy the hooks of parameters.
+Therefore, a session registers no hooks on modules. Instead, it uses hooks for all modules of the process. Hooks on
+parameters are used, because torch does not copy them.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _Watch:
         self._lock = threading.RLock()  # each session may have a thread of its own
 
     def add(self, session: Session, method: Callable[..., None]) -> RemovableHandle:
-        """Call a bound method while a module runs in the session's worker, until the returned handle is removed."""
+        """Call a bound method whenever a module runs in the session's worker, until the returned handle is removed."""
         with self._lock:
             methods = self._methods(session)
             handle = _WatchHandle(methods)
@@ -305,7 +305,7 @@ ORIGINAL = clip_grad.clip_grad_norm_
 
 
 def gradient_norm(parameters: Iterable[torch.Tensor]) -> float:
-    """Return the L2 norm of the gradients of all parameters together, computed in double precision."""
+    """Return the L2 norm of the gradients of all parameters together, in the precision that `l2_norm` uses."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     values = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
     return math.sqrt(sum(squared_norm([each.reshape(-1)]) for each in values))
@@ -341,6 +341,6 @@ def _clip(*arguments: Any, **options: Any) -> Any:
 
 
 def _place(function: Callable[..., Any]) -> None:
-    # Scripts look up the function in the first module, and torch itself looks up the function in the second module.
+    # Scripts look up the function in `utils`, and torch itself looks up the function in `clip_grad`.
     for module in (utils, clip_grad):
         vars(module)[ORIGINAL.__name__] = function

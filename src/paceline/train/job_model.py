@@ -46,7 +46,7 @@ class _Part(NamedTuple):
 
 
 class JointModel:
-    """The modules that one or several optimizers train, with one name for each of their tensors.
+    """The modules that one or several optimizers train, with names that distinguish all of their tensors.
 
     A module that is a part of another module is not counted twice. If two modules give the same name to different
     tensors, all names of the n-th module begin with "model<n>.", where n is counted from 0 in the order of the
@@ -196,14 +196,14 @@ def _modules() -> Iterator[nn.Module]:
 
 
 def require_not_wrapped(models: Sequence[nn.Module], parameters: Sequence[torch.Tensor]) -> None:
-    """Check that no module of torch's own data parallelism contains these parameters.
+    """Check that no wrapper for torch's own data parallelism contains these parameters.
 
     Args:
         models: the modules that are trained, as far as they are known.
         parameters: the parameters that are trained.
 
     Raises:
-        ConfigurationError: a model, a part of it, or a module around it is such a module.
+        ConfigurationError: a model, a part of it, or a module around it is such a wrapper.
     """
     if not torch.distributed.is_available():
         return
@@ -376,7 +376,8 @@ class Buffers:
         specs: description of each buffer, in the order of the `state_dict`.
         frozen: description of each frozen parameter, in the order of the `state_dict`.
         added: the buffers that the smaller model did not have, by name. They count as sent.
-        have_changed: True if `changed` has returned a buffer that it had returned before.
+        have_changed: True if training may have changed a buffer: `changed` has returned the buffer a second time, or
+            `send_again` has been called for it.
     """
 
     def __init__(
@@ -592,8 +593,8 @@ class _Sent:
 # optimizer trains parameters of one earlier set, the new optimizer takes over this set.
 #
 # The optimizers that exist in the first forward pass are registered together, in the order of their creation.
-# Each set has vectors of its own in the layout, so it has its own memory in every region, is sliced over all
-# shards by itself, and has a separate optimizer in each store.
+# Each set has vectors of its own in the layout, so it has its own part of each memory region (see `wire.memory`), is
+# sliced over all shards separately, and has a separate optimizer in each store.
 #
 # A worker has one sequence of iterations: each step of any optimizer is an iteration at every shard. With one
 # sequence for each set, two workers could wait for each other forever, each at a barrier of a different set.
@@ -603,10 +604,10 @@ class _Sent:
 # another worker may push another set in the same round. A pull that is repeated, for a restart or an
 # evaluation, returns the weights of all sets.
 #
-# If a mean contains pushes of several sets, the store takes one step for each set, with the coefficients that
-# the set's own pushes have in the mean. If a push is computed from the same batch as the push before it, both
-# pushes have the same weight in a mean. The later push is flagged (`repeated`), so that its samples are not
-# counted again. A script with one optimizer sends the same messages as if there were no sets.
+# If a mean contains pushes of several sets, the store takes one step for each set, with the mean of the set's own
+# pushes. If a push is computed from the same batch as the push before it, both pushes have the same weight in a mean.
+# The later push is flagged (`repeated`), so that its samples are not counted again. A script with one optimizer sends
+# the same messages as if there were no sets.
 #
 # When an optimizer takes over a set, the set keeps its index and its vectors, and the servers replace the
 # optimizer of the set and discard the optimizer's state. Parameters of the set that the new optimizer does
@@ -705,7 +706,9 @@ class TrainedModel(NamedTuple):
         return cls(sets, model, parameters, members, buffers, spec, single_device_of(model, parameters))
 
     def replaced(self, indices: Sequence[int]) -> list[str]:
-        """Return the names of the parameters at these indices that the script has replaced by other parameters."""
+        """Of the parameters at these indices, return the names of those that the script has replaced by other
+        parameters.
+        """
         found = []
         for index in indices:
             name = self.spec.layout.parameters[index].names[0]
@@ -822,12 +825,12 @@ def _replaced(set_index: int, parameters: ParameterSet, before: TrainedModel | N
 
 
 def any_lazy(parameters: Iterable[torch.Tensor]) -> bool:
-    """Return True if some of the parameters have no shape yet."""
+    """Return True if at least one of the parameters has no shape yet."""
     return any(map(is_lazy, parameters))
 
 
 def any_empty_buffer(models: Iterable[nn.Module]) -> bool:
-    """Return True if some of the modules have a buffer without elements, whose shape the forward pass may set."""
+    """Return True if a module has a buffer without elements, whose shape the forward pass may set."""
     buffers = (buffer for model in models for buffer in model.buffers())
     return any(is_lazy(buffer) or buffer.numel() == 0 for buffer in buffers)
 
@@ -835,8 +838,8 @@ def any_empty_buffer(models: Iterable[nn.Module]) -> bool:
 def initialize(models: Sequence[nn.Module], closure: Callable[[], object]) -> None:
     """Run a closure once for its forward pass, which initializes lazy parameters.
 
-    The closure runs in evaluation mode, so it does not change running statistics, and dropout draws no numbers. Its
-    gradients are discarded.
+    The closure runs in evaluation mode, so it does not change running statistics, and dropout draws no random numbers.
+    Its gradients are discarded.
     """
     parts = {module: module.training for model in models for module in model.modules()}
     parameters = [parameter for model in models for parameter in model.parameters()]

@@ -98,7 +98,7 @@ class Position:
         joint_batches: number of joint batches of this epoch that the job has begun, as far as the drawn batches show.
         end: the position after the last joint batch of this epoch that the job has begun, as far as the drawn batches
             show.
-        skipped: number of joint batches at the beginning of the first pass that the script has skipped.
+        skipped: number of joint batches that the script has skipped at the beginning of the first pass.
         passes: for each pass over the loader that has begun, the number of its epoch. A worker that has joined late
             does not count the passes that it has missed, so its first pass has the same number as in other workers.
         in_pass: True while the script is making a pass.
@@ -143,8 +143,8 @@ class Position:
         """Record that the script has drawn a batch."""
         self.drawn += 1
         self.drawn_in_pass += 1
-        # A batch that was returned by a lost worker may precede the other batches, and may even belong to an earlier
-        # epoch.
+        # A batch that a lost worker has not used may precede the batches that were drawn before, and may even belong to
+        # an earlier epoch.
         self._reach(batch.epoch, batch.start // self._joint + 1, batch.start + batch.size)
 
     def complete(self, epoch: int) -> None:

@@ -48,11 +48,11 @@ def log(**metrics: Any) -> None:
     """Log metrics, such as `paceline.log(loss=loss, accuracy=0.9)`.
 
     Any worker may call this function at any time: in some or all iterations, before the first step, during an
-    evaluation, and after the last step. The values of all workers are merged over the progress of the job: all values
-    within a bucket of the job's samples are replaced by their mean, weighted by the numbers of samples of the workers'
-    steps. Values that were logged only inside `paceline.evaluating()`, or only by the main worker, are not merged with
-    the values of other workers. The result is in `history` of the run's result, and in `metrics.jsonl` in the run
-    directory.
+    evaluation, and after the last step. The values of all workers are merged over the progress of the job: the samples
+    that the job uses are divided into buckets, and all values in a bucket are replaced by their mean, weighted by the
+    numbers of samples of the workers' steps. Values that were logged only inside `paceline.evaluating()`, or only by
+    the main worker, are not merged with the values of other workers. The result is in `history` of the run's result,
+    and in `metrics.jsonl` in the run directory.
 
     The metric `loss` is shown as the loss of the worker. Log the loss of the iteration, either before `step()` or
     between `step()` and the next batch: the guard of the run looks at this loss. If the script does not log `loss`, the
@@ -142,7 +142,9 @@ class MetricLog:
             self._compact()
 
     def add_legal(self, session: Session, metrics: Mapping[Any, Any]) -> None:
-        """Add values that a framework has logged, except for illegal values: libraries also log texts and pictures."""
+        """Add values that a framework has logged, except those that `log` refuses: libraries also log texts and
+        pictures.
+        """
         for name, value in metrics.items():
             with suppress(UsageError):
                 self.add(session, {name: value}, of_iteration=False)
@@ -226,7 +228,9 @@ class MetricLog:
         return [entry if entry.unread is None else _read(entry, entry.unread) for entry in entries]
 
     def _compact(self) -> None:
-        """Merge the values that belong together, because a script logs very many values between two pushes."""
+        """Merge values that were logged at the same progress, because a script logs very many values between two
+        pushes.
+        """
         entries = self._drain()
         for kind in sorted({entry[2:] for entry in entries}):
             merged = merge(entry.noted for entry in entries if entry[2:] == kind)
@@ -277,7 +281,7 @@ def _checked(metrics: Mapping[Any, Any], names: set[str]) -> dict[str, float | t
         if len(names) + len(new) > MOST_METRICS:
             raise UsageError(
                 f"log() got {next(reversed(values))!r}, but a script may log at most {MOST_METRICS} metrics, and this "
-                "script has already logged other metrics. Use the same names in all iterations."
+                "script would log more. Use the same names in all iterations."
             )
         names |= new
     return values

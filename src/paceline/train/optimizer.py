@@ -94,7 +94,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             outermost module that holds all of these parameters. Required if there is no such module, or more than one.
 
     Raises:
-        ConfigurationError: in a run, the optimizer cannot run on slices of the parameters; the message says why.
+        ConfigurationError: in a run, the servers cannot run the optimizer; the message says why.
         UsageError: `optimizer` is a `DistributedOptimizer`, or is not a `torch.optim.Optimizer`.
 
     Example:
@@ -125,13 +125,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._share_groups()
         # the modules to train, if they are given
         self._given = () if model is None else _modules(model)
-        # while training begins: the modules that were found, kept because the search looks at all existing objects
+        # while training begins: the modules that were found, kept because the search looks at all existing objects,
+        # which takes long
         self._found: tuple[nn.Module, ...] = ()
         self._session = session
         self._training: WorkerTraining | None = None  # created by the first forward pass of a run
         # How the gradient of the next step is clipped: a list of at most one entry. The list is changed in place,
-        # because Lightning and Fabric wrap an optimizer in an object that reads the optimizer's attributes, but keeps
-        # assignments to itself.
+        # because Lightning and Fabric wrap an optimizer in an object that reads the optimizer's attributes, but an
+        # assignment to the object does not reach the optimizer.
         self._clip: list[Clip] = []
         self.schedule_watch = ScheduleWatch(session) if session is not None else None
         self._overflow_watch = OverflowWatch(session) if session is not None else None
@@ -332,7 +333,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         scales gradients before they are averaged, so with `LARS`, each worker's gradient is clipped.
 
         Args:
-            max_norm: largest L2 norm; a number >= 0. Infinity only computes the norm.
+            max_norm: largest L2 norm; a number >= 0. If it is infinity, the method only computes the norm.
 
         Returns:
             The L2 norm of this worker's own gradient.

@@ -53,7 +53,7 @@ def partition(
     try:
         found = np.asarray(labels)
     except ValueError as error:
-        raise ConfigurationError(f"labels cannot be made an array: {first_line(error)}") from error
+        raise ConfigurationError(f"labels cannot be converted to an array: {first_line(error)}") from error
     if found.ndim != 1 or not found.size:
         raise ConfigurationError(
             f"labels has the shape {found.shape}, expected one label for each sample, in one dimension."
@@ -102,7 +102,7 @@ def _by_pieces(
     labels: np.ndarray, workers: int, shards: int, generator: np.random.Generator
 ) -> list[list[int]]:
     most = labels.size // workers
-    _require_whole("shards", shards, 1, most, f"from 1 to {most}, the samples of each worker")
+    _require_whole("shards", shards, 1, most, f"from 1 to {most}, the number of samples per worker")
     pieces = np.array_split(np.argsort(labels, kind="stable"), workers * shards)
     dealt = generator.permutation(len(pieces)).reshape(workers, shards)
     return [sorted(np.concatenate([pieces[piece] for piece in own]).tolist()) for own in dealt]

@@ -161,7 +161,8 @@ def _is_loader(part: Any) -> bool:
 
 
 def models_of(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> Sequence[nn.Module] | None:
-    """Return the first model that contains all parameters of an optimizer, or all models that contain some of them.
+    """Return the first model that contains all parameters of an optimizer, or all models that contain at least one of
+    them.
 
     Return None if no models are given.
 
@@ -191,7 +192,7 @@ def _following(scheduler: LRScheduler, optimizer: DistributedOptimizer, given: A
         scheduler: the scheduler.
         optimizer: the distributed optimizer for whose parameters the scheduler was created.
         given: the loader for which the schedule is written; None if there is none.
-        loader: the distributed loader that `given` was made into.
+        loader: the distributed loader that was made from `given`.
     """
     if given is loader and isinstance(loader, DistributedLoader):
         # The loader was already distributed, so its length is the number of joint batches.

@@ -7,7 +7,8 @@ more iterations than a slow one.
 The progress of the job is measured in the unit for which such a schedule is written:
 
     the data     batches of the loader that was given to `prepare`
-    the loop     updates, or samples, since the beginning of a loop `paceline.epochs(updates=...)` or `(samples=...)`
+    the loop     updates since the beginning of a loop `paceline.epochs(updates=...)` or `(minutes=...)`, or samples
+                 since the beginning of a loop `paceline.epochs(samples=...)`
 
 The job knows how many units all workers together have done. A worker knows how many of these units are its own, and how
 often it has stepped the scheduler for its own units. So each call advances the schedule to the step that a single
@@ -127,10 +128,10 @@ class JobScheduler:
 
     If the script passes over a distributed loader, a call of `step()` belongs to an iteration under two conditions: the
     call happens during a pass, and the optimizer has made at most one step since the last call. If there is no such
-    loader, every call in a loop that counts updates or samples belongs to an iteration. In a call that belongs to an
-    iteration, the wrapped scheduler is stepped as often as necessary to reach the step that corresponds to the progress
-    of the job (see the description of this module). In any other call, the wrapped scheduler is stepped once. All other
-    attributes are those of the wrapped scheduler.
+    loader, every call in a loop that ends after a number of updates, of samples or of minutes belongs to an iteration.
+    In a call that belongs to an iteration, the wrapped scheduler is stepped as often as necessary to reach the step
+    that corresponds to the progress of the job (see the description of this module). In any other call, the wrapped
+    scheduler is stepped once. All other attributes are those of the wrapped scheduler.
 
     Args:
         scheduler: the scheduler to wrap.
@@ -384,7 +385,7 @@ class Marks:
         self._marked: Groups = ()  # the groups of the last mark
         self._within = False  # True once hyper-parameters have changed within a pass
         self._followers = 0  # number of schedules that follow the job
-        # step of such a schedule, and hyper-parameters at this step
+        # step of a schedule that follows the job, and hyper-parameters at this step
         self._passed: tuple[int, Groups] | None = None
 
     def follow(self) -> None:

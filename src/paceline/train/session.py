@@ -172,7 +172,7 @@ class Servers(ABC):
 
     @abstractmethod
     def fetch_worker_states(self) -> tuple[bytes | bytearray | None, bytes | bytearray | None]:
-        """Return states of scripts at the cut with which this resumed run has begun.
+        """Return the states that scripts had at the cut from which this run has been resumed.
 
         May be called before `begin`, like `fetch_model`.
 
@@ -188,9 +188,9 @@ class Session(ABC):
 
     The order of the calls is: `fetch_model` and `fetch_state`, if needed; `begin`; then `initialize` if this worker
     is the initializer, otherwise `await_first_weights`; then `hold_back` and `commit` once per iteration; then
-    `finish`. From `begin` on, only these methods and `pull_again`, `refresh`, `sit_out`, `idle`, `combine` and
-    `extend` change the weights, and `finish` may move the weights to other memory. The caller may change
-    `gradients` at any time except during `commit`.
+    `finish`. From `begin` on, only these methods and `pull_again`, `refresh`, `sit_out`, `idle`, `begin_edit`,
+    `push_edit`, `restore_weights`, `combine` and `extend` change the weights, and `finish` may move the weights to
+    other memory. The caller may change `gradients` at any time except during `commit`.
 
     Attributes:
         worker: index of this worker.
@@ -340,7 +340,9 @@ class Session(ABC):
         raise NotImplementedError  # only a session that sends early needs this method
 
     def pushes_rows(self, parameter: int) -> bool:
-        """Tell the session that a parameter's gradients are sparse. Return True if only the rows in them are pushed."""
+        """Tell the session that a parameter's gradients are sparse. Return True if only the rows in these gradients are
+        pushed.
+        """
         return False
 
     @abstractmethod
@@ -376,9 +378,9 @@ class Session(ABC):
     def idle(self) -> AbstractContextManager[None]:
         """Return a context in which the script does not train, and in which no other worker waits for this one.
 
-        The weights may change at any time in this context. Only the methods for data, `fetch_state` and
-        `fetch_evaluated` may be called.
-        If the run fails meanwhile, the error is raised at the end of the context.
+        The weights may change at any time in this context. `hold_back`, `commit`, `pull_again`, `refresh`, `sit_out`,
+        `extend`, `begin_edit`, `push_edit` and `finish` must not be called. If the run fails meanwhile, the error is
+        raised at the end of the context.
         """
 
     @abstractmethod
@@ -559,7 +561,7 @@ class OfSession(Generic[Value]):
     def __init__(self, make: Callable[[Session], Value]) -> None:
         self._make = make
         self._values: WeakKeyDictionary[Session, Value] = WeakKeyDictionary()
-        # replaced as a whole, because of other threads
+        # replaced as a whole, because other threads may read it at the same time
         self._last: tuple[ref[Session], ref[Value]] | None = None
 
     def __call__(self, session: Session) -> Value:
@@ -724,8 +726,8 @@ def came_late(session: Session) -> bool:
 def hold_job_model(session: Session | None, *, newest: bool = False) -> None:
     """If a worker joins a run in progress and has not trained yet, set its models to the job's weights and buffers.
 
-    Tensors that the job's model does not have, or has with another shape or dtype, are not changed. A worker that
-    trains such a model is refused.
+    Tensors that the job's model does not have, or has with another shape or dtype, are not changed. A worker whose
+    model has such tensors is refused when it begins to train.
 
     Args:
         session: the session of the worker; None outside a run.

@@ -31,8 +31,8 @@ def track(**objects: Stateful) -> None:
     - The run writes the states that the server has received last to the file `tracked.pt` in the run directory,
       together with the number of epochs that were complete. `torch.load` reads this file.
 
-    The objects of workers that have not joined late are not changed. Outside a run, the function only checks the
-    objects.
+    When a run is resumed, its first workers load the states that are in the checkpoint. The objects of all other
+    workers that have not joined late are not changed. Outside a run, the function only checks the objects.
 
     Args:
         objects: objects with the methods `state_dict()` and `load_state_dict()`, by names of your choice. States may

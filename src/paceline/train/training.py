@@ -129,7 +129,7 @@ class WorkerTraining:
         own = initializer and not session.resumed
         new = ((), ()) if own else (trained.spec.buffers, trained.spec.frozen)
         self._train(trained, weights, range(len(trained.parameters)), *new, first_buffers)
-        # The session refers to this object, so that it lives on if the script keeps only the model.
+        # The session refers to this object, so the object continues to exist if the script keeps only the model.
         session.callbacks.on_moved = self._follow_weights
         session.callbacks.on_finish = self._finish
         _trainings[session] = ref(self)
@@ -150,7 +150,7 @@ class WorkerTraining:
         return bool(self._inside)
 
     def set_of(self, parameters: Sequence[torch.Tensor]) -> int | None:
-        """Return the set to which some of these parameters belong already; None if there is no such set, or several."""
+        """Return the set that already contains parameters from this list; None if there is no such set, or several."""
         places = zip(self._trained.parameters, self._trained.spec.layout.parameters, strict=True)
         wanted = set(map(id, parameters))
         found = {place.set_index for parameter, place in places if id(parameter) in wanted}
@@ -197,7 +197,7 @@ class WorkerTraining:
         new = trained.spec.buffers_beyond(before.spec), trained.spec.frozen_beyond(before.spec)
         self._train(trained, weights, added, *new)
         for index, parameter in enumerate(before.parameters):
-            if parameter.grad is not None:  # this gradient is in the session's former memory, now freed
+            if parameter.grad is not None:  # this gradient is in memory that the session no longer uses
                 self._gradients.adopt(index)
 
     def _train(
@@ -231,7 +231,7 @@ class WorkerTraining:
             initial |= resumption_of(session).take_buffers(new_buffers)
             if first_buffers and not (replaced or session.core.updates or session.resumed):
                 # Buffers that a forward pass with the job's weights has changed are statistics of this worker, which
-                # it keeps.
+                # the worker keeps.
                 own_statistics = trained.buffers.differing_from(first_buffers)
                 initial = {name: value for name, value in initial.items() if name not in own_statistics}
                 trained.buffers.send_again(own_statistics)
@@ -499,7 +499,7 @@ class WorkerTraining:
         return observed
 
     def sit_out(self, pushes: int) -> None:
-        """Make the pushes for a joint batch in which this worker has no part. They have no gradient.
+        """Make the pushes for a joint batch in which this worker has no part. These pushes have no gradient.
 
         No pushes are made if it is not known how many pushes the other workers make with this batch, because the script
         accumulates gradients, draws batches ahead or loads them on a thread of its own. From then on, workers need not
@@ -782,15 +782,15 @@ def how_to_distribute(frame: FrameType | None) -> str:
     while frame is not None:
         modules.append(str(frame.f_globals.get("__name__")))
         frame = frame.f_back
-    # The first framework in the table counts, because a trainer may use the later ones.
+    # The first framework in the table counts, because a trainer may use frameworks that come later in the table.
     return next(REMEDIES[start] for start in REMEDIES if any(each.startswith(start) for each in modules))
 
 
 def watch_steps() -> None:
     """Notice the first step of an optimizer if training has not begun, because then no optimizer is distributed.
 
-    If a framework makes this step, nothing is distributed, so `UsageError` is raised. A script may train something else
-    in each worker before, so its own step causes only a warning.
+    If a framework makes this step, nothing is distributed, so `UsageError` is raised. A script may have trained another
+    model in each worker before, so a step in the script itself causes only a warning.
     """
     global _steps_watch
     _steps_watch = register_optimizer_step_post_hook(_look_at_step)

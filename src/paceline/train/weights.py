@@ -73,7 +73,7 @@ class Weights:
         self._apart: dict[int, int] = {}
 
     def copy_to(self, vectors: Vectors) -> None:
-        """Copy the values of the parameters into flat vectors. Parameters of vectors that are not given are omitted."""
+        """Copy the values of the parameters into flat vectors. Parameters whose vector is not given are left out."""
         places = zip(self._parameters, self._layout.parameters, self._layout.offsets, strict=True)
         for parameter, described, offset in places:
             if described.vector in vectors:
@@ -120,7 +120,7 @@ class Weights:
         self.mark()
 
     def mark(self) -> None:
-        """Record the current weights as unchanged from here on."""
+        """Record the current weights as those with which later checks compare."""
         # Inside `torch.autocast`, torch keeps copies of weights in a lower precision until the context ends. Discard
         # these copies, because they are outdated.
         torch.clear_autocast_cache()
@@ -213,10 +213,12 @@ class Weights:
                 raise change_error(self._layout.parameters[index], "was edited after the optimizer's eval(),")
 
     def _are_in_place(self) -> bool:
-        """Return True if each parameter is at its place. This check takes a tenth of the time of `_moved`."""
+        """Return True if each parameter is in its part of the vectors. This check takes a tenth of the time of
+        `_moved`.
+        """
         try:
             return all(map(torch.Tensor.is_set_to, self._parameters, self._views))
-        except RuntimeError:  # a parameter is on a device, or has a format, that cannot be compared
+        except RuntimeError:  # torch cannot compare parameters on this device, or of this format
             return False
 
     def _moved(self, *, anywhere: bool) -> list[int]:
@@ -668,7 +670,7 @@ def point_at(parameters: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) 
 
 
 def is_at(tensor: torch.Tensor, view: torch.Tensor) -> bool:
-    """Return True if a tensor is at the place of a view, with the same strides, or has no elements."""
+    """Return True if a tensor has the address and the strides of a view. Tensors without elements need no address."""
     return (tensor.data_ptr() == view.data_ptr() or not tensor.numel()) and tensor.stride() == view.stride()
 
 

@@ -6,9 +6,9 @@ it tracks. All of these fit together when the script asks for its next batch. At
 average of the weights may not have made the step that follows `optimizer.step()`.
 
 A script may also wait (in `barrier()`, in `reduce()`, or until other workers have added parameters), or evaluate the
-model while the other workers go on. A cut does not wait until the script asks for its next batch. So a script that
-waits gives its state while it waits. The state of a script that evaluates is copied at the beginning of the evaluation.
-At all other times, no state is copied.
+model while the other workers go on. A cut of the job (see `core.job_cut`) does not wait until the script asks for its
+next batch. So a script that waits gives its state while it waits. The state of a script that evaluates is copied at the
+beginning of the evaluation. At all other times, no state is copied.
 
 A resumed script runs from its first line and so creates the same objects. The states of these objects are replaced when
 the script reaches the place at which its state was saved: when it asks the same loader for its first batch in the same
@@ -182,7 +182,7 @@ def begin_resumed(session: Session) -> None:
 def begin_late(session: Session, states: Mapping[str, Any]) -> None:
     """In a worker that joins a run in progress, take over the states of tracked objects that the job has kept.
 
-    If the run is resumed, the earlier states of scripts are then not used.
+    If the run is resumed, this worker does not use the states that scripts had in the earlier run.
 
     Args:
         session: the session of the worker.
@@ -302,7 +302,7 @@ def _put_back(session: Session, state: Mapping[str, Any], go_on: Callable[[Mappi
 
 
 def _optimizers(session: Session) -> list[torch.optim.Optimizer]:
-    """Return the optimizers of a script: those whose parameters are trained, and then the others."""
+    """Return the optimizers of a script: first those whose parameters are trained, then the remaining ones."""
     training = training_of(session)
     return [*(each.owner for each in (training.sets if training is not None else ())), *untrained(session)]
 

@@ -1,4 +1,4 @@
-"""Views of memory that other processes write to: one detects edits by this process, and the other forbids edits.
+"""Two views of memory that other processes write to: one detects edits by this process, the other forbids edits.
 
 At the end: how forked children close the descriptors that they inherit.
 
@@ -38,7 +38,7 @@ class MemoryFollower:
     """A private mapping of shared memory that detects whether this process has edited the memory.
 
     Args:
-        descriptor: file descriptor of the memory. The follower takes ownership of it.
+        descriptor: file descriptor of the memory. The follower takes ownership of the descriptor.
         size_bytes: size of the memory, a multiple of the page size.
 
     Attributes:
@@ -103,7 +103,7 @@ class MappedMemory:
     """A read-only mapping of shared memory.
 
     Args:
-        descriptor: file descriptor of the memory. The constructor closes it.
+        descriptor: file descriptor of the memory. The constructor closes the descriptor.
         size_bytes: size of the memory.
 
     Attributes:
@@ -138,7 +138,7 @@ def _byte_ranges(pages: Iterable[int]) -> list[tuple[int, int]]:
 
 # -- Closes inherited file descriptors in forked child processes ---------------------------------------------
 #
-# A script may fork, for example by using a `DataLoader` with workers. The child inherits every file
+# A script may fork, for example by using a `DataLoader` with `num_workers`. The child inherits every file
 # descriptor, and a connection stays open while any process holds its descriptor. So the connections of a
 # killed worker would stay open until all of its children have exited. Therefore, each object that owns
 # descriptors registers itself here, and a forked child closes these descriptors before it runs any code of

@@ -10,10 +10,10 @@ from which the worker reads them, so pushes and pulls need no further copies. Th
 change only inside its own `step()`: the server writes only while a pull is outstanding. Over a **stream**, the same
 slices are sent as the payload of messages.
 
-Over TCP, a connection cannot pass a descriptor. If a worker and a server run on the same machine, the worker sends
-the place of its memory instead, and the server opens the descriptor of the worker's process in /proc. The memory has a
-random name, by which the server recognizes the memory. If the server cannot find the memory, for example because the
-server runs in another container or as another user, the slices are sent as payload.
+Over TCP, a connection cannot pass a descriptor. If a worker and a server run on the same machine, the worker instead
+sends its process id and the number of the memory's descriptor, and the server opens this descriptor in /proc. The
+memory has a random name, by which the server recognizes the memory. If the server cannot find the memory, for example
+because the server runs in another container or as another user, the slices are sent as payload.
 
 If all workers run in lockstep, even the weights need not be copied. With shared memory, there is a second region, the
 *master*, which contains the weights that the servers update. The coordinator creates the master, and all processes
@@ -335,7 +335,7 @@ class PassedSockets:
     """Receives the sockets that another process passes on. See `ConnectionSource`.
 
     Args:
-        receiver: an end of a pair of sockets, of which this object takes ownership.
+        receiver: the receiving end of a `socket_pair()`, of which this object takes ownership.
     """
 
     def __init__(self, receiver: socket.socket) -> None:

@@ -1,6 +1,7 @@
 """The preface of a TLS connection, which names the target process of the connection.
 
-At the end of this module: for how long a transfer may stand still, and the bytes that a connection has carried.
+At the end of this module: a limit on the time for which a transfer may stand still, and the number of bytes that a
+connection has carried.
 
 A machine listens on one port for all of its processes. Each connection begins with a preface of fixed size, as plain
 bytes, so that the listener can pass the socket to the target process, which then does the TLS handshake. The plain
@@ -102,9 +103,9 @@ class Refusal(NamedTuple):
         return bytes([21, 3, 3, 0, 2, 2, self.alert])
 
 
-BUSY = Refusal("it accepts no more connections at present", 80, "TLSV1_ALERT_INTERNAL_ERROR")
-ENDED = Refusal("it has ended", 111, "TLSV1_CERTIFICATE_UNOBTAINABLE")
-UNKNOWN = Refusal("there is no such process on this machine", 112, "TLSV1_UNRECOGNIZED_NAME")
+BUSY = Refusal("the target process accepts no more connections at present", 80, "TLSV1_ALERT_INTERNAL_ERROR")
+ENDED = Refusal("the target process has ended", 111, "TLSV1_CERTIFICATE_UNOBTAINABLE")
+UNKNOWN = Refusal("the target process is not on the machine that was reached", 112, "TLSV1_UNRECOGNIZED_NAME")
 OTHER_RUN = Refusal("another run is served there", 49, "TLSV1_ALERT_ACCESS_DENIED")
 OTHER_VERSION = Refusal("another version of Paceline is running there", 70, "TLSV1_ALERT_PROTOCOL_VERSION")
 
@@ -116,7 +117,7 @@ REFUSALS = {refusal.name: refusal for refusal in (BUSY, ENDED, UNKNOWN, OTHER_RU
 #
 # A transfer takes as long as its size and the link require. So its duration is not limited. The time between two
 # messages is not limited either, because a message may be large. Progress is counted in bytes: as long as bytes
-# move in any direction, the other side is alive and the link works.
+# move in either direction, the other side is alive and the link works.
 
 SILENCE_S = 30.0
 """Time in seconds for which a transfer may stand still.
@@ -132,8 +133,8 @@ LOOK_INTERVAL_S = 0.5
 class Patience:
     """Measures for how long no byte of a transfer has moved. Call `look` at least every `LOOK_INTERVAL_S`.
 
-    If the time between two calls is longer than two intervals, only two intervals count as silence: this process was
-    probably suspended, and could not notice that bytes moved.
+    If the time between two calls is longer than two such intervals, only two intervals count as silence: this process
+    was probably suspended, and could not notice that bytes moved.
 
     Args:
         moved_bytes: function that returns the number of bytes that have moved so far, in both directions.

@@ -11,7 +11,7 @@ marks itself as *asleep* in the ring and then blocks. The writer wakes such a re
               a frame does not fit before the end of the ring, the length 2**64 - 1 marks the rest as unused.
 
 Each of the three words has its own cache line and is written by one end only. On x86-64, stores become visible in
-program order, so it is sufficient to write the bytes of a frame before the count. Falling asleep requires a stronger
+program order, so it is sufficient to write the bytes of a frame before word 0. Falling asleep requires a stronger
 guarantee: the reader's flag (word 16) must be visible before the reader checks the ring for the last time, and the
 writer's count (word 0) must be visible before the writer reads the flag. This requires a memory fence. Python has no
 memory fence, but acquiring a lock acts as a fence. On processors other than x86-64, rings are not used (see

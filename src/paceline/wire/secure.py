@@ -211,7 +211,9 @@ class SecureSocket:
         other = Preface.decode(self._received)
         client, server = (other, self._preface) if self._server_side else (self._preface, other)
         if client is None or server is None:
-            raise ProtocolError("the prefaces have different versions; install the same version of Paceline")
+            raise ProtocolError(
+                "the two sides have different versions of Paceline; install the same version on both machines"
+            )
         if not client.is_for(server):
             run = " of another run" if client.target == server.target else ""
             raise ProtocolError(f"a connection to {client} was redirected to {server}{run}")
@@ -323,7 +325,7 @@ def contexts(secret: str, job: str = "") -> Contexts:
 
 
 def require_member(connection: ssl.SSLSocket | ssl.SSLObject, known: Contexts) -> None:
-    """Raise `ProtocolError` unless the peer has shown the run's certificate, after the handshake."""
+    """After a handshake, raise `ProtocolError` unless the peer has shown the run's certificate."""
     if connection.version() != "TLSv1.3" or connection.getpeercert(binary_form=True) != known.certificate:
         raise ProtocolError("the peer has not shown the certificate of this run")
 

@@ -143,7 +143,7 @@ class Stream(Generic[T]):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 if sock.getpeername()[0].startswith("127."):
                     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LOOPBACK_BUFFER_BYTES)
-        self.sock = cast(socket.socket, sock)  # both have the methods that are used here
+        self.sock = cast(socket.socket, sock)  # `SecureSocket` also has the methods that are used here
         # the number of received bytes that a selector cannot see, because they have already been decrypted
         self._pending: Callable[[], int] = sock.pending if isinstance(sock, SecureSocket) else int
         self.trusted = trusted
@@ -198,7 +198,8 @@ class Stream(Generic[T]):
     def traffic(self) -> Traffic:
         """The bytes that the connection has carried, as counted by the kernel or, if it cannot count, by the stream.
 
-        The kernel counts the data that the peer has acknowledged, so data that is still in a buffer here is left out.
+        The kernel counts the data that the peer has acknowledged, so data that is still in a buffer on this machine is
+        left out.
         """
         return traffic_of(self.sock) or Traffic(self._sent_bytes, self._received_bytes)
 

@@ -271,9 +271,10 @@ NAME = "socket"
 class UnixListener(socket.socket):
     """A listening AF_UNIX socket to which only processes of the same user, and of root, can connect.
 
-    The name of the socket is removed as soon as the socket exists, so no file remains even after SIGKILL. The process
-    keeps a descriptor of the name's inode, and other processes connect through this descriptor in /proc. The kernel
-    permits this only to processes of the same user and of root. This process does not notice refused attempts.
+    If /proc permits it, the name of the socket is removed as soon as the socket exists, so no file remains even after
+    SIGKILL. The process keeps a descriptor of the name's inode, and other processes connect through this descriptor in
+    /proc. The kernel permits this only to processes of the same user and of root. This process does not notice refused
+    attempts.
 
     Attributes:
         path: the path to which clients connect.
@@ -283,7 +284,7 @@ class UnixListener(socket.socket):
         super().__init__(socket.AF_UNIX, socket.SOCK_STREAM)
         self._process = os.getpid()
         self._place: int | None = None
-        self._folder = ""  # the folder with the name, until it is removed
+        self._folder = ""  # the folder that contains the name; "" once the folder has been removed
         try:
             self._folder = _private_folder()
             self.path = f"{self._folder}/{NAME}"
@@ -419,12 +420,13 @@ def connect(
 
     Args:
         address: the address.
-        timeout_s: maximum time in seconds.
+        timeout_s: maximum time in seconds to connect.
         known: the TLS contexts of the run, if the address uses TLS.
 
     Raises:
         PeerLostError: no connection was made within `timeout_s`, for example because no process listens at the address.
-        ProtocolError: the process that was reached does not have the key of the run, or has a different address.
+        ProtocolError: the process that was reached does not have the key of the run, or is not the process that the
+            address names.
     """
     try:
         return _transport_of(address).connect(address, timeout_s, known)
@@ -433,7 +435,10 @@ def connect(
 
 
 def is_here(address: str) -> bool:
-    """Return True if an address belongs to this machine. The address may be the end of a tunnel to another machine."""
+    """Return True if an address belongs to this machine.
+
+    Even then, the process may be on another machine: the address may be the end of a tunnel.
+    """
     return _transport_of(address).is_here(address)
 
 
@@ -441,7 +446,7 @@ def seen_from(address: str, reached: str) -> str:
     """Return the address of a process as another machine sees it.
 
     A process that listens on all addresses of its machine does not know which of these addresses the other machine can
-    reach. If the other machine reaches the coordinator through a tunnel, it reaches the servers through this tunnel.
+    reach. If the other machine reaches the coordinator through a tunnel, it uses this tunnel for the servers, too.
 
     Args:
         address: the address on which the process listens.

@@ -25,9 +25,9 @@ FullGridScan found the shortest wait for each data set of that table, but does n
 
 Source: Zhao et al., ElasticBSP (2021), section 5.1, Algorithm 1. The paper does not say how ties are resolved. If
 several workers have the earliest end time, the first one is designated. If two end times are equally near to e, the
-earlier one is taken. If several sets are equally narrow, the set that was formed first is kept: the designated workers
-follow one another, and each of them goes from its earliest end time e to its latest. Therefore, unlike the exact
-methods, the scans do not return the canonical choice (see `end_times`).
+earlier one is taken. If several sets are equally narrow, the set that was formed first is kept: the workers are
+designated one after another, and for each of them, e goes from its earliest to its latest end time. Therefore, unlike
+the exact methods, the scans do not return the canonical choice (see `end_times`).
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def zipline_opt_bs(times: Floats) -> Solution:
 def _scan(times: Floats, position: Callable[[list[Element], list[int], int, int], int]) -> Solution:
     """Run the scan. `position(z, workers, p, i)` must return the index in z of the end time of worker p in column i."""
     z: list[Element] = []
-    workers: list[int] = []  # the worker of each element of z; `list.index` runs no Python code
+    workers: list[int] = []  # the worker of each element of z: searching ints with `list.index` is fast
     wait = barrier = inf
     candidates = 0
     for t, p, i in timeline(times):

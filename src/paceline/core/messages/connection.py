@@ -126,7 +126,7 @@ class TimeSpent(msgspec.Struct, frozen=True, array_like=True):
         outside: time in which the script did not train.
         loading: time in which the script asked a distributed loader for a batch.
         unfinished: time of the computation that has been neither pushed nor aborted yet.
-        activity: what the worker does now.
+        activity: what the worker is doing now.
         queued: time in which the worker's main thread was ready to run, but had no CPU core; 0 if unknown. Reported
             only when the worker ends.
     """

@@ -30,7 +30,7 @@ class PushCounts(msgspec.Struct, frozen=True, kw_only=True):
     """Counts of the pushes that a shard has received, by what has become of them. Each push is counted once.
 
     Attributes:
-        applied: pushes that were applied by themselves.
+        applied: pushes that were applied one by one, not as parts of a mean.
         averaged: pushes that were part of a mean.
         dropped: pushes that are in no update: those without a gradient, those that came too late, and edits.
         lost: pushes of lost workers that are in no update, because not every shard has received them, and pushes that

@@ -313,7 +313,7 @@ class KeptStates(Message):
 @sent("reader", to="server", forwarded=False)
 @sent("worker", to="server", forwarded=False)
 class FetchSnapshot(Message):
-    """Request the current weights of a shard, for evaluation. The coordinator sends this message at the end of a run.
+    """Request the current weights of a shard, for evaluation. At the end of a run, the coordinator requests them, too.
 
     Attributes:
         shard: index of the shard.
@@ -364,7 +364,7 @@ class ShardWaits(msgspec.Struct, frozen=True):
 
 
 class ConnectionTraffic(msgspec.Struct, frozen=True, array_like=True):
-    """The number of bytes on a server's connection to a worker since it was opened.
+    """The number of bytes that a server's connection to a worker has carried since it was opened.
 
     Attributes:
         worker: index of the worker.

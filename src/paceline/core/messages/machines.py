@@ -90,7 +90,7 @@ class MachineAdmitted(Message):
     Attributes:
         workers: the index of each worker of the machine, and how often this index has been used before.
         job: the configuration of the run, encoded by `paceline.run.job`.
-        now_ticks: the time of the run at which this message was sent.
+        now_ticks: time on the clock of the run at which this message was sent.
         machine: index of the machine, by which the records of its clock are named.
         servers: the indices of the machine's servers.
     """
@@ -167,7 +167,7 @@ ClockTicks = Annotated[int, msgspec.Meta(ge=-(2**62), le=2**62)]
 
 
 class ClockOffset(msgspec.Struct, frozen=True):
-    """The offset of the coordinator's clock to a machine's clock. See `core.liveness`.
+    """The offset of the coordinator's clock relative to a machine's clock. See `core.liveness`.
 
     Attributes:
         at_ticks: time on the machine's clock at which the offset holds.

@@ -62,8 +62,8 @@ class CreateShards(Message):
         resumed: the state of each shard in `shards`, if a cut is resumed; else (). The server then has the weights,
             and the initializer does not send any.
         lacking: True if the cut lacks parameters of the model, because the script now adds these earlier than in the
-            previous run. The initializer then sends initial weights nevertheless, and the weights in the cut replace
-            them.
+            previous run. The initializer then sends initial weights nevertheless, and the server replaces those that
+            the cut contains.
     """
 
     model: ModelSpec
@@ -212,7 +212,7 @@ class WorkerJoined(Message):
 
 @sent("server", to="coordinator", during="serving")
 class WorkerWelcomed(Message):
-    """A server acknowledges the `WorkerJoined` message with this `count`: the worker has joined at all its shards."""
+    """A server acknowledges the `WorkerJoined` with this `count`: the worker has joined at the server's shards."""
 
     worker: int
     incarnation: int
@@ -259,7 +259,7 @@ class ExtendShards(Message):
         resumed: number of the cut that contains the new parameters, because an earlier run had added them. The server
             then has their weights, and the initializer does not send any. 0 if no cut contains the new parameters.
         lacking: True if the cut contains only some of the new parameters. The initializer then sends initial weights
-            nevertheless, and the weights in the cut replace them.
+            nevertheless, and the server replaces those that the cut contains.
     """
 
     model: ModelSpec
@@ -308,7 +308,7 @@ class ModelExtended(Message):
     digests: tuple[str, ...] = ()
 
 
-# -- Messages of barriers and reductions, and of the pauses that they cause ----------------------------------
+# -- Messages of barriers, reductions and pauses -------------------------------------------------------------
 
 
 @sent("worker", to="coordinator")
@@ -346,15 +346,18 @@ class Contributed(Message):
 
 @sent("worker", to="coordinator", during="training")
 class StoodIn(Message):
-    """In lockstep, a worker has pushed without a gradient for the first time, while its script was not training."""
+    """In lockstep, a worker makes its remaining steps in earlier or later iterations than the other workers.
+
+    For example, the worker has pushed without a gradient while its script was evaluating the model.
+    """
 
 
 @sent("coordinator", to="worker")
 class StandInAllowed(Message):
     """In lockstep, a worker may push without a gradient while it waits in a barrier or a reduction.
 
-    The coordinator sends this message once, when a worker has sent a `StoodIn`. From then on, the workers may make a
-    call after different numbers of steps.
+    The coordinator sends this message once, when the workers may from then on make a call after different numbers of
+    steps: for example, because a worker has sent a `StoodIn`.
     """
 
 
@@ -370,7 +373,7 @@ class Resumed(Message):
 
 @sent("coordinator", to="worker")
 class Combined(Message):
-    """All live workers have made a call, so the call ends.
+    """All live workers have made the call of a `Contributed`, so the call ends.
 
     Attributes:
         numbers: the sum or the mean of the workers' numbers, as native float64.

@@ -154,8 +154,9 @@ class Answer(Message, omit_defaults=True):
             they are differences, and the worker has this base after adding them to its last base. 0 if the answer uses
             no base.
         checksum: checksum of this base, which the host of the server sets.
-        cut: number of a cut that was made immediately before the answer, so that the weights are those of the cut; 0
-            if there is no such cut. Only shard 0 says this.
+        cut: number of the cut for which the worker must give the state of its script: a cut that was made since the
+            last answer to the worker or, under a lockstep model, a cut that is about to be made. 0 if there is no such
+            cut. Only shard 0 says this.
         next_edit: number of the job's next edit. A worker that joins late counts its edits from the number in its first
             answer. Only shard 0 says this.
     """
@@ -177,8 +178,8 @@ class Answer(Message, omit_defaults=True):
 @sent("worker", to="server", forwarded=False)
 @sent("worker", to="coordinator", during="training")
 class BaseRequested(Message):
-    """The base of the last answer differs from the worker's base, so the worker needs the answer's whole base. See
-    `Answer.checksum`.
+    """The base that a worker has computed from the last answer differs from the server's base, so the worker needs the
+    whole base. See `Answer.checksum`.
 
     The coordinator counts these messages.
     """
@@ -224,7 +225,7 @@ class HyperParametersReported(Message, omit_defaults=True):
     Attributes:
         set_index: the parameter set of the optimizer.
         step: number of steps that the worker has made with this optimizer.
-        groups: the hyper-parameters of the first parameter groups, encoded as MessagePack.
+        groups: the hyper-parameters of the first parameter groups, as many as fit, encoded as MessagePack.
         epoch: number of the epoch of the loader over which the worker makes a pass; None if it makes no pass.
         loader: name of the loader.
         schedule: if a schedule that follows the progress of the job determines the hyper-parameters, the number of its
@@ -343,7 +344,7 @@ Cycle = tuple[Annotated[int, msgspec.Meta(ge=-1)], Annotated[float, msgspec.Meta
 
 @sent("server", to="coordinator", during="serving")
 class PacesObserved(Message):
-    """The server of shard 0 has measured some cycles of the workers, as `core.paces` defines them.
+    """The server of shard 0 has measured cycles of the workers, which `core.paces` defines.
 
     Attributes:
         cycles: (worker, its latest cycles) for each worker with cycles that have not been reported before.

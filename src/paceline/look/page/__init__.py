@@ -5,7 +5,7 @@ data. The scripts share one scope, in the order of `SCRIPTS`; `main.js` comes la
 
 Names in a report come from users, and may contain markup. So the data are JSON without `<`, and the scripts put text
 into the page only as text nodes (`make` in `dom.js`). As a second defence, the page's content security policy allows
-only this script, and no connections except those of a live page to its own server.
+only the page's own script, and no connections except those of a live page to its own server.
 """
 
 from __future__ import annotations

@@ -170,8 +170,8 @@ def use_device(assignment: Assignment) -> None:
 def _cut_off(error: PacelineError) -> int:
     """Return the exit code of a process that has not reached the coordinator, and say why.
 
-    This is not a failure of the run, because a link may be down for a while. Later, the agent of the machine joins
-    again.
+    This is not a failure of the run, because a link may be down for a while. Later, the agent of the machine lets the
+    worker join the run again.
     """
     print(f"paceline: the coordinator was not reached: {error}", file=sys.stderr, flush=True)
     return EXIT_PEER_LOST
@@ -198,8 +198,8 @@ def leave_on_sigterm(session: WorkerSession) -> None:
 def _is_leaving(session: WorkerSession) -> bool:
     """Return True if a scheduler has asked this worker to leave the run.
 
-    The signal may also have ended another process, such as one of a `DataLoader`. If the end of that process was
-    noticed first, the worker receives the signal a little later.
+    The signal may also have ended another process, such as one of a `DataLoader`. If the script has
+    noticed the end of that process first, this worker receives the signal a little later.
     """
     deadline_s = time.monotonic() + SAME_SIGNAL_S
     while not session.links.asked_to_leave and time.monotonic() < deadline_s:

@@ -169,7 +169,7 @@ def device_of_process(place: int, imports: Sequence[str] = ()) -> Device | None:
     The worker sees all accelerators that the scheduler makes visible.
 
     Args:
-        place: number of the process on its machine, or 0 if the scheduler hides the other accelerators.
+        place: index of the process among those on its machine, or 0 if the scheduler hides the other accelerators.
         imports: modules to import, such as modules that add kinds of devices to torch.
     """
     found = _chosen_devices(imports)

@@ -153,7 +153,7 @@ def _import_everything() -> None:
 
 
 def keep_imported() -> None:
-    """Keep children from finalizing shared objects at their end. To remove torch's operators would take 20 ms."""
+    """Keep children from finalizing shared objects at their end. Removing torch's operators alone would take 20 ms."""
     for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
         finalizer.atexit = False
 
@@ -192,13 +192,13 @@ def _leave_group(descriptors: Descriptors) -> None:
 
 
 def _take_over(descriptors: Descriptors) -> None:
-    """Make the given descriptors the standard streams of this process. Control the terminal, if there is one."""
+    """Make the given descriptors the standard streams of this process. Make a terminal its controlling terminal."""
     if descriptors.terminal:
         fcntl.ioctl(descriptors.stdout, termios.TIOCSCTTY, 0)
     for target, source in enumerate(descriptors[:3]):
         os.dup2(source, target)
         os.close(source)
-    # These objects have written nothing yet, so nothing is written to the descriptors that they had before.
+    # Nothing has been written to these objects yet, so their buffers contain no text for the former descriptors.
     for stream in cast(list[TextIOWrapper], [sys.stdout, sys.stderr]):
         stream.reconfigure(line_buffering=stream.isatty())
 

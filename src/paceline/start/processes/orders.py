@@ -77,7 +77,7 @@ class Descriptors(NamedTuple):
 
     @property
     def terminal(self) -> bool:
-        """True if the process gets a terminal, which it controls. This requires a session of its own."""
+        """True if the process gets a controlling terminal. This requires a session of its own."""
         return os.isatty(self.stdout)
 
 
@@ -203,8 +203,8 @@ def _take_apart(names: list[str]) -> None:
     for name in names:
         with contextlib.suppress(TypeError):  # any object can be a module, even one without weak references
             modules.append(weakref.ref(sys.modules.pop(name)))
-    # A file in a cycle of references would lose what it has not written, because a collection closes its descriptor
-    # before it flushes the file. Objects from before the fork are frozen, so only those of the script are looked at.
+    # A file in a cycle of references would lose the data in its buffer, because the garbage collector may close its
+    # descriptor before it flushes the file. `gc.get_objects` returns no objects from before the fork, which are frozen.
     for file in [each for each in gc.get_objects() if issubclass(type(each), io.IOBase)]:
         with contextlib.suppress(Exception):  # the file is closed, or its class is the script's
             file.flush()

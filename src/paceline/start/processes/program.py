@@ -26,7 +26,7 @@ from ...run.compute_devices import usable_cores
 from ...wire.secure import without_secret
 
 BOOT = str(Path(__file__).with_name("boot.py"))
-"""Path of the program, see `boot`."""
+"""Path of the program that becomes a server or a worker, or forks servers and workers; see `boot`."""
 
 CALL = f"""
 import sys
@@ -228,7 +228,7 @@ class Companion:
             raise
 
     def tell(self, data: bytes) -> None:
-        """Write to the program's standard input. If the program has ended, this is noticed later."""
+        """Write to the program's standard input. If the program has ended, the data is dropped."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(data)

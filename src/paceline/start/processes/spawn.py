@@ -271,7 +271,10 @@ class ForkServer:
         return None
 
     def words(self) -> bytes:
-        """Return the output of the fork server after its end. A child writes to the same file until it begins."""
+        """Return the output of the fork server, after its end.
+
+        The output includes what a child has written before the child had standard streams of its own.
+        """
         return os.pread(self._output, MOST_OUTPUT_BYTES, 0)
 
     def kill(self) -> None:
