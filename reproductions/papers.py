@@ -224,7 +224,7 @@ class Paper(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def _relative(cell: Quote, base: Quote, name: str) -> Quote:
-    """Return the ratio of two numbers of a table, with as many digits as they support."""
+    """Return the ratio of two numbers of a table, rounded to three significant digits."""
     ratio = cell.value / base.value
     return Quote(
         where=cell.where,

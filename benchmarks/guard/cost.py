@@ -25,7 +25,7 @@ class Cost(msgspec.Struct, frozen=True):
     """The processor time of each part of the guard, in microseconds per push."""
 
     observe_us: float  # at the worker: the norm of the weights (the check for NaN also gives the norm of the gradient)
-    report_us: float  # at the worker and the coordinator: a message, as if each push had a message of its own
+    report_us: float  # at the worker and the coordinator: a message for each push (in a run: for several)
     judge_us: float  # at the coordinator
 
     @property

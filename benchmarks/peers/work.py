@@ -1,8 +1,8 @@
 """The work that is the same for all systems: the text, the model, the paced step, and what a worker records.
 
-A worker is a program on a machine of its own, which imports this module, torch and its system, but not Paceline. The
-environment variable `PEERS_TASK` contains the `Task` of a worker as JSON. `PEERS_MACHINE` is the index of the worker's
-machine.
+A worker is a program on a machine of its own, which imports this module, torch and the system that is measured. This
+module imports nothing of Paceline, so a worker of another system does not import Paceline either. The environment
+variable `PEERS_TASK` contains the `Task` of a worker as JSON. `PEERS_MACHINE` is the index of the worker's machine.
 
 *Pace.* A step sleeps for a time in proportion to its number of samples, and then computes. The sleep stands for the
 computation of a large model; the real computation is short compared with it. No system can hide the exchange of its

@@ -86,10 +86,11 @@ DECLARED: dict[type, dict[str, Field]] = {}
 def stateful(
     *, history: str = "", fixed: str = "", about: Mapping[str, Subject] = {}, makes: Mapping[str, str] = {}
 ) -> Callable[[Kind], Kind]:
-    """Declare the meaning of the fields of a class, as a decorator. The names in a string are separated by spaces.
+    """Return a class decorator that declares the meaning of the fields of the class.
 
-    A class may also have a method `outlook(most_workers)` for fields of which only a part decides. The method returns a
-    mapping from the names of these fields to the values that are compared instead of the fields.
+    The names in a string are separated by spaces. A class may also have a method `outlook(most_workers)` for fields of
+    which only a part decides. The method returns a mapping from the names of these fields to the values that are
+    compared instead of the fields.
 
     Args:
         history: fields on which no request depends.

@@ -659,7 +659,7 @@ def test_a_script_that_catches_sigint_and_ends_is_named_if_the_others_are_done()
     ended = run(CAUGHT.format(interrupted=1))
 
     assert ended.returncode == 3, ended.stderr
-    assert "the script was interrupted by SIGINT, and ended before it was done: worker 0" in ended.stderr
+    assert "the script was interrupted by SIGINT, and ended early: worker 0" in ended.stderr
     assert summary()["ended"] == "finished"
     assert weights() == NAMES
 

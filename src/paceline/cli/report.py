@@ -221,8 +221,8 @@ def replay(
     shards = [trace for trace in traces if trace.header.host == "shard"]
     if not all(trace.header.is_whole for trace in shards):
         raise ConfigurationError(
-            "the beginning of the traces was deleted, so the decisions of another model cannot be found. Record a run "
-            "with --traces full."
+            "the beginning of the traces was deleted, so it is not known what another model would have decided. Record "
+            "a run with --traces full."
         )
     pairs = [(decisions_of(trace), redecide(trace, model)) for trace in shards]
     if as_json:

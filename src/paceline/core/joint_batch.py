@@ -418,7 +418,8 @@ class StandingEstimator:
 
         Args:
             push: the push.
-            counts: True if the next update makes up for the push, unless it has no gradient.
+            counts: True if the push's share of the joint batch is added to the share of the next update. A push
+                without a gradient has no share.
         """
         if counts and self._pushes[push][1]:
             self._dropped += self._share([push])

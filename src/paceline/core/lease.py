@@ -392,7 +392,7 @@ class Drawn:
         return skipped
 
     def end(self) -> Pushed:
-        """Return `pushed` at the end of the script.
+        """Return the final value of `pushed`, when the script has ended.
 
         In the result, batches that were undecided at the last push count as skipped.
         """

@@ -465,7 +465,8 @@ class Shard:
         requests.append(Discard(self.index, *key))
 
     def _forget(self, push: Key, *, counts: bool = False) -> None:
-        """Record that a push is not applied. If the push `counts`, the next update makes up for it."""
+        """Record that a push is not applied. If `counts` is True, its share of the joint batch is not lost (see `drop`
+        in `joint_batch`)."""
         self._versions.drop(*push)
         if self.standing is not None:
             self.standing.drop(push, counts=counts)

@@ -303,7 +303,7 @@ def _while_all_were_present(shard: TraceFile) -> tuple[float, Measures]:
 
 
 def _with_backups(cluster: Cluster) -> tuple[str, ...]:
-    """Return every model, and `drop-stragglers` with a quorum that leaves out the slow workers."""
+    """Return `EVERY_MODEL` and, if most workers are fast, `drop-stragglers` with a quorum without the slow workers."""
     typical_s = [cluster.compute(worker).typical_s for worker in range(cluster.workers)]
     slow = sum(worker_s > SLOW * median(typical_s) for worker_s in typical_s)
     quorum = backup_quorum(cluster.workers, slow)

@@ -247,7 +247,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def present_s(self, workers: Collection[int] | None = None) -> float:
-        """Return the seconds for which workers, by default all, took part in the run."""
+        """Return the total time, in seconds, for which the given workers (by default all) took part in the run."""
         return self.total_s(*SPENT, workers=workers)
 
     def per_iteration_s(self, kind: str) -> dict[int, float]:

@@ -353,7 +353,7 @@ class Agents:
                 self._take_out(verdict)
 
     def _take_out(self, verdict: Removal) -> None:
-        """Continue without a machine that is suspected to be down, or without a worker that is stopped.
+        """Continue without a machine that seems to be down, or without a worker that has been suspended for too long.
 
         The workers and the agent receive the reason as soon as they read again. If the machine has brought servers, a
         run in progress cannot continue without these servers.

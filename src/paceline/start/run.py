@@ -473,7 +473,7 @@ class LiveRun:
                     "the scripts of all workers were interrupted by SIGINT, and have ended"
                 )
             names = ", ".join(f"worker {index}" for index in engine.interrupted)
-            self._notes.append(f"the script was interrupted by SIGINT, and ended before it was done: {names}")
+            self._notes.append(f"the script was interrupted by SIGINT, and ended early: {names}")
         return self._result()
 
     def _hurried(self) -> bool:

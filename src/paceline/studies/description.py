@@ -160,7 +160,7 @@ class Study(NamedTuple):
             reference.
         target: the target of the runs.
         budget: the limits of each run.
-        imports: modules that define models of the user.
+        imports: modules that define the user's own sync models.
         folder: folder to which paths are relative.
         paired: True if runs with the same seed are compared with each other.
         joint_batch: True if the batch sizes of loaders are those of joint batches. See `paceline.distribute`.
@@ -210,7 +210,7 @@ def read_study_file(path: Path, imports: Sequence[str] = ()) -> Study:
 
     Args:
         path: the file.
-        imports: further modules that define models of the user.
+        imports: further modules that define the user's own sync models.
 
     Raises:
         ConfigurationError: the file cannot be read, or an entry is not valid. The message names the entry.
@@ -228,7 +228,7 @@ def describe(values: Mapping[str, Any], folder: Path, imports: Sequence[str] = (
     Args:
         values: the entries. In Python, `train` may be a function object, and each cluster may be a `Cluster`.
         folder: folder to which paths are relative.
-        imports: further modules that define models of the user.
+        imports: further modules that define the user's own sync models.
 
     Raises:
         ConfigurationError: an entry is not valid. The message names the entry.

@@ -52,7 +52,7 @@ class DropPush(Action):
 class AnswerPull(Action, repr_omit_defaults=True):
     """Answer the pull that followed this worker's push of `iteration`: send the worker the current weights.
 
-    If all shards run the model, and the worker's next push would come too late for its round, `v_train` is the round
+    If all shards run this model, and the worker's next push would come too late for its round, `v_train` is the round
     from which the worker should continue. If several shards set `v_train`, the worker uses the largest value and
     reports it with its next push.
     """

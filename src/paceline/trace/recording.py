@@ -110,7 +110,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def recorded_by(self) -> str:
-        """The core that recorded the trace, for messages."""
+        """Name of the core that recorded the trace, for messages to the user."""
         return f"shard {self.index}" if self.host == "shard" else "the coordinator"
 
     @property

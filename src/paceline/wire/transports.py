@@ -87,7 +87,8 @@ class Transport(ABC):
 
         Args:
             layout: layout of the model.
-            servers: number of servers. The worker may exchange messages with each server through the memory.
+            servers: number of servers. With some transports, the worker exchanges messages with each server through
+                this memory.
             offered: True if servers on this machine may find the memory, although its descriptor is not passed.
             name: name of the memory, by which servers recognize the memory.
         """
