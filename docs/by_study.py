@@ -130,9 +130,10 @@ final accuracies over {seeds} seeds in percent, in the table and in the study, a
 ACCURACIES
 
 {agreement} Under `rennala`, the last mean is incomplete, and is applied when the workers have left, so the last
-evaluations of the study come before this update. If a run of each of the 69 cells is simulated alone, with the
-seed of the table's schedule and without evaluations during training, it ends at the same time and with the same
-accuracy as in the table (`tests/reproductions/test_studies.py`).
+evaluations of the study come before this update. A test also simulates a single run for
+each of the 69 cells, with one of these seeds and without evaluations during training. Each of these runs ends at the
+same time as the run with this seed in the table, and with the same accuracy to within half a test image
+(`tests/reproductions/test_studies.py`).
 
 The next table shows how many times sooner than `bsp` a model reaches the final accuracy of `bsp` to
 within the bound. The first two numbers are those of the mean over the seeds, in the table and in the study. The third
