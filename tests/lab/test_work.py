@@ -49,7 +49,7 @@ def test_of_many_failures_the_first_ones_are_shown() -> None:
     assert "in line 7" in lines[0]
     assert lines[9:] == [
         "failed: run 9: worker 0 failed: ValueError: too large",
-        "failed: 2 more runs; summary.md names all of them",
+        "failed: 2 more; summary.md names all failed runs",
     ]
     assert failure_lines(failures[:10]) == lines[:10]
     assert failure_lines([Failure("run 0", ValueError("too small"))]) == [

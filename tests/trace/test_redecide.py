@@ -69,7 +69,7 @@ def test_the_command_repeats_all_decisions(run: Path) -> None:
     ended = RUNNER.invoke(app, ["replay", str(run)])
     assert ended.exit_code == 0, ended.output
     assert ended.output.endswith(
-        "events at 3 state machines: all decisions are the same as the recorded ones.\n"
+        "events at 3 state machines. Decisions that differ from the recorded ones: 0\n"
     )
 
 
@@ -84,7 +84,7 @@ def test_the_command_names_decisions_that_differ(run: Path) -> None:
     ended = RUNNER.invoke(app, ["replay", str(run)])
     assert ended.exit_code == 1
     assert f"shard 1: entry {number - 1}: " in ended.output
-    assert "1 decision differs from the recorded ones." in ended.output
+    assert "Decisions that differ from the recorded ones: 1\n" in ended.output
 
 
 def test_the_command_tells_what_another_model_decides(run: Path) -> None:

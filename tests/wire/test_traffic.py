@@ -134,12 +134,12 @@ def test_a_link_is_one_link_however_often_its_machines_have_joined(tmp_path: Pat
         Direction(there, here): 30 + 50 + 20,
         Direction(here, there): 7 + 500 + 200,
     }
-    assert machines.host_of_worker == {0: here, 1: there}
+    assert machines.hosts_of("worker") == {0: here, 1: there}
 
     # Each of these may be another machine, which has come through a tunnel.
     joins("127.0.0.1", {2: 0}, reached="127.0.0.1")
     joins("127.0.0.1", {3: 0}, reached="127.0.0.1")
-    assert machines.host_of_worker == {0: here, 1: there, 2: "127.0.0.1", 3: "127.0.0.1 (2)"}
+    assert machines.hosts_of("worker") == {0: here, 1: there, 2: "127.0.0.1", 3: "127.0.0.1 (2)"}
 
 
 def test_a_connection_is_busy_while_bytes_are_on_their_way(pair: tuple[socket.socket, socket.socket]) -> None:

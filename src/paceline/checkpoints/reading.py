@@ -107,10 +107,8 @@ class Checkpoint:
         tensors += [(buffer.name, buffer.dtype, buffer.shape) for buffer in model.buffers]
         for name, dtype, shape in tensors:
             expected = (name_in_file(torch_dtype(dtype)), tuple(shape))
-            if name not in described:
-                raise CheckpointError(f"{MODEL} does not contain the tensor {name!r}")
-            if described[name] != expected:
-                raise CheckpointError(f"{MODEL} has {name!r} as {described[name]}, expected {expected}")
+            if (stored := described.get(name, "nothing")) != expected:
+                raise CheckpointError(f"{MODEL} has {name!r} as {stored}, expected {expected}")
         records = self.manifest.optimizers
         if [(each.name, each.replaced) for each in records] != [
             (o.name, o.replaced) for o in model.optimizers

@@ -23,7 +23,7 @@ from ..look.status import LONG_LINE, StatusView
 from ..start.terminal import ForgivingStream, plain_console, print_sentence
 from ..trace.report import read_run_file
 from ..trace.run_dir import REPORT
-from ..words import counted, listed, wrappable
+from ..words import wrappable
 from .console import interruptible, load_named_models, print_json, require_no_folder_of_runs
 from .options import AsJson, ModelImports, Trusted
 from .run import SecretFile, address_of, secret_of
@@ -199,12 +199,8 @@ def replay(
                 console.print(f"{host}: {len(found) - MOST_SHOWN} more differences", highlight=False)
         count = sum(map(len, differences.values()))
         console.print(
-            f"{entries:,} events at {len(traces)} state machines: "
-            + (
-                f"{counted(count, 'decision')} {'differ' if count > 1 else 'differs'} from the recorded ones."
-                if count
-                else "all decisions are the same as the recorded ones."
-            ),
+            f"{entries:,} events at {len(traces)} state machines. "
+            f"Decisions that differ from the recorded ones: {count:,}",
             highlight=False,
         )
         if as_json:
@@ -269,8 +265,8 @@ def replay(
     early = sorted({worker for _, other in pairs for worker in other.too_early})
     if early:
         console.print(
-            f"Under {sync}, {listed(early)} would have waited longer, so their later messages "
-            "would have come later, too. To see how the run would have gone on: "
+            f"Under {sync}, some workers ({', '.join(map(str, early))}) would have waited longer, so their later "
+            "messages would have come later, too. To see how the run would have gone on: "
             + shlex.join(["paceline", "simulate", str(run_dir), "--sync", str(sync)]),
             highlight=False,
             soft_wrap=not console.is_terminal,

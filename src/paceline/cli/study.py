@@ -13,7 +13,6 @@ import typer
 
 from ..errors import PacelineError, first_line
 from ..start.terminal import plain_console, print_sentence
-from ..words import counted
 from .console import (
     EXIT_FAILED,
     EXIT_NOT_ALL_WELL,
@@ -107,7 +106,7 @@ def failure_lines(failures: Sequence[Failure]) -> list[str]:
     return [
         *texts[:1],
         *(text.partition("\n")[0] for text in texts[1:]),
-        *[f"failed: {counted(more, 'more run')}; summary.md names all of them"] * (more > 0),
+        *[f"failed: {more} more; summary.md names all failed runs"] * (more > 0),
     ]
 
 

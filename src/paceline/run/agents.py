@@ -338,7 +338,7 @@ class Agents:
             self._perform(ends)
             return
         log.warning("server %d of machine %s has left before the run has begun: %s", server, name, how)
-        self._machines.servers[agent].discard(server)
+        del self._machines.servers[agent][server]
         self._watch.left("server", server)
         if (member := self._members.get(("server", server))) is not None:
             self._hub.drop(member, how)
@@ -411,7 +411,7 @@ class Machines:
     Attributes:
         workers: index of a machine's agent -> the machine's workers, each with its incarnation; {} until the machine
             has been admitted.
-        servers: index of a machine's agent -> the servers that the machine has brought.
+        servers: index of a machine's agent -> the servers that the machine has brought, each with the incarnation 0.
         names: index of the agent of an admitted machine -> name of the machine: its address, with a number if several
             agents have this address.
         hosts: index of the agent of an admitted machine -> name of the machine, the same for all of its agents: `LOCAL`
@@ -422,7 +422,7 @@ class Machines:
 
     def __init__(self) -> None:
         self.workers: dict[int, dict[int, int]] = {}
-        self.servers: dict[int, set[int]] = {}
+        self.servers: dict[int, dict[int, int]] = {}
         self.liveness = Liveness()
         self.names: dict[int, str] = {}
         self.hosts: dict[int, str] = {}
@@ -430,7 +430,7 @@ class Machines:
     def add(self) -> int:
         """Return the index of the agent of a new machine."""
         agent = len(self.workers)
-        self.workers[agent], self.servers[agent] = {}, set()
+        self.workers[agent], self.servers[agent] = {}, {}
         return agent
 
     def admit(
@@ -459,58 +459,48 @@ class Machines:
             self.hosts[agent] = name if ip_address(address).is_loopback else here
             self.liveness.machine_joined(agent, name, now_ticks)
         self.workers[agent].update(workers)
-        self.servers[agent].update(servers)
+        self.servers[agent].update(dict.fromkeys(servers, 0))
         for worker, incarnation in workers.items():
             self.liveness.worker_joined(worker, incarnation)
 
-    @property
-    def machine_of(self) -> dict[int, str]:
-        """Worker -> name of its machine."""
-        return {worker: self.names[agent] for worker, agent in self._agent_of().items()}
+    def names_of(self, role: str) -> dict[int, str]:
+        """Return the name of the machine of each worker or server that a machine has brought."""
+        return {index: self.names[agent] for index, agent in self._agent_of(role).items()}
 
-    @property
-    def host_of_worker(self) -> dict[int, str]:
-        """Worker -> its machine, as in `hosts`."""
-        return {worker: self.hosts[agent] for worker, agent in self._agent_of().items()}
-
-    def _agent_of(self) -> dict[int, int]:
-        """Return, for each worker, the agent of its machine."""
-        newest: dict[int, tuple[int, int]] = {}  # worker -> (its incarnation, its agent)
-        for agent, workers in self.workers.items():
-            for worker, incarnation in workers.items():
-                newest[worker] = max(newest.get(worker, (-1, -1)), (incarnation, agent))
-        return {worker: agent for worker, (_, agent) in newest.items()}
-
-    @property
-    def machine_of_server(self) -> dict[int, str]:
-        """Server that a machine has brought -> name of the machine."""
-        return {server: self.names[agent] for agent, servers in self.servers.items() for server in servers}
-
-    @property
-    def host_of_server(self) -> dict[int, str]:
-        """Server that a machine has brought -> the machine, as in `hosts`."""
-        return {server: self.hosts[agent] for agent, servers in self.servers.items() for server in servers}
+    def hosts_of(self, role: str) -> dict[int, str]:
+        """Return the machine, as in `hosts`, of each worker or server that a machine has brought."""
+        return {index: self.hosts[agent] for index, agent in self._agent_of(role).items()}
 
     @property
     def hosts_of_servers(self) -> list[str]:
         """The machines of all servers, as in `hosts`. At least one server runs on the coordinator's machine."""
-        return sorted({LOCAL, *self.host_of_server.values()})
+        return sorted({LOCAL, *self.hosts_of("server").values()})
+
+    def _agent_of(self, role: str) -> dict[int, int]:
+        """Return the agent of each worker or server that a machine has brought: of its newest incarnation."""
+        newest: dict[int, tuple[int, int]] = {}  # process -> (its incarnation, its agent)
+        for agent, brought in self._brought(role).items():
+            for index, incarnation in brought.items():
+                newest[index] = max(newest.get(index, (-1, -1)), (incarnation, agent))
+        return {index: agent for index, (_, agent) in newest.items()}
+
+    def _brought(self, role: str) -> dict[int, dict[int, int]]:
+        return self.servers if role == "server" else self.workers
 
     def name_of(self, process: str) -> str:
         """Return the name of the machine of a process such as "worker 2"; "" if no machine has brought the process."""
-        workers = {f"worker {worker}": name for worker, name in self.machine_of.items()}
-        servers = {f"server {server}": name for server, name in self.machine_of_server.items()}
-        return (workers | servers).get(process, "")
+        roles = ("worker", "server")
+        named = {f"{role} {index}": name for role in roles for index, name in self.names_of(role).items()}
+        return named.get(process, "")
 
     def agents_of(self, role: str, index: int) -> list[int]:
         """Return the agents that have started this server, or any incarnation of this worker."""
-        started = self.servers if role == "server" else self.workers
-        return [agent for agent, indices in started.items() if index in indices]
+        return [agent for agent, indices in self._brought(role).items() if index in indices]
 
     def statuses(self, now_ticks: int) -> tuple[MachineStatus, ...]:
         """Return the status of each machine: how long it has been silent, and the servers that it has brought."""
         servers: dict[str, list[int]] = {}
-        for server, name in sorted(self.machine_of_server.items()):
+        for server, name in sorted(self.names_of("server").items()):
             servers.setdefault(name, []).append(server)
         silent_s = {name: ticks / TICKS_PER_S for name, ticks in self.liveness.silences(now_ticks).items()}
         return tuple(
@@ -575,9 +565,7 @@ class JobWatch:
 
     def machine_of(self, role: str, index: int) -> str:
         """Return the name of the machine of a process."""
-        machines = self._machines
-        named = machines.machine_of_server if role == "server" else machines.machine_of
-        return named.get(index, LOCAL)
+        return self._machines.names_of(role).get(index, LOCAL)
 
     def named_devices(self) -> dict[int, str]:
         """Return the device of each worker, for the user; {} if all workers are on the CPU."""
@@ -640,7 +628,7 @@ class JobWatch:
             servers=self._job.servers,
             elapsed_s=now_ticks / TICKS_PER_S,
             connected={index for role, index in self.connected if role == "worker"},
-            machine_of=machines.machine_of,
+            machine_of=machines.names_of("worker"),
             devices=self.named_devices(),
             state_s=self._state_times.state_s(now_ticks),
             usual_s=self.usual_s,
@@ -693,8 +681,8 @@ class JobWatch:
             streams: (role, index) -> connection to the process with this role and index.
         """
         machines = {
-            "worker": self._machines.host_of_worker,
-            "server": self._machines.host_of_server,
+            "worker": self._machines.hosts_of("worker"),
+            "server": self._machines.hosts_of("server"),
             "agent": self._machines.hosts,
         }
         for (role, index), stream in streams.items():
@@ -704,8 +692,8 @@ class JobWatch:
 
     def note_traffic_of(self, server: int, message: Waits) -> None:
         """Record the traffic of a server's connections to workers."""
-        machines = self._machines.host_of_worker
-        here = self._machines.host_of_server.get(server, LOCAL)
+        machines = self._machines.hosts_of("worker")
+        here = self._machines.hosts_of("server").get(server, LOCAL)
         for each in message.traffic:
             there = machines.get(each.worker, LOCAL)
             if there != here:

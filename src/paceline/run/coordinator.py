@@ -86,7 +86,6 @@ from ..trace.recording import Header, Recorder
 from ..wire.memory import ConnectionSource, Region, file_limit, shared_memory_available
 from ..wire.preface import Patience
 from ..wire.stream import Stream, no_payload
-from ..words import listed
 from .agents import Agents, AwaitedProcess, JobWatch, Machines, MachinesLeft, StallWatch
 from .checkpointing import STATES_S, Checkpoints, Completion
 from .compute_devices import CPU
@@ -126,10 +125,10 @@ class LateCheckpoint(NamedTuple):
     @property
     def words(self) -> str:
         """The message to the user."""
-        verb = "have" if len(self.workers) > 1 else "has"
+        names = ", ".join(f"worker {worker}" for worker in self.workers)
         return (
-            f"Checkpoint {self.number} waits for {listed(sorted(self.workers))}, which {verb} not asked for the next "
-            f"batch for {self.waits_s:.0f} s. Training goes on meanwhile."
+            f"Checkpoint {self.number} has waited for {self.waits_s:.0f} s until these workers ask for the next batch: "
+            f"{names}. Training goes on meanwhile."
         )
 
 

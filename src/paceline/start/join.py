@@ -74,7 +74,6 @@ from ..run.run_lock import RunningProcess
 from ..wire.secure import Contexts, SecureSocket, contexts
 from ..wire.stream import Stream, no_payload
 from ..wire.transports import TCP, is_local, seen_from
-from ..words import listed
 from .local import FIRST_PAUSE_S, MOST_REJOINS, HostMachine, LocalEngine, Process, Rejoins
 from .processes.interruption import Interruption
 from .processes.orders import payload_of_server
@@ -197,10 +196,8 @@ def join(
                 unpickles = bool(worker_payload)
                 offer = MachineJoined(version, wanted, tuple(indices), count, installed(), unpickles)
                 checkpoint, admitted = _ask_to_join(stream, address, token, offer, opened, interruption)
-                if taken := [index for index in sorted(indices) if index not in admitted.workers]:
-                    print_sentence(
-                        console, f"the index of {listed(taken)} is not free, so another index is used"
-                    )
+                if taken := ", ".join(str(index) for index in indices if index not in admitted.workers):
+                    print_sentence(console, f"the worker index {taken} is not free")
                 job = decode_job(admitted.job, admitted.now_ticks)
                 if checkpoint is not None:
                     job = structs.replace(job, resumed=ResumedFrom(str(checkpoint)))

@@ -19,7 +19,6 @@ from ..errors import ConfigurationError, RunFailedError
 from ..run.compute_devices import Device
 from ..run.job import LOOPBACK, Assignment, Job, Role
 from ..run.listener import Listener
-from ..words import counted
 from .processes.orders import Descriptors, ProcessOrder
 from .processes.program import (
     EXIT_INTERRUPTED,
@@ -97,8 +96,8 @@ class ProcessPlacement(msgspec.Struct, frozen=True):
         wanted = job.local_servers, 0 if job.joined else job.workers
         if placed != wanted:
             raise ConfigurationError(
-                f"the placement has machines for {counted(placed[0], 'server')} and {counted(placed[1], 'worker')}, "
-                f"expected {counted(wanted[0], 'server')} and {counted(wanted[1], 'worker')}."
+                f"the placement has machines for {placed[0]} servers and {placed[1]} workers, expected {wanted[0]} "
+                f"servers and {wanted[1]} workers."
             )
         if not job.carrier.spans_machines:
             raise ConfigurationError(

@@ -172,7 +172,7 @@ def summarize(
             copy.deepcopy(core.data),
             core.time_ledger.totals(job.now_ticks()),
             watch.named_devices(),
-            coordinator.machines.host_of_worker,
+            coordinator.machines.hosts_of("worker"),
             coordinator.machines.hosts_of_servers,
             watch.traffic.totals(),
         )
