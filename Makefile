@@ -50,7 +50,7 @@ quick: $(READY)  ## run the tests of pure code, which start no process (under a 
 	PACELINE_QUICK=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests
 
 # The type checker runs beside the first tests, and has the last word.
-test: $(READY)  ## run `make check` and all tests, three files at a time (about 7 minutes on two cores)
+test: $(READY)  ## run `make check` and all tests, three files at a time (about 6 minutes on two cores)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@said=$$(mktemp); $(BIN)/mypy > $$said 2>&1 & checker=$$!; \

@@ -87,6 +87,8 @@ LIMITS = (
     "stale.",
     "The results say little about hivemind and DiLoCo as they are meant to be used: with joint batches of thousands "
     "of samples, or hundreds of local steps, between two exchanges over the internet.",
+    "If a machine is killed, torchft DDP ends in all three runs: after the failed all-reduce, an assertion fails in "
+    "its communication hook (`torchft/ddp.py`, `assert fut._fut`). It was not tried with an earlier version of torch.",
     "The connections of Paceline and hivemind are encrypted. Those of the other systems are not.",
 )
 

@@ -122,7 +122,7 @@ def dispatches(source: str) -> Iterator[int]:
 
     An assertion, or the condition of a comprehension, only looks at the requests of a core.
     """
-    tree = ast.parse(source) if NAMED.search(source) else ast.Module([])
+    tree = ast.parse(source if NAMED.search(source) else "")
     for node in ast.walk(tree):
         match node:
             case ast.MatchClass(cls=kind) if names(kind) & REQUESTS:

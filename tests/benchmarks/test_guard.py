@@ -58,7 +58,7 @@ def test_the_tables_have_a_row_for_each_run_and_mark_a_cost_that_is_too_high() -
     runs, cost = guard.figures_of([rate, calm], Cost(10.0, 20.0, 30.0))
     assert runs.cells() == [["rate", "it diverges", "3", "3", "2 to 4"], ["calm", "", "1", "1", ""]]
     assert cost.cells()[0][-1] == "60.0 !"
-    assert "4 of 4 right" in runs.caption
+    assert "4 of 4 runs are right" in runs.caption
 
 
 @pytest.mark.thorough

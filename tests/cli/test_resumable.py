@@ -135,7 +135,7 @@ def test_a_changed_script_is_refused_with_the_first_difference_unless_the_user_a
     assert "add --accept-changes" in words
     assert resume("--accept-changes").exit_code == 0
     (RUN / "script.py").unlink()
-    assert "is not compared with that of the previous run" in resume().stderr
+    assert "it is unknown whether the script train.py has changed since the run began" in resume().stderr
 
 
 def test_a_finished_run_is_resumed_only_if_its_script_is_given_again() -> None:

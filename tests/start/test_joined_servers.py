@@ -301,7 +301,7 @@ def test_a_run_ends_when_the_link_of_a_machine_with_servers_swallows_everything(
         (["join", "--servers", "1", "127.0.0.1:1"], "the script is missing"),
         (
             ["join", "--port", "29601", "127.0.0.1:1", "train.py"],
-            "--port is for the servers of this",
+            "only servers on this machine use --port",
         ),
         (
             ["join", "--servers", "-1", "127.0.0.1:1", "train.py"],

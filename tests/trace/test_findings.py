@@ -184,7 +184,7 @@ def test_a_program_that_calls_launch_is_told_its_arguments() -> None:
     _, balance, backup, other = said(WAITED, program=("function",))
     assert balance.startswith("Try batch='balanced', which")
     assert "try sync='drop-stragglers:quorum=2': no gradient is stale" in backup
-    assert other.startswith("Under sync='asp' or sync='elastic-bsp', there is")
+    assert other.startswith("Under sync='asp' or sync='elastic-bsp', workers do not meet")
     assert other.endswith("first: paceline.simulate(cluster, sync, train_fn=FUNCTION)")
 
 

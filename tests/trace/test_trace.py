@@ -411,7 +411,9 @@ def test_a_trace_of_conditions_that_cannot_be_imported_is_refused() -> None:
     header = Header(sync="conditions:pull=no_such_module_anywhere:f", host="shard")
     with pytest.raises(ConfigurationError, match="'no_such_module_anywhere:f' cannot be imported here"):
         replay(Trace(header, []), trust=True)
-    with pytest.raises(ConfigurationError, match="names the module no_such_module_anywhere, but your key"):
+    with pytest.raises(
+        ConfigurationError, match="names the module no_such_module_anywhere, but this is not signed"
+    ):
         replay(Trace(header, []))
 
 

@@ -505,15 +505,11 @@ def require_same_source(name: str, source: str, run_dir: Path, accept: str) -> s
         ConfigurationError: the source has changed. The message states the first difference.
     """
     if not source:
-        return (
-            f"Whether {name} has changed since the run began is unknown, because its source cannot be read."
-        )
+        return f"it is unknown whether {name} has changed since the run began, because its source cannot be read."
     try:
         before = read_regular(run_dir / SOURCE).decode(errors="replace").splitlines()
     except FileNotFoundError:
-        return (
-            f"Whether {name} has changed since the run began is unknown, because {run_dir} has no copy of it."
-        )
+        return f"it is unknown whether {name} has changed since the run began, because {run_dir} has no copy of it."
     except OSError as error:
         raise ConfigurationError(
             f"{run_dir / SOURCE} cannot be read: {error.strerror}. Remove it, or add {accept}."
