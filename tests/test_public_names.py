@@ -61,15 +61,20 @@ def test_a_torch_that_is_too_old_is_refused_in_one_sentence(
     (tmp_path / "torch" / "__init__.py").write_text("raise AssertionError('torch is imported')")
     (tmp_path / "torch" / "version.py").write_text(f"__version__ = {version!r}\n")
     places = f"sys.path[:0] = [{str(tmp_path)!r}, {str(Path(paceline.__file__).parents[1])!r}]"
-    ended = subprocess.run(
-        [sys.executable, "-c", f"import sys; {places}; import paceline"], capture_output=True, text=True
+    program = f"import sys; {places}; import paceline"
+    command = tmp_path / "paceline"  # as pip installs it
+    command.write_text(program)
+    imported, called = (
+        subprocess.run([sys.executable, *words], capture_output=True, text=True)
+        for words in (("-c", program), (command,))
     )
     sentence = (
-        f"ImportError: Paceline {paceline.__version__} needs torch 2.7 or newer, but torch {version} is installed; "
-        "run: pip install 'torch>=2.7'"
+        f"Paceline {paceline.__version__} needs torch 2.7 or newer, but torch {version} is installed; run: pip install "
+        "'torch>=2.7'"
     )
-    assert ended.returncode == int(refused), ended.stderr
-    assert ended.stderr.splitlines()[-1:] == [sentence] * refused
+    assert imported.returncode == int(refused), imported.stderr
+    assert imported.stderr.splitlines()[-1:] == [f"ImportError: {sentence}"] * refused
+    assert (called.returncode, called.stderr) == ((2, f"error: {sentence}\n") if refused else (0, ""))
 
 
 def test_sync_models_are_these_under_these_names() -> None:

@@ -6,6 +6,7 @@ The public names are imported when they are first used. Importing the package ha
 from __future__ import annotations
 
 import re
+import sys
 from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
@@ -18,7 +19,7 @@ LEAST_TORCH = (2, 7)
 
 
 def _require_torch() -> None:
-    """Raise `ImportError` if the installed torch is too old.
+    """Raise `ImportError` if the installed torch is too old. The command `paceline` ends with the same sentence.
 
     The version is read from torch's files, because importing torch takes more than a second. If torch is not installed,
     or if its files have another form, this function raises nothing: the first import of torch shows the problem.
@@ -29,10 +30,14 @@ def _require_torch() -> None:
             found = re.search(r"^__version__ = '((\d+)\.(\d+)[^']*)'", file.read(), re.MULTILINE)
             if found is not None and (int(found[2]), int(found[3])) < LEAST_TORCH:
                 least = ".".join(map(str, LEAST_TORCH))
-                raise ImportError(
+                reason = (
                     f"Paceline {VERSION} needs torch {least} or newer, but torch {found[1]} is installed; run: "
                     f"pip install 'torch>={least}'"
                 )
+                if sys.argv[0].endswith("/paceline"):
+                    print(f"error: {reason}", file=sys.stderr)
+                    raise SystemExit(2)
+                raise ImportError(reason)
 
 
 _require_torch()
