@@ -57,7 +57,7 @@ test: $(READY)  ## run `make check` and all tests, three files at a time (about 
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(LANES); tests=$$?; \
 	wait $$checker; types=$$?; echo "mypy:"; cat $$said; rm $$said; exit $$((tests | types))
 
-thorough: $(READY)  ## run the tests that show little more than those of `make test`, three files at a time (about 10 minutes)
+thorough: $(READY)  ## run the tests that show little more than those of `make test`, three files at a time (about 16 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(LANES) -m 'thorough and not chaos'
 
 check-models: $(READY)  ## check every interleaving of 3 workers, 2 shards and 4 iterations under every sync model (slow; prints its progress)
