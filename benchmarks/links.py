@@ -315,7 +315,7 @@ def _communication_s(placement: ProcessPlacement, size_mb: float, tls: bool, ite
 
 
 def train(size_mb: float, iterations: int) -> float:
-    """Train, then time backward passes without communication. Return the difference of the times in seconds."""
+    """Train, then time backward passes without communication. Return the difference of the two times, in seconds."""
     torch.set_num_threads(1)
     model, bare = Flat(size_mb, worker_index()), Flat(size_mb, worker_index())
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-3), model=model)

@@ -112,10 +112,11 @@ under each model, which is the aim of translated hyper-parameters. Dropped data 
 So `--sync auto` stays within 15 % of the best fixed choice in all 60 clusters, and is never slower than `bsp`."""
 
 RESERVATION = (
-    "A ratio says nothing about a script whose settings were found under `bsp`. Only `bsp`, with or without balanced "
-    "batches, has the result of a single process at the settings of a single process. `drop-stragglers` and "
-    "`rennala` apply no stale gradients, but drop late ones. Under all other models, gradients are stale, which "
-    "changes how training proceeds: check the accuracy of your script before you use them."
+    "A ratio does not tell what happens to a script that keeps settings that were found under `bsp`: here, each "
+    "contender has its own best settings. Only `bsp`, with or without balanced batches, has the result of a single "
+    "process at the settings of a single process. `drop-stragglers` and `rennala` apply no stale gradients, but drop "
+    "late ones. Under all other models, gradients are stale, which changes how training proceeds: check the accuracy "
+    "of your script before you use them."
 )
 
 CANNOT = (

@@ -66,7 +66,7 @@ def digits() -> Images:
 
 
 def on_digits(network: str, build: Callable[[], nn.Module]) -> Problem:
-    """Return the problem to train a network on the digits."""
+    """Return the problem of training a network on scikit-learn's digits."""
     return Problem(f"{network} on scikit-learn's digits", build, digits, train_size=1438, stacked=True)
 
 

@@ -154,7 +154,7 @@ PLACES = {
 
 
 class Run(NamedTuple):
-    """A training run, given by the names of its parts. The run with the seed 0 stands for its cell."""
+    """A training run, given by the names of its parts. The run with the seed 0 also represents all runs of its cell."""
 
     problem: str
     optimizer: str

@@ -138,7 +138,7 @@ def test_a_run_on_another_machine_is_never_called_cut_off(folder: Path) -> None:
     words = str(unreachable(path, found))
     assert words.startswith("whether the run in runs/a is in progress cannot be told from here")
     assert (
-        f"process {os.getpid()} on node7, can be neither seen nor reached. Call status on that machine"
+        f"process {os.getpid()} on node7, can be neither seen nor reached. Call `paceline status` on that machine"
         in words
     )
     with RunLock.take(path):

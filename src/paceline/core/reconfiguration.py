@@ -371,10 +371,10 @@ class Join:
 # In a run that resumes a cut, the scripts again add the parameters that the earlier run had added. The servers then
 # take the values of these parameters from the cut. A cut may also have been made before an extension, while some
 # workers already waited for the extension or were about to propose it. Such cuts are allowed, because a worker may wait
-# for an extension for a long time. When such a cut is resumed, the scripts may have the new parameters from the
-# beginning. The cut then *lacks* parameters with which the run begins. The initializer sends all initial weights as in
-# a new run, and the servers replace those for which the cut has values. Conversely, a resumed run is not cut before its
-# scripts have added all parameters that the earlier run had trained.
+# for an extension for a long time. If a run resumes such a cut, its scripts may already have added the new parameters
+# when training begins. The cut then *lacks* parameters with which the run begins. The initializer sends all initial
+# weights as in a new run, and the servers replace those for which the cut has values. Conversely, a resumed run is not
+# cut before its scripts have added all parameters that the earlier run had trained.
 
 
 @stateful()

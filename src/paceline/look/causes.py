@@ -413,8 +413,8 @@ ROWS = {
         (LOADERS,),
     ),
     "unsplit": Row(
-        "{waited}, which {take} {times} as long from an answer to the next push: for the computation and the "
-        "transfers, which are not told apart.",
+        "{waited}, which {take} {times} as long as the others from receiving weights to the next push. This time "
+        "contains the computation and the transfers, which this run has not recorded separately.",
         "{brief}, which {take} {times} as long for each iteration",
     ),
     "last": Row(

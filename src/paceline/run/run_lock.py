@@ -739,13 +739,13 @@ def unreachable(run_dir: Path, found: RunInProgress) -> PacelineError:
     if quiet_s is not None and quiet_s <= MOST_MISSED * launcher.heartbeat_s:
         return ConfigurationError(
             f"the run in {run_dir} is in progress: its launcher, {launcher.words}, has just given a sign of life, "
-            "but cannot be reached from here. Call status on that machine, and in the launcher's container if there is "
-            "one."
+            "but cannot be reached from here. Call `paceline status` on that machine, and in the launcher's container "
+            "if there is one."
         )
     last = "" if quiet_s is None else f" Its last sign of life was {quiet_s:.0f} s ago."
     return PeerLostError(
         f"whether the run in {run_dir} is in progress cannot be told from here: its launcher, {launcher.words}, can "
-        f"be neither seen nor reached.{last} Call status on that machine"
+        f"be neither seen nor reached.{last} Call `paceline status` on that machine"
     )
 
 

@@ -506,7 +506,7 @@ def _value(value: Any, tensors: Sequence[torch.Tensor], arrays: bool) -> Any:
 # -- The state of one parameter as tensors
 #
 # An entry of an optimizer's state is a tensor, a number, or a list, tuple or dictionary. The elements of a list, tuple
-# or dictionary are such entries, strings or None. `tensors_of` gives these entries the following names:
+# or dictionary are entries of these kinds, strings, or None. `tensors_of` gives these entries the following names:
 #
 #     "momentum_buffer"   a tensor
 #     "#steps"            a number, as a tensor without dimensions

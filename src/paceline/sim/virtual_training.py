@@ -969,7 +969,7 @@ class PausableThread:
             self._go.acquire()
         if self._ending:
             self._refusals += 1
-            # The function cannot be stopped, so block it until the process exits.
+            # After so many attempts, the function cannot be stopped. So block it until the process exits.
             if self._refusals > PATIENCE:
                 threading.Event().wait()
             raise _Ended

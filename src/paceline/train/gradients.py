@@ -53,7 +53,7 @@ class Gradients:
         layout: layout of the parameters in the flat vectors.
         parameters: the parameters, in the order of the layout.
         members: for each parameter set, the indices of the parameters that its optimizer trains.
-        stager: the stager, whose flat vectors for the gradients are filled with zeros.
+        stager: the stager. Its flat vectors for the gradients must contain only zeros.
         session: the session, whose flat vectors for the gradients are pushed. It is notified of each gradient if it
             sends gradients early. If the script scales its losses, the step divides the gradients, so no gradient is
             sent or copied early.

@@ -859,7 +859,7 @@ def initialize(models: Sequence[nn.Module], closure: Callable[[], object]) -> No
 
 
 def require_initialized(models: Iterable[nn.Module], parameters: Iterable[torch.Tensor]) -> None:
-    """Check that the parameters of an optimizer have shapes before the optimizer takes a step.
+    """Check that no parameter of an optimizer is still without a shape (lazy) when the optimizer takes a step.
 
     Raises:
         UsageError: a parameter has no shape.

@@ -84,7 +84,7 @@ class StopRequested(Message):
 
 @sent("coordinator", to="worker")
 class TrainingStopped(Message):
-    """After the current iteration, a worker must end the training loop that has this number."""
+    """A worker must end a training loop, which the message names by its number, after the current iteration."""
 
     loop: int
 

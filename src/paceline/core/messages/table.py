@@ -132,7 +132,7 @@ def greeted(caller: Role, receiver: Role) -> Phase:
 
 @cache
 def expected(phase: Phase) -> Mapping[type[Message], Phase]:
-    """Return what may be sent in a phase: each class of messages, with the phase after such a message."""
+    """Return the classes of messages that may be sent in a phase, each with the phase that follows it."""
     found = {}
     for row in ROWS:
         if row.receiver == phase.receiver and phase.sender in ("", row.sender):
