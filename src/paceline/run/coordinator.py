@@ -127,7 +127,7 @@ class LateCheckpoint(NamedTuple):
         """The message to the user."""
         names = ", ".join(f"worker {worker}" for worker in self.workers)
         return (
-            f"Checkpoint {self.number} has waited for {self.waits_s:.0f} s until these workers ask for the next batch: "
+            f"Checkpoint {self.number} has waited {self.waits_s:.0f} s for these workers to ask for the next batch: "
             f"{names}. Training goes on meanwhile."
         )
 

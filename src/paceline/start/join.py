@@ -238,9 +238,8 @@ def join(
                 if servers is not None and not error.resumes:
                     raise
                 if servers is None and not error.workers:
-                    if (
-                        engine.finished
-                    ):  # it is unknown whether the run keeps the work of the finished workers
+                    # It is unknown whether the run keeps the work of the finished workers.
+                    if engine.finished:
                         raise
                     return Joined.of(folder, engine)
                 wanted, indices = len(error.workers), error.workers
