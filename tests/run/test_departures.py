@@ -21,7 +21,7 @@ from torch import nn
 import paceline
 from paceline import DistributedOptimizer
 from paceline.core import messages
-from paceline.core.coordinator import Coordinator
+from paceline.core.coordinator import LOST_TOO_EARLY, Coordinator
 from paceline.core.layout import Layout, ModelSpec, OptimizerSpec, Parameter
 from paceline.core.messages import (
     Commit,
@@ -34,14 +34,16 @@ from paceline.core.messages import (
     Snapshot,
     first_phase,
 )
-from paceline.core.requests import COORDINATOR, Apply, Request, Send, server_peer, worker_peer
+from paceline.core.requests import COORDINATOR, Apply, Fail, Request, Send, server_peer, worker_peer
 from paceline.core.server import Server
 from paceline.errors import PeerLostError
 from paceline.run.coordinator import CoordinatorHost
 from paceline.run.hub import Caller, Hub
+from paceline.run.job import Assignment
 from paceline.run.job_options import make_job
 from paceline.run.server import ServerHost
 from paceline.run.worker import WorkerSession
+from paceline.run.worker_links import Links
 from paceline.sync import BSP
 from paceline.sync.schedule import Schedule, ScheduleStep
 from paceline.train import session as sessions
@@ -217,6 +219,44 @@ def test_a_worker_whose_goodbye_does_not_reach_a_server_holds_nobody_up(
     run = run_on_threads(train, workers=2, servers=2, transport="tcp")
     assert goodbyes == ["()", "()", "(0,)"]
     assert run.state_dict["weight"].tolist() == [[-1.0, -1.0]]
+
+
+def test_a_worker_that_ends_before_it_is_connected_to_the_servers_holds_nobody_up(
+    run_on_threads: RunOnThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The servers expect worker 1, whose script catches the error and ends."""
+    connect_links = Links.connect
+
+    def connect_most(links: Links, place: Assignment, *args: Any) -> None:
+        if place.index == 1:
+            raise PeerLostError("the connection was cut")
+        connect_links(links, place, *args)
+
+    monkeypatch.setattr(Links, "connect", connect_most)
+
+    def train() -> None:
+        model = nn.Linear(2, 1, bias=False)
+        nn.init.ones_(model.weight)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), model=model)
+        with contextlib.suppress(PeerLostError):
+            for _ in range(4):
+                optimizer.zero_grad()
+                model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+
+    run = run_on_threads(train, workers=2, servers=2, transport="tcp")
+    assert run.state_dict["weight"].tolist() == [[-1.0, -1.0]]
+
+
+def test_a_run_fails_if_the_worker_with_the_initial_weights_ends_before_it_is_connected() -> None:
+    core = Coordinator(Schedule((ScheduleStep((BSP(),)),)), workers=2, servers=1, shards=1)
+    core.connected(server_peer(0), 0)
+    for worker in (0, 1):
+        core.connected(worker_peer(worker), 0)
+        core.handle(worker_peer(worker), messages.Register(MODEL), 0)
+    assert core.initializer == 0
+    done = core.handle(worker_peer(0), messages.WorkerFinished(unreached=(0,)), 0)
+    assert Fail("worker 0", LOST_TOO_EARLY) in done
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])

@@ -595,8 +595,7 @@ class Coordinator:
             case GradientHashed():
                 return self._compare(worker, message)
             case HyperParametersReported():
-                incarnation = self.members.incarnations.get(worker, 0)
-                return self.oversight.agree(worker, incarnation, message)
+                return self.oversight.agree(worker, self.members.incarnation(worker), message)
             case PushesObserved():
                 return self._observe(worker, message)
             case MetricsLogged():
@@ -1029,8 +1028,7 @@ class Coordinator:
         self._early = {key: message for key, message in self._early.items() if key[0] != worker}
         requests: list[Request] = []
         if kind is WorkerLost:
-            if worker == self.initializer and self.awaits_initial_weights and not self.started:
-                requests.append(Fail(f"worker {worker}", LOST_TOO_EARLY))
+            requests += self._fail_without(worker)
             incarnation = members.incarnation(worker)
             if present:
                 self.losses.begin(worker, incarnation, set(self.servers.addresses))
@@ -1061,7 +1059,15 @@ class Coordinator:
         that the server's shards keep the pushes that they hold (see `Losses.reported`).
         """
         lost = messages.WorkerLost(worker, self.members.incarnation(worker))
-        return [Send(server_peer(each), lost) for each in unreached if each in self.servers.addresses]
+        told: list[Request] = [
+            Send(server_peer(each), lost) for each in unreached if each in self.servers.addresses
+        ]
+        return told + self._fail_without(worker) if unreached else told
+
+    def _fail_without(self, worker: int) -> list[Request]:
+        """End the run if it lacks the initial weights, and this worker, which has left, was to send them."""
+        awaited = worker == self.initializer and self.awaits_initial_weights and not self.started
+        return [Fail(f"worker {worker}", LOST_TOO_EARLY)] if awaited else []
 
     @property
     def awaited(self) -> set[int]:

@@ -134,15 +134,14 @@ class DataLedger:
         names = self._names.get(worker)
         return self._loaders[names[max(names)]].last_order[0] if names else None
 
-    def last_order(self, name: str) -> tuple[DataOrder, int]:
-        """Return the order of the last opened epoch of a loader, and the number of epochs that were opened."""
-        return self._loaders[name].last_order
-
     def most_used_order(self) -> tuple[DataOrder, int] | None:
-        """Return `last_order` of the loader from which the most samples were used; None if no samples were used."""
+        """Return the order of the last opened epoch of a loader, and the number of epochs that were opened.
+
+        The loader is the one from which the most samples were used. The result is None if no samples were used.
+        """
         counts = self.counts()
         most = max(counts, key=lambda name: counts[name].used, default=None)
-        return None if most is None or not counts[most].used else self.last_order(most)
+        return None if most is None or not counts[most].used else self._loaders[most].last_order
 
     def validate(self) -> None:
         """Raise `InternalError` unless every position is in exactly one state."""

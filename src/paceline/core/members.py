@@ -254,7 +254,7 @@ class Quorum:
         members = self._members
         if members.live_count:
             return False
-        return members.some_have_finished or (bool(members.finished or members.lost) and not self.pause_below)
+        return members.some_have_finished or (bool(members.departures) and not self.pause_below)
 
     def pause_or_resume(self) -> list[Request]:
         """If the present number of workers makes the run pause or continue, tell the workers."""

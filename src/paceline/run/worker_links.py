@@ -415,8 +415,8 @@ class Links(Host):
 class _Goodbyes(Host):
     """Sends the last messages of a worker to the peers that still receive messages.
 
-    The last message of all is the goodbye to the coordinator. This goodbye names the servers that were not reached,
-    because such a server may have lost only its connection to this worker.
+    The last message of all is the goodbye to the coordinator. This goodbye names the servers that were not reached:
+    such a server may have lost only its connection to this worker, or may still expect the worker to connect.
     """
 
     def __init__(self, links: Links) -> None:
@@ -425,15 +425,14 @@ class _Goodbyes(Host):
 
     def send(self, to: Peer, message: Message) -> None:
         links = self._links
-        if to is not COORDINATOR and not links.servers:
-            return
         if to is COORDINATOR and self._unreached:
             message = structs.replace(message, unreached=tuple(self._unreached))
-        stream: Stream[Any] = links.coordinator if to is COORDINATOR else links.servers[to.index]
         try:
+            # If the worker has not connected to this server, there is an `IndexError`.
+            stream: Stream[Any] = links.coordinator if to is COORDINATOR else links.servers[to.index]
             stream.send(message)
             stream.drain()
-        except (PeerLostError, DeadlineError):
+        except (PeerLostError, DeadlineError, IndexError):
             if to is not COORDINATOR:  # nobody can be told that the coordinator was not reached
                 self._unreached.append(to.index)
 
