@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from math import inf, nan
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -125,6 +126,17 @@ def test_if_the_loss_rises_all_models_with_stale_gradients_are_left_for_good() -
     assert epoch(auto, 1, {"bsp": 100.0, "asp": 150.0}, 150.0) == "bsp"
     assert "The mean loss of an epoch has risen from 1.1 to 2.2." in auto.choices[-1].reason
     assert epoch(auto, 2, {"bsp": 100.0, "asp": 150.0, "drop-stragglers:quorum=3": 90.0}, 100.0) is None
+
+
+@pytest.mark.parametrize("losses", [(1e200, 2e200), (inf, -inf), (1.0, inf), (nan, 1.0)], ids=str)
+def test_a_loss_that_overflows_has_risen(losses: tuple[float, float]) -> None:
+    auto = begun()
+    for _ in range(30):
+        auto.hear(Observation(0, 1.0))
+    assert epoch(auto, 0, {"bsp": 100.0, "asp": 150.0}, 100.0) == "asp"
+    for number in range(30):
+        auto.hear(Observation(0, losses[number % 2]))
+    assert epoch(auto, 1, {"bsp": 100.0, "asp": 150.0}, 150.0) == "bsp"
 
 
 def test_a_loss_that_rises_within_its_noise_changes_nothing() -> None:

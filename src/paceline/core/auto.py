@@ -28,8 +28,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from math import ceil, inf, sqrt
-from statistics import fmean, median, pstdev, pvariance
+from math import ceil, hypot, inf
+from statistics import fmean, median, pstdev
 
 import msgspec
 
@@ -150,7 +150,7 @@ class Auto:
         self._losses: list[float] = []  # of this epoch
         # number of updates -> norms of the gradients that were computed on the weights after these updates
         self._norms: dict[int, list[float]] = {}
-        self._loss: tuple[float, float] | None = None  # mean and squared standard error of the last epoch
+        self._loss: tuple[float, float] | None = None  # mean and standard error of the last epoch
 
     @property
     def has_epochs(self) -> bool:
@@ -368,9 +368,10 @@ class Auto:
         """Return the mean losses of the last two epochs if the loss has risen under a model with stale gradients."""
         if loss is None or self._loss is None or _effect(self.sync) != "stale":
             return None
-        (before, before_square), (now, now_square) = self._loss, loss
-        noise = SIGMAS * sqrt(before_square + now_square)
-        return (before, now) if not now <= before + max(noise, WORSE * abs(before)) else None
+        (before, before_error), (now, now_error) = self._loss, loss
+        noise = SIGMAS * hypot(before_error, now_error)
+        # If the mean is infinite or NaN, the loss has risen.
+        return (before, now) if not now - max(noise, WORSE * abs(before)) <= before else None
 
     def _choice(self, epoch: int, after: str, values: Mapping[str, float], why: str = "") -> ModelChoice:
         now, then = values.get(self.sync, 0.0), values.get(after, 0.0)
@@ -398,7 +399,11 @@ def _effect(sync: str) -> Effect:
 
 
 def _mean(losses: Sequence[float]) -> tuple[float, float] | None:
-    """Return the mean and the squared standard error of the mean; None if there are too few losses."""
+    """Return the mean and the standard error of the mean; None if there are too few losses.
+
+    The losses of training that diverges may be huge, infinite or NaN. `fmean` and `pvariance` fail for some of these.
+    """
     if len(losses) < LEAST_SEEN:
         return None
-    return fmean(losses), pvariance(losses) / len(losses)
+    mean = sum(losses) / len(losses)
+    return mean, hypot(*(loss - mean for loss in losses)) / len(losses)
