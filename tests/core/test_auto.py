@@ -14,10 +14,20 @@ import pytest
 from benchmarks.auto import SHARE, SLOWER, Row, clusters, judge, reached
 from paceline.core import auto as rules
 from paceline.core.auto import Auto, Prospect
+from paceline.core.coordinator import Coordinator
+from paceline.core.layout import Layout, ModelSpec, OptimizerSpec, Parameter
 from paceline.core.lease import DataOrder
-from paceline.core.messages import Observation, PacesObserved
+from paceline.core.messages import (
+    ChangePublished,
+    JoinOffered,
+    Observation,
+    PacesObserved,
+    Ready,
+    Register,
+    WorkerWelcomed,
+)
 from paceline.core.paces import REPORTED_CYCLES, PaceMeter
-from paceline.core.requests import Entry, Situation
+from paceline.core.requests import Entry, Rehearse, Send, Situation, server_peer, worker_peer
 from paceline.core.worker import Worker
 from paceline.errors import ConfigurationError
 from paceline.lab.ranking import rank
@@ -34,6 +44,9 @@ from paceline.train.session import set_sync
 from tests.support.live import run_program
 from tests.support.marks import thorough
 
+MODEL = ModelSpec(
+    Layout.of([Parameter(("a",), (40,), "float32")]), OptimizerSpec("SGD", ({"lr": 0.1},), (0,)), ()
+)
 ORDER = DataOrder(1000, 10, False, "auto", "", balanced=True)
 DATA = Dataset(samples=32 * 4 * 30, batch_size=32, epochs=5)
 JITTER = Cluster(compute_s=[LogNormal(median=1.0, sigma=0.5)] * 4)
@@ -186,6 +199,28 @@ def test_without_epochs_each_simulation_is_followed_by_a_decision() -> None:
     choice = auto.begin(auto.periods)
     assert choice is not None
     assert "gradients per second" in choice.reason
+
+
+def test_without_epochs_a_decision_during_a_join_is_made_after_the_join() -> None:
+    """No simulation follows before this decision, so the run would never choose again."""
+    core = Coordinator(read_schedule("auto"), workers=3, servers=1, shards=1, late=[2])
+    core.connected(server_peer(0), 0)
+    for worker in (0, 1):
+        core.connected(worker_peer(worker), 0)
+        core.handle(worker_peer(worker), Register(MODEL), 0)
+    core.handle(server_peer(0), Ready(), 0)
+    seen = tuple((worker, ((10, 1.0),) * 60) for worker in (0, 1, 2))
+    [asked] = core.handle(server_peer(0), PacesObserved(seen, 120, 120, 0, 60.0), 0)
+    assert isinstance(asked, Rehearse)
+    core.invite(1)
+    core.connected(worker_peer(2), 0)
+    core.handle(worker_peer(2), Register(MODEL), 0)
+    assert core.rehearsed([Prospect("bsp", 1.0), Prospect("asp", 2.0)], 0) == []
+    core.handle(server_peer(0), JoinOffered(2, 0, 0, 3), 0)
+    core.handle(server_peer(0), WorkerWelcomed(2, 0, 3), 0)
+    done = core.handle(server_peer(0), PacesObserved(seen, 130, 130, 0, 65.0), 0)
+    assert [type(each.message) for each in done if isinstance(each, Send)] == [ChangePublished] * 3
+    assert core.sync == "asp"
 
 
 # -- observations ---------------------------------------------------------------------------------------------

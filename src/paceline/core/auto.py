@@ -155,7 +155,17 @@ class Auto:
     @property
     def has_epochs(self) -> bool:
         """True if the script distributes a loader of known size."""
-        return self._order is not None and self._order.size is not None
+        return self._size is not None
+
+    @property
+    def _size(self) -> int | None:
+        """Number of samples in an epoch; None if there are no epochs."""
+        return None if self._order is None else self._order.size
+
+    @property
+    def is_undecided(self) -> bool:
+        """True if there are no epochs, and no decision has followed the last simulation yet."""
+        return not self.has_epochs and bool(self._prospects)
 
     @property
     def hindrance(self) -> str:
@@ -238,7 +248,7 @@ class Auto:
     def _has_seen_enough(self, workers: int) -> bool:
         """Return True if enough data was applied for a useful simulation."""
         assert self._latest is not None
-        applied, size = self._latest.applied, self._order.size if self._order is not None else None
+        applied, size = self._latest.applied, self._size
         if not size:
             return applied - self._simulated_at >= PERIOD * workers
         # If epochs are too short for the first condition, there is one simulation for every two epochs.
@@ -252,18 +262,17 @@ class Auto:
 
     def _situation(self, workers: int) -> Situation:
         pushes, batches = self._counts
-        order = self._order
+        order, size = self._order, self._size
         sizes = [samples for cycles in self._cycles.values() for samples, _ in cycles if samples > 0]
         usual = max(1, round(fmean(sizes))) if sizes else 1
         if order is not None:  # the script may accumulate the gradients of several batches
             share = order.batch / workers if order.joint else order.batch
             usual = order.batch * max(1, round(usual / share))
-        size = order.size if order is not None else None
         return Situation(
             syncs=self._candidates(workers),
             cycles=tuple(tuple(self._cycles[worker]) for worker in sorted(self._cycles)),
             computed=tuple(tuple(self._computed.get(worker, ())) for worker in sorted(self._cycles)),
-            samples=size if size is not None and size >= workers else None,
+            samples=size if size and size >= workers else None,
             batch_size=usual,
             balanced=order is not None and order.balanced,
             split=order.split if order is not None else "auto",
@@ -378,8 +387,7 @@ class Auto:
         saving = 1.0 - now / then if now and then else 0.0
         unit = "samples" if self.has_epochs else "gradients"
         speeds = f"{then:.4g} {unit} per second are expected instead of {now:.4g}"
-        size = self._order.size if self._order is not None else None
-        if size and now and then:
+        if (size := self._size) and now and then:
             less = f"{abs(saving):.0%} {'less' if saving >= 0 else 'more'}"
             times = f"{size / then:.3g} s instead of {size / now:.3g} s, {less}"
             speeds = f"An epoch is expected to take {times} ({speeds})"

@@ -320,8 +320,11 @@ class Coordinator:
         If a change of the sync model is published after a worker has made its call, the worker also pushes until it has
         passed the boundary of the change.
         """
-        waiting = self.collectives.waiting.copy()
-        return {each for each, made in waiting.items() if made.may_push or self.job_sync.awaits(each)}
+        return {
+            each
+            for each, made in self.collectives.waiting.copy().items()
+            if made.may_push or self.job_sync.awaits(each)
+        }
 
     @property
     def unable_to_begin(self) -> bool:
@@ -464,8 +467,7 @@ class Coordinator:
             certain: False if the host has seen only the end of the server's connection. How the process ends may then
                 tell more about the cause.
         """
-        begun = self.model is not None or self.resumed is not None
-        if not self.servers.lose(server, how, begun=begun):
+        if not self.servers.lose(server, how, begun=self.model is not None or self.resumed is not None):
             return []
         requests, settled = self.losses.lose_server(server)
         for worker, drawn in settled.items():
@@ -626,9 +628,8 @@ class Coordinator:
                 )
             case Failed() if worker in self.members.invited or worker in self.members.gone:
                 # The worker takes no part in the run yet, or has been refused, so the run does not fail.
-                reason = f"worker {worker} could not join the run: {message.reason}"
-                self.faults.append(reason)
-                return [Warn(reason), *self._leave(worker, WorkerLost, now_ticks)]
+                warned = self._warn(f"worker {worker} could not join the run: {message.reason}")
+                return warned + self._leave(worker, WorkerLost, now_ticks)
             case Failed() if message.consequence:
                 # The message gives a better reason than the exit code, which may have been reported before.
                 self.endings[worker, self.members.incarnation(worker)] = message.reason
@@ -648,7 +649,9 @@ class Coordinator:
                 return self.reconfigurations.offered(sender.index, message)
             case PacesObserved() if self.auto is not None:
                 situation = self.auto.observe(message, self.members.present)
-                return [] if situation is None else [Rehearse(situation)]
+                if situation is not None:
+                    return [Rehearse(situation)]
+                return self._choose(self.auto.periods, None, now_ticks) if self.auto.is_undecided else []
             case WorkerWelcomed():
                 return self._welcome(sender.index, message, now_ticks)
             case PushesReported():
@@ -662,8 +665,7 @@ class Coordinator:
             case MeanMissing():
                 return self._norms.missing(message)
             case FaultReported():
-                self.faults.append(fault_report(message))
-                return [Warn(self.faults[-1])]
+                return self._warn(fault_report(message))
             case Waits():
                 self.waits[sender.index] = message
                 return []
@@ -837,11 +839,10 @@ class Coordinator:
     def _begin_cut(self) -> list[Request]:
         """Begin a cut. If cuts have to wait at present, give up any cut in progress instead."""
         if self.model is None or self.losses.open or self._lacks_scripts or not self._model_is_whole:
-            self.reconfigurations.give_up_cut()
-            requests: list[Request] = []
-        else:
-            lockstep = _is_lockstep(self.job_sync.sync)
-            requests = self.reconfigurations.begin_cut(self.members, lockstep=lockstep)
+            self._give_up_cut()
+            return []
+        lockstep = _is_lockstep(self.job_sync.sync)
+        requests = self.reconfigurations.begin_cut(self.members, lockstep=lockstep)
         self.data.keeps = self.reconfigurations.cut is not None
         return requests
 
@@ -1228,7 +1229,7 @@ class Coordinator:
     def rehearsed(self, prospects: Sequence[Prospect], now_ticks: int) -> list[Request]:
         """Take the results of a simulation that was requested with `Rehearse`.
 
-        The results take effect with the next epoch or, if the script distributes no loader, immediately.
+        The results take effect with the next epoch or, if the script distributes no loader, as soon as possible.
         """
         if self.auto is None:
             return []
