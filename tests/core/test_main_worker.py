@@ -27,6 +27,7 @@ from paceline.core.messages import (
     WorkerFinished,
 )
 from paceline.core.requests import Request, Send, server_peer, worker_peer
+from paceline.errors import ConfigurationError
 from paceline.sim import Cluster, Presence, simulate
 from paceline.sync import parse
 from paceline.sync.schedule import Schedule, ScheduleStep
@@ -77,6 +78,17 @@ def test_nobody_takes_the_place_of_a_worker_whose_script_has_ended() -> None:
     core = begun()
     assert told(core.handle(worker_peer(0), WorkerFinished(), 0)) == {}
     assert core.main.worker == 0
+
+
+def test_the_index_of_a_main_worker_whose_script_has_ended_is_not_used_again() -> None:
+    """A worker with this index would write the files again, and would not know what its predecessor has written."""
+    core = begun()
+    for worker in range(2):
+        core.handle(worker_peer(worker), WorkerFinished(), 0)
+        core.disconnected(worker_peer(worker), 0)
+    with pytest.raises(ConfigurationError, match="at most 3 workers and 2 of them have joined"):
+        core.invite(2)
+    assert core.invite(1, [0]) == {1: 1}
 
 
 def test_another_worker_takes_the_place_of_one_that_was_asked_to_leave() -> None:

@@ -374,10 +374,6 @@ class Coordinator:
         """True if the run has too few workers to begin."""
         return self.model is None and self.quorum.too_small
 
-    def is_joining(self, worker: int) -> bool:
-        """Return True if a worker has been admitted to the run in progress, and has not joined yet."""
-        return worker in self.reconfigurations.joining
-
     def note_ending(self, worker: int, how: str) -> None:
         """Record how the current incarnation of a worker has ended, unless this has been recorded already.
 
@@ -402,8 +398,11 @@ class Coordinator:
             ConfigurationError: there are not enough free indices.
         """
         # The index of a worker that has left becomes free when the worker's connection has ended and, if the worker was
-        # lost, all servers have reported its pushes.
-        invited = self.members.invite(count, wanted, {*self.losses.open, *self._connected})
+        # lost, all servers have reported its pushes. If the main worker has finished, its index does not become free.
+        reserved = {*self.losses.open, *self._connected}
+        if self.members.fate(self.main.worker) == "finished":
+            reserved.add(self.main.worker)
+        invited = self.members.invite(count, wanted, reserved)
         for worker in invited:
             self.board.pop(worker, None)
             if self.model is None:
@@ -432,9 +431,11 @@ class Coordinator:
 
     def expects_model(self, peer: Peer) -> bool:
         """Return True if this peer is a connected worker that has yet to register its model."""
-        unregistered = peer.index in self._connected and peer.index not in self._registered
-        expected = self.model is None or peer.index in self.members.invited
-        return peer.role == "worker" and unregistered and expected and peer.index not in self.members.gone
+        return (
+            peer.role == "worker"
+            and peer.index in self._connected.difference(self._registered, self.members.gone)
+            and (self.model is None or peer.index in self.members.invited)
+        )
 
     def connected(self, peer: Peer, now_ticks: int, address: str = "", incarnation: int = 0) -> list[Request]:
         """Record that a worker has connected, or that a server has connected and listens at `address`."""
@@ -1060,15 +1061,16 @@ class Coordinator:
         that the server's shards keep the pushes that they hold (see `Losses.reported`).
         """
         lost = messages.WorkerLost(worker, self.members.incarnation(worker))
-        told: list[Request] = [
+        requests = self._fail_without(worker) if unreached else []
+        return requests + [
             Send(server_peer(each), lost) for each in unreached if each in self.servers.addresses
         ]
-        return told + self._fail_without(worker) if unreached else told
 
     def _fail_without(self, worker: int) -> list[Request]:
         """End the run if it lacks the initial weights, and this worker, which has left, was to send them."""
-        awaited = worker == self.initializer and self.awaits_initial_weights and not self.started
-        return [Fail(f"worker {worker}", LOST_TOO_EARLY)] if awaited else []
+        if worker == self.initializer and self.awaits_initial_weights and not self.started:
+            return [Fail(f"worker {worker}", LOST_TOO_EARLY)]
+        return []
 
     @property
     def awaited(self) -> set[int]:

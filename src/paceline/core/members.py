@@ -1,8 +1,8 @@
 """The members of a run: its workers and servers, how many workers it needs, the main worker, and how a worker is lost.
 
-A worker has an index. When a worker is gone and has not finished its work, another worker may join with the same index.
-The new worker is the next *incarnation* of the worker, and messages that an earlier incarnation still sends are
-refused. Every index is in one of three sets:
+A worker has an index. When a worker is gone, another worker may join with the same index, unless the worker was the
+main worker and has finished its work. The new worker is the next *incarnation* of the worker, and messages that an
+earlier incarnation still sends are refused. Every index is in one of three sets:
 
     live      the worker is expected at the start of the run, or has registered; it is *present* from the moment at
               which it takes part in the run
@@ -276,6 +276,7 @@ class Quorum:
 # A worker that was lost and joins again is another process. This process knows nothing of what its predecessor has
 # written, for example which result was the best. So it does not become the main worker as long as another worker is the
 # main worker. If the main worker has finished its script, it has written everything, and no worker takes its place.
+# Its index is not used again.
 #
 # The workers may have different working directories. If a file is written once for the job, its relative path refers to
 # the working directory of the first main worker, even after this worker is lost. So the path of the file stays the

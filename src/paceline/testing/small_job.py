@@ -818,7 +818,9 @@ class SmallJob:
     def _known(self, at: CoordinatorState, w: int) -> bool:
         core = self._coordinators[at.core]
         knows = self._hosted or self._settles
-        return knows and (w in core.members.present or core.is_joining(w) or bool(at.queues[w]))
+        return knows and (
+            w in core.members.present or w in core.reconfigurations.joining or bool(at.queues[w])
+        )
 
     def _end_at_coordinator(self, state: State, w: int) -> State:
         state = self._with_queue(state, w, ())
