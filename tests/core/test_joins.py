@@ -336,6 +336,19 @@ def test_an_index_is_used_again_by_the_next_incarnation() -> None:
     assert kinds(run.serve(1)) == [Started]
 
 
+def test_the_position_of_a_worker_that_leaves_before_it_has_joined_is_forgotten() -> None:
+    """Otherwise, it would count as the position of the next worker with this index."""
+    core = Run().core
+    position = messages.LoopPosition(0, 3)
+    core.handle(worker_peer(0), messages.EpochReached(position), 0)
+    [(worker, _)] = core.invite(1).items()
+    core.connected(worker_peer(worker), 0)
+    core.handle(worker_peer(worker), messages.EntryRequested(0), 0)
+    assert core.loops.cut(0, 1, worker).position == position
+    core.disconnected(worker_peer(worker), 0)
+    assert core.loops.cut(0, 1, worker).position is None
+
+
 def test_a_cut_of_a_run_without_workers_waits_until_a_worker_has_joined() -> None:
     run = Run(1, 2, pause_below=1)
     run.core.disconnected(worker_peer(0), 0)

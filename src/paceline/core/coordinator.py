@@ -1015,6 +1015,7 @@ class Coordinator:
             return []
         for made in (self._checkpoints, self._changes):
             made.left(worker, finished=kind is WorkerFinished and not early)
+        self.loops.left(worker)
         if worker in members.invited:
             members.withdraw(worker)
             self.data.leave(worker, (), members.live, early=True)
@@ -1026,7 +1027,6 @@ class Coordinator:
         self._registered.pop(worker, None)
         self.oversight.guard.left(worker)
         self._turns.left(worker)
-        self.loops.left(worker)
         self._early = {key: message for key, message in self._early.items() if key[0] != worker}
         requests: list[Request] = []
         if kind is WorkerLost:
