@@ -6,12 +6,13 @@ import msgspec
 import pytest
 
 from paceline.core.coordinator import Coordinator
-from paceline.core.job_cut import EpochCut, JobCut, LoaderCut, LoopCut, leader
+from paceline.core.job_cut import EpochCut, JobCut, LoaderCut, LoopCut, leader, require_plausible
 from paceline.core.layout import HyperParameters, Layout, ModelSpec, OptimizerSpec, Parameter
 from paceline.core.lease import DataOrder, Lease
 from paceline.core.messages import LoopLimits, LoopPosition, Ready, Register, ShardState
 from paceline.core.reconfiguration import StateCollection
 from paceline.core.requests import Fail, server_peer, worker_peer
+from paceline.errors import ProtocolError
 from paceline.sync.schedule import read_schedule
 
 LAYOUT = Layout.of([Parameter(("weight",), (4, 5), "float32"), Parameter(("bias", "b"), (5,), "float64")])
@@ -46,6 +47,19 @@ CUT = JobCut(
 
 def test_a_cut_is_equal_after_it_was_written_as_json() -> None:
     assert msgspec.json.decode(msgspec.json.encode(CUT), type=JobCut) == CUT
+
+
+def test_a_cut_with_numbers_that_fail_later_is_refused() -> None:
+    """A time of 1e300 s has too many ticks, and a lease without a stride cannot be divided."""
+    require_plausible(CUT)
+    lease = Lease(0, 8, 4, 0, 1)
+    loader = msgspec.structs.replace(CUT.loaders[0], returned=(lease,))
+    for wrong in (
+        msgspec.structs.replace(CUT, loop=LoopCut(elapsed_s=1e300)),
+        msgspec.structs.replace(CUT, loaders=(loader,)),
+    ):
+        with pytest.raises(ProtocolError, match="cannot be right"):
+            require_plausible(wrong)
 
 
 def test_the_shards_of_a_run_with_another_number_of_shards_begin_with_the_progress_of_shard_0() -> None:

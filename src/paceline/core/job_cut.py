@@ -10,7 +10,6 @@ another sync model.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 from functools import partial
 from itertools import pairwise
@@ -347,7 +346,7 @@ def _is_count(number: int, least: int = 0) -> bool:
 
 
 def _is_time(seconds: float) -> bool:
-    return 0.0 <= seconds < math.inf
+    return 0.0 <= seconds < 2**53
 
 
 def _is_worker(cut: WorkerCut) -> bool:
@@ -390,7 +389,7 @@ def _is_lease(lease: Lease, rest: EpochCut | None, opened: int) -> bool:
     """Return True if a lease has positions that can be handed out again."""
     if lease.count is None or not (0 <= lease.epoch < opened and lease.start >= 0 and lease.count >= 1):
         return False
-    if not (lease.batch >= 1 and lease.stride >= 0):
+    if not (lease.batch >= 1 and lease.stride >= 1):
         return False
     end = lease.start + (lease.count - 1) * lease.stride + lease.batch
     return end <= (2**53 if rest is None else _end_of(rest.order))
