@@ -562,6 +562,28 @@ def test_the_end_of_an_order_may_be_found_in_a_returned_batch_of_an_epoch_that_h
     assert (counts.total - counts.left, counts.used, counts.left_out) == (23, 20, 3)
 
 
+def test_the_end_of_an_order_ends_no_other_returned_batch_that_the_worker_has() -> None:
+    """Both returned batches come in one grant: first the batch in which the order ends, then an earlier batch."""
+    order, size = DataOrder(None, 4, False, "dynamic", ""), 22
+    job = Job([1.0, 1.0, 1.0])
+    last, middle, first = job.lives.values()
+    used = Counter[int]()
+    for life in (first, middle, last):
+        job.begin(life, 0, order)
+    for life, now_s in ((last, 0.1), (middle, 0.3), (last, 0.31), (last, 0.32), *[(last, 0.4)] * 3):
+        if now_s == 0.31:
+            job.leave(first, (0, 0), early=True)
+            job.leave(middle, (1, 1), early=True)
+        job.now_s = now_s
+        if (batch := job.take(life, order, size)) is not None:
+            used.update(range(batch.start, batch.start + batch.size))
+            job.push(life)
+    job.leave(last, (last.drawn, last.drawn), early=False)
+    counts = job.ledger.counts()["loader"]
+    assert used == Counter(range(size))
+    assert (counts.used, counts.left, counts.returned) == (size, 0, 0)
+
+
 def test_returned_batches_that_are_too_small_for_a_worker_are_left_out_at_once() -> None:
     job = Job([1.0, 1.0])
     job.begin(job.lives[0], 0, DataOrder(10**10, 2, True, "static", ""))

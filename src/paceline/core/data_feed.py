@@ -176,7 +176,10 @@ class DataFeed:
         return self._loaders[loader].request()
 
     def exhaust(self, loader: int, epoch: int, size: int) -> list[Request]:
-        """Report that an order whose size was not known in advance has ended after `size` positions."""
+        """Report that an order whose size was not known in advance has ended after `size` positions.
+
+        Call this method when the batch that was taken last extends beyond the end.
+        """
         return self._loaders[loader].exhaust(epoch, size)
 
     def draw(
@@ -323,7 +326,8 @@ class _LoaderFeed:
     def begin(self, name: str, epoch: int, order: DataOrder) -> list[Request]:
         self._name, self.epoch, self._order = name, epoch, order
         self.part = None if order.size is None else 0.0
-        self._clear()
+        self._leases.clear()
+        self._taken = 0
         self._last = self.ended = self.requested = False
         return self.request()
 
@@ -365,8 +369,9 @@ class _LoaderFeed:
         return [] if self.requested or self._last else [self._request()]
 
     def exhaust(self, epoch: int, size: int) -> list[Request]:
-        if epoch == self.epoch:
-            self._clear()
+        if self._taken:  # the other batches of this lease begin after the end
+            self._taken = 0
+            self._leases.popleft()
         return [self._request((epoch, size))]
 
     def _request(self, end: tuple[int, int] | None = None) -> Send:
@@ -392,10 +397,6 @@ class _LoaderFeed:
             step,
         )
         return Send(COORDINATOR, request)
-
-    def _clear(self) -> None:
-        self._leases.clear()
-        self._taken = 0
 
     def receive(self, message: DataGranted) -> None:
         if message.epoch != self.epoch:
