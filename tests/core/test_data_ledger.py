@@ -871,6 +871,16 @@ def test_no_part_is_smaller_than_the_minimum_unless_it_is_empty() -> None:
     assert [[n for _, n in parts] for parts in rounds_of(job, 0, order)] == [[4, 3, 3]] * 3 + [[3, 0, 0]]
 
 
+@pytest.mark.parametrize("balanced", [False, True])
+def test_the_minimum_of_a_part_has_precedence_over_the_maximum(balanced: bool) -> None:
+    """Two workers cannot divide the last three positions in parts of two, so one worker has all of them."""
+    order = DataOrder(4 * 5 + 3, 4, False, "auto", "", balanced, 2, joint=True)
+    job = Job([1.0, 1.0], lockstep=True)
+    for life in job.lives.values():
+        life.feed.least = 2
+    assert [[n for _, n in parts] for parts in rounds_of(job, 0, order)] == [[2, 2]] * 5 + [[3, 0]]
+
+
 def test_balanced_parts_of_joint_batches_follow_the_speeds() -> None:
     order = DataOrder(32 * 40, 32, False, "auto", "", balanced=True, joint=True)
     job = Job([1.0, 1.0, 3.0], lockstep=True)

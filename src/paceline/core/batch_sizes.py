@@ -476,7 +476,8 @@ class LeaseSizes:
         """Divide a joint batch of `total` positions among workers.
 
         Each part has at least `least` positions. If there are too few positions for this, the last workers receive
-        none; if there are fewer than `least` positions, the first worker receives all of them.
+        none; if there are fewer than `least` positions, the first worker receives all of them. If the workers that
+        receive a part would then have to exceed the maximum size, they exceed it as little as possible.
 
         Args:
             order: the order.
@@ -485,13 +486,12 @@ class LeaseSizes:
             steady: True to keep the sizes of earlier joint batches, unless it is worthwhile to change them.
         """
         served = members[: max(total // self.least, 1)]
-        least, most = min(self.least, total), order.most
-        if not order.balanced:
-            sizes: Mapping[int, int] = dict(zip(served, divide_evenly(total, len(served)), strict=True))
-        elif steady:
-            sizes = self.balanced.of(served, total, least=least, most=most)
+        least, most = min(self.least, total), order.most and max(order.most, -(-total // len(served)))
+        if order.balanced:
+            divide = self.balanced.of if steady else self.balanced.divide
+            sizes = divide(served, total, least=least, most=most)
         else:
-            sizes = self.balanced.divide(served, total, least=least, most=most)
+            sizes = dict(zip(served, divide_evenly(total, len(served)), strict=True))
         return {**dict.fromkeys(members, 0), **sizes}
 
     def rounds(self) -> int:
