@@ -881,6 +881,25 @@ def test_the_minimum_of_a_part_has_precedence_over_the_maximum(balanced: bool) -
     assert [[n for _, n in parts] for parts in rounds_of(job, 0, order)] == [[2, 2]] * 5 + [[3, 0]]
 
 
+def test_no_returned_part_is_smaller_than_the_minimum() -> None:
+    """A worker replaces a lost one, so three workers divide parts of 4 positions into joint batches of 11."""
+    size = 11 * 9
+    order = DataOrder(size, 11, False, "auto", "", joint=True)
+    job = Job([1.0, 1.0, 1.0], lockstep=True)
+    for life in job.lives.values():
+        life.feed.least = 2
+        job.begin(life, 0, order)
+    for _ in range(6):  # worker 1 asks first, so some joint batches are divided before worker 0 asks again
+        job.now_s += 0.01
+        job.take(job.lives[1], order, size)
+        job.push(job.lives[1])
+    job.leave(job.lives[0], (0, 0), early=True)
+    job.lives[3] = Life(3, 1.0)
+    job.lives[3].feed.least = 2
+    sizes = [n for parts in rounds_of(job, 1, order) for _, n in parts if n]
+    assert min(sizes) >= 2
+
+
 def test_balanced_parts_of_joint_batches_follow_the_speeds() -> None:
     order = DataOrder(32 * 40, 32, False, "auto", "", balanced=True, joint=True)
     job = Job([1.0, 1.0, 3.0], lockstep=True)

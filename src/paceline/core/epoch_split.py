@@ -418,8 +418,7 @@ class JointSplit(EpochSplit):
         pieces: list[Lease] = []
         total = 0
         while returned and len(pieces) < parts and (not total or total + least <= joint):
-            size = min(returned[0].batch, joint - total, most or joint)
-            found, left_out = take_batches(returned, least, size, 1)
+            found, left_out = take_batches(returned, least, min(joint - total, most or joint), 1)
             self.left_out += left_out
             pieces += found
             total += positions(found)
