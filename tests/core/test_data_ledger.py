@@ -617,6 +617,20 @@ def test_no_balanced_batch_is_smaller_than_the_minimum(size: int) -> None:
     assert counts.used + counts.left_out == size
 
 
+def test_no_balanced_batch_that_is_dealt_anew_is_smaller_than_the_minimum() -> None:
+    """Three workers cannot divide a returned batch of 4 positions in parts of two, so the batch waits."""
+    order = DataOrder(48, 4, False, "static", "", balanced=True)
+    job = Job([1.0, 1.0, 1.0, 1.0])
+    for life in job.lives.values():
+        life.feed.least = 2
+        job.begin(life, 0, order)
+    job.leave(job.lives[3], (0, 0), early=True)
+    assert job.ledger.counts()["loader"].returned == 4
+    taken = batches_of_each(job, 1, order, 48)
+    assert min(size for batches in taken.values() for _, _, size in batches) >= 2
+    assert job.ledger.counts()["loader"].returned == 4
+
+
 @pytest.mark.parametrize("lockstep", [True, False])
 @pytest.mark.parametrize(
     ("devices", "expected"),

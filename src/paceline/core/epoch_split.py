@@ -260,7 +260,7 @@ class StaticSplit(EpochSplit):
             shares[number % len(shares)].append(lease)
         returned.clear()
         for lease in left[whole:]:
-            if lease.batch < len(shares):
+            if lease.batch < len(shares) * self._sizes.least:
                 returned.append(lease)
             else:
                 self._deal_batch(lease)
