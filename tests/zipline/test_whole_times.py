@@ -75,3 +75,14 @@ def test_integers_that_make_no_sense_are_refused(
 ) -> None:
     with pytest.raises(ConfigurationError, match=reason):
         solve_periodic(last, interval, lookahead)
+
+
+def test_large_integers_are_exact_in_every_sequence_and_with_every_integer_as_lookahead() -> None:
+    last, interval = [2**70, 2**70 + 3], [2**65 + 1, 2**65 + 7]
+    for arguments in (
+        (last, interval, 15),
+        (tuple(last), tuple(interval), 15),
+        (last, interval, np.int64(15)),
+    ):
+        solution = solve_periodic(*arguments)
+        assert (solution.wait, solution.barrier) == (9, 2**70 + 2**65 + 10)

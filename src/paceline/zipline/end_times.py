@@ -264,7 +264,7 @@ class WholeTimes(NamedTuple):
 
     def fit(self, lookahead: int) -> bool:
         """Return True if floats represent all end times exactly."""
-        return max(self.base) + lookahead * max(self.interval) < EXACT
+        return max(self.base) + int(lookahead) * max(self.interval) < EXACT
 
     def reduced(self) -> WholeTimes:
         """Return the same times in the largest unit of which they are multiples."""
@@ -307,7 +307,7 @@ class WholeTimes(NamedTuple):
 def whole_times(last: ArrayLike, interval: ArrayLike) -> WholeTimes | None:
     """Return the arguments of `solve_periodic` as `WholeTimes`; None if they are empty or not integers."""
     base, step = _whole(last), _whole(interval)
-    if not base or not step:
+    if not (base and step):
         return None
     origin = min(base)
     return WholeTimes([time - origin for time in base], step, origin)
@@ -315,8 +315,8 @@ def whole_times(last: ArrayLike, interval: ArrayLike) -> WholeTimes | None:
 
 def _whole(times: ArrayLike) -> list[int]:
     """Return times as Python's integers, or [] if they are not a one-dimensional sequence of integers."""
-    if isinstance(times, list) and set(map(type, times)) == {int}:
-        return times
+    if isinstance(times, (list, tuple)) and set(map(type, times)) == {int}:
+        return list(times)
     array = np.asarray(times)
     whole: list[int] = array.tolist() if array.dtype.kind in "iu" and array.ndim == 1 else []
     return whole
