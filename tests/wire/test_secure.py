@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import os
 import random
+import select
 import socket
 import threading
 import time
@@ -69,6 +70,29 @@ def test_messages_of_all_sizes_arrive_in_order(seed: int, ends: tuple[SecureSock
         assert time.monotonic() < deadline_s
     assert versions == list(range(len(payloads)))
     assert [bytes(part) for part in received] == payloads
+
+
+def test_what_arrived_before_a_connection_was_reset_is_received(
+    ends: tuple[SecureSocket, SecureSocket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = ends
+    payload, rest = memoryview(bytearray(5)), memoryview(bytearray(100))
+    one.sendmsg([memoryview(b"whole")])
+    assert select.select([other.fileno()], [], [], DEADLINE_S)[0]
+    receive = other._tls.recv_into
+
+    def reset(target: memoryview) -> int:  # newer versions of Python raise this
+        raise ConnectionResetError
+
+    def receive_once(target: memoryview) -> int:
+        monkeypatch.setattr(other._tls, "recv_into", reset)
+        return receive(target)
+
+    monkeypatch.setattr(other._tls, "recv_into", receive_once)
+    assert other.recvmsg_into([payload, rest], 0, 0)[0] == 5
+    assert bytes(payload) == b"whole"
+    with pytest.raises(ConnectionResetError):
+        other.recvmsg_into([rest], 0, 0)
 
 
 def test_a_message_is_not_forgotten_where_no_selector_sees_it(

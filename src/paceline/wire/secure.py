@@ -152,8 +152,8 @@ class SecureSocket:
         for target in targets:
             try:
                 received = self.recv_into(target) if target.nbytes else 0
-            except BlockingIOError:
-                if not count:
+            except OSError:
+                if not count:  # otherwise, the next call raises the exception again
                     raise
                 break
             count += received
