@@ -315,6 +315,19 @@ def test_after_a_checkpoint_that_is_abandoned_the_next_one_is_written(
     assert made.due(0.0)
 
 
+def test_a_late_report_about_an_earlier_cut_does_not_spoil_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: queue.SimpleQueue[list[StateEntries]] = queue.SimpleQueue()
+    monkeypatch.setattr(Checkpoints, "_write_files", lambda self, cut, entries, *others: found.put(entries))
+    made, entries = writer(tmp_path / "run"), [StateEntries({}, {"step": ("int64", n)}, ()) for n in range(3)]
+    made.copied(CutCopied(2, 0, entries[0]))
+    made.copied(CutCopied(1, 1, entries[2]))  # its server has learned late that the job is cut again
+    made.copied(CutCopied(2, 1, entries[1]))
+    made.save(cut_of(small_shards(), 2))
+    assert found.get(timeout=60.0) == entries[:2]
+
+
 def test_a_run_that_ends_does_not_wait_until_a_checkpoint_is_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

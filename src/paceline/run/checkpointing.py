@@ -245,9 +245,7 @@ class Checkpoints:
 
     def copied(self, message: CutCopied) -> None:
         """Record that a server has copied a shard, and the entries of the shard's optimizer state."""
-        if message.number not in self._copied:
-            self._copied = {message.number: {}}
-        self._copied[message.number][message.shard] = message.entries
+        self._copied.setdefault(message.number, {})[message.shard] = message.entries
 
     def keep(self, worker: int, message: KeepWorkerState) -> None:
         """Keep the state of a worker's script."""
@@ -303,7 +301,8 @@ class Checkpoints:
     def save(self, cut: JobCut) -> None:
         """Begin to write a checkpoint. It is completed after `complete` has been called."""
         self._cutting = False
-        entries, buffers, before = self._copied.pop(cut.number), self._buffers, self._thread
+        entries, buffers, before = self._copied[cut.number], self._buffers, self._thread
+        self._copied.clear()  # earlier cuts were given up
         self._number, self._answers, self._completion = cut.number, queue.SimpleQueue(), queue.SimpleQueue()
         self._thread = threading.Thread(
             target=self._write,
