@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,18 +19,20 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline
 from paceline.core.layout import FrozenSpec, Layout, ModelSpec, OptimizerSpec, Parameter
 from paceline.core.messages import FetchFrozen, FrozenTensors, Snapshot
-from paceline.errors import ConfigurationError, ProtocolError
+from paceline.errors import ConfigurationError, PacelineError, PeerLostError, ProtocolError
 from paceline.run.coordinator import CoordinatorHost
 from paceline.run.job import Assignment
 from paceline.run.job_options import make_job
-from paceline.run.readers import Assembly
+from paceline.run.readers import Assembly, Fetches, Reader
 from paceline.run.server import FrozenValues, ServerHost
 from paceline.run.worker import WorkerSession
+from paceline.run.worker_links import Links
 from paceline.shard import vectors as digests
 from paceline.shard.store import read_frozen, require_complete
 from paceline.shard.vectors import chunks, digest_of, digests_of
 from paceline.sim import Cluster, Presence, simulate
 from paceline.train import session as sessions
+from paceline.train.session import current
 
 if TYPE_CHECKING:
     from tests.conftest import RunOnThreads, ThreadedRun
@@ -327,6 +329,82 @@ def test_a_frozen_layer_that_is_added_later_is_that_of_the_initializer(run_on_th
     assert kept(run) == 2
 
 
+def test_a_value_may_arrive_when_its_parameter_is_no_longer_frozen(
+    run_on_threads: RunOnThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that joins reads the model just before it is extended. A worker has sent a value for this machine."""
+    held: list[tuple[FetchFrozen, bytes]] = []
+    extended, arriving = threading.Event(), threading.Event()
+    connect_links, retain, sizes = Links.connect, FrozenValues.retain, FrozenValues.sizes
+
+    def hold(self: Fetches, message: FetchFrozen) -> None:
+        held.append((message, b"".join(self._callbacks.frozen(message.digests[0]) or ())))
+
+    def connect_after_sending(self: Links, *arguments: Any) -> None:
+        if held:
+            assert extended.wait(60.0)
+            request, value = held.pop()
+            self.to_shard(0, FrozenTensors(0, request.digests), [memoryview(value)], lent=None)
+            assert arriving.wait(60.0)
+        connect_links(self, *arguments)
+
+    def retain_and_tell(self: FrozenValues[Any], digests: Iterable[str]) -> list[Any]:
+        extended.set()
+        return retain(self, digests)
+
+    def sizes_and_tell(self: FrozenValues[Any], digests: Sequence[str]) -> list[int]:
+        arriving.set()
+        return sizes(self, digests)
+
+    monkeypatch.setattr(Fetches, "_send_frozen", hold)
+    monkeypatch.setattr(Links, "connect", connect_after_sending)
+    monkeypatch.setattr(FrozenValues, "retain", retain_and_tell)
+    monkeypatch.setattr(FrozenValues, "sizes", sizes_and_tell)
+
+    def function() -> None:
+        model = Adapted()
+        optimizer = paceline.DistributedOptimizer(adam(model), model=model)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(batch(0, 0)).square().mean().backward()
+            optimizer.step()
+
+        step()
+        session = current()
+        assert isinstance(session, WorkerSession)
+        described = session.servers.model
+        assert described is not None
+        [address] = session.core.started.addresses if session.core.started is not None else ()
+        shards = [(shard, address) for shard in session.servers.shards]
+        reader = Reader.connect(described, shards, session._job.token)
+        errors: list[BaseException] = []
+
+        def read() -> None:
+            try:
+                reader.read_frozen([spec for spec in described.frozen if spec.name == "inner.base.bias"])
+            except PacelineError as error:
+                errors.append(error)
+
+        reading = threading.Thread(target=read)
+        reading.start()
+        while not held:
+            session.links.hear(timeout_s=0.1)
+        model.inner.base.bias.requires_grad_(True)
+        optimizer.add_param_group({"params": [model.inner.base.bias]})
+        step()
+        reading.join(60.0)
+        assert [type(error) for error in errors] == [PeerLostError], (
+            "the machine reads the extended model now"
+        )
+        reader.close()
+        step()
+
+    run = run_on_threads(function, workers=1, transport="tcp")
+    assert kept(run) == 0
+    assert "inner.base.bias" in run.state_dict
+
+
 # -- weights of a run -------------------------------------------------------------------------------------
 
 
@@ -602,6 +680,18 @@ def test_a_worker_that_connects_again_is_asked_again() -> None:
     values.arrived(0, ("a",), [bytearray(b"new")])
     [answer] = values.due([0])
     assert bytes(answer.payload[0]) == b"old"
+
+
+def test_a_value_that_is_being_received_when_it_is_dropped_is_not_kept() -> None:
+    values: FrozenValues[str] = FrozenValues()
+    values.request("one", ("a", "b"), SIZES)
+    values.request("two", ("b",), SIZES)
+    assert values.sizes(("a", "b")) == [3, 2]
+    assert values.retain(("b", "c")) == ["one"]
+    values.forget("one")
+    values.arrived(0, ("a", "b"), [bytearray(3), bytearray(2)])
+    assert [*values.kept] == ["b"], "a snapshot has no values of parameters that are not frozen"
+    assert asked(values, [0]) == [("two", ("b",))]
 
 
 def test_a_peer_that_is_gone_is_not_answered() -> None:

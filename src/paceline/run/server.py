@@ -585,7 +585,8 @@ class ServerHost(Host):
         """Store the extended model from now on, unless this server already stores it."""
         memory = self._require_memory()
         memory.extend()
-        self._frozen.retain(memory.frozen_sizes())
+        for reader in self._frozen.retain(memory.frozen_sizes()):  # it must read the extended model
+            self._hub.drop(reader, "it waits for a parameter that is no longer frozen")
 
     def _save_states(self) -> None:
         """If this server has states of tracked objects, write the latest states to the run directory."""
@@ -790,6 +791,7 @@ class FrozenValues(Generic[Waiter]):
     def __init__(self) -> None:
         self.kept: dict[str, bytearray] = {}
         self._sizes: dict[str, int] = {}  # digest -> size in bytes, for the values that were requested
+        self._dropped: set[str] = set()  # digests of values that may still arrive, but are no longer needed
         self._waiting: dict[Waiter, tuple[str, ...]] = {}
         self._source = -1  # the worker that has been asked and has not answered yet; -1 for none
         # digest -> the workers that were asked for the value
@@ -819,7 +821,8 @@ class FrozenValues(Generic[Waiter]):
     def arrived(self, worker: int, digests: Sequence[str], values: Sequence[bytearray]) -> None:
         """Keep the values that a worker has sent. The worker does not have the other values that it was asked for."""
         for digest, value in zip(digests, values, strict=True):
-            self.kept.setdefault(digest, value)  # an earlier value may be on its way to a peer
+            if digest not in self._dropped:
+                self.kept.setdefault(digest, value)  # an earlier value may be on its way to a peer
         if worker == self._source:
             self._source = -1
 
@@ -834,11 +837,12 @@ class FrozenValues(Generic[Waiter]):
         """Record that a peer no longer waits."""
         self._waiting.pop(peer, None)
 
-    def retain(self, digests: Iterable[str]) -> None:
-        """Drop all values except those with these digests."""
+    def retain(self, digests: Iterable[str]) -> list[Waiter]:
+        """Drop all values except those with these digests. Return the peers that wait for a dropped value."""
         wanted = set(digests)
         self.kept = {digest: value for digest, value in self.kept.items() if digest in wanted}
-        self._sizes = {digest: size for digest, size in self._sizes.items() if digest in wanted}
+        self._dropped = self._sizes.keys() - wanted
+        return [peer for peer, awaited in self._waiting.items() if not wanted.issuperset(awaited)]
 
     def due(self, workers: Sequence[int]) -> list[FrozenSend[Waiter]]:
         """Return the messages that must be sent now.
