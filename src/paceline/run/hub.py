@@ -208,19 +208,18 @@ class Hub(Generic[P]):
             timeout_s: maximum time to wait, in seconds. None means no time limit.
             spins: False if the next message is expected on a socket, so that polling the rings first is useless.
         """
+        left_s = math.inf if timeout_s is None else timeout_s
         if self._ringed:
             if self._serve_rings(spins):
                 if time.monotonic() - self._checked_s < SOCKETS_INTERVAL_S:
                     return
-                timeout_s = 0.0
+                left_s = 0.0
             elif not fall_asleep(self._ringed):
                 return
-            else:
-                timeout_s = min(LONGEST_SLEEP_S, math.inf if timeout_s is None else timeout_s)
-        timeout_s = self._pending.left_s(timeout_s)
+            left_s = min(left_s, LONGEST_SLEEP_S)
         if self._ending:
-            timeout_s = min(ENDED_TIMEOUT_S, math.inf if timeout_s is None else timeout_s)
-        ready = self._selector.select(timeout_s)
+            left_s = min(left_s, ENDED_TIMEOUT_S)
+        ready = self._selector.select(self._pending.left_s(left_s))
         self._checked_s = time.monotonic()
         wake_up(self._ringed)
         for key, events in ready:

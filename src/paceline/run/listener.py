@@ -125,7 +125,7 @@ class Listener:
 
     def _run(self) -> None:
         while True:
-            for key, _ in self._selector.select(self._pending.left_s(None)):
+            for key, _ in self._selector.select(self._pending.left_s()):
                 if key.fileobj is self._bell_end:
                     self._pending.close()
                     return
@@ -345,9 +345,8 @@ class PendingConnections(Generic[P]):
         while self._since_s and self._oldest_s() > GREETING_TIMEOUT_S:
             yield next(iter(self._since_s))
 
-    def left_s(self, timeout_s: float | None) -> float | None:
-        """Return the maximum time in seconds that a host may block, up to `timeout_s`; None if there is no limit."""
-        left_s = math.inf if timeout_s is None else timeout_s
+    def left_s(self, left_s: float = math.inf) -> float | None:
+        """Return the maximum time in seconds that a host may block, up to `left_s`; None if there is no limit."""
         if self._since_s:
             # If there is no room, the host must wake up when the oldest pending connection may be dropped.
             is_full = len(self._since_s) >= self._most and self._oldest_s() <= GREETING_S

@@ -839,10 +839,10 @@ class FrozenValues(Generic[Waiter]):
 
     def retain(self, digests: Iterable[str]) -> list[Waiter]:
         """Drop all values except those with these digests. Return the peers that wait for a dropped value."""
-        wanted = set(digests)
-        self.kept = {digest: value for digest, value in self.kept.items() if digest in wanted}
-        self._dropped = self._sizes.keys() - wanted
-        return [peer for peer, awaited in self._waiting.items() if not wanted.issuperset(awaited)]
+        self._dropped = self._sizes.keys() - set(digests)
+        for digest in self._dropped:
+            self.kept.pop(digest, None)
+        return [peer for peer, awaited in self._waiting.items() if not self._dropped.isdisjoint(awaited)]
 
     def due(self, workers: Sequence[int]) -> list[FrozenSend[Waiter]]:
         """Return the messages that must be sent now.
