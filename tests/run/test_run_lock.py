@@ -284,6 +284,27 @@ def test_a_process_in_another_namespace_is_judged_by_its_heartbeats(
         assert words[-1].startswith("No sign of life of process 1")
 
 
+@needs_namespaces
+@pytest.mark.parametrize("hidepid", [1, 2])
+def test_a_process_of_another_user_that_is_hidden_in_proc_is_unseen(
+    programs: list[subprocess.Popen[str]], hidepid: int
+) -> None:
+    command = ["setpriv", "--reuid=65534", "--clear-groups", "sleep", "600"]
+    program = subprocess.Popen(command, text=True)
+    programs.append(program)
+    await_that(lambda: Path(f"/proc/{program.pid}/comm").read_text() == "sleep\n", "it is of another user")
+    other = msgspec.structs.replace(Holder.here(), process=RunningProcess.of(program.pid))
+    powerless = "setpriv --regid=65534 --clear-groups --bounding-set=-all"
+    mount = f'mount -t proc -o hidepid={hidepid} proc /proc && exec {powerless} "$@"'
+    look = "import msgspec, sys; from paceline.run import run_lock as lock\n"
+    look += "print(lock.life_of(msgspec.json.decode(sys.argv[1], type=lock.Holder)))"
+    inside = [sys.executable, "-c", look, msgspec.json.encode(other).decode()]
+    found = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", mount, "sh", *inside], capture_output=True, text=True, check=False
+    )
+    assert (found.stdout, found.stderr) == ("unseen\n", "")
+
+
 def test_no_file_of_the_lock_is_moved_with_those_of_an_earlier_run(tmp_path: Path) -> None:
     """The heartbeats of whoever moves them create files that are gone again at once."""
     of_the_lock = [".lock-1", ".lock-2", ".lock-2.0a1b"]

@@ -105,14 +105,14 @@ def life_of(holder: Holder) -> Life:
     here = (_boot(), _namespace())
     if not all(here) or here != (holder.boot, holder.namespace) or not _sees_its_namespace():
         return "unseen"
-    if holder.process.state() != "gone":
-        return "alive"
     try:
+        if holder.process.state() != "gone":
+            return "alive"
         os.kill(holder.process.process_id, 0)
     except ProcessLookupError:
         return "dead"
-    except PermissionError:  # the process belongs to another user, and /proc may hide it
-        return "dead" if Path(f"/proc/{holder.process.process_id}").exists() else "unseen"
+    except PermissionError:  # the process belongs to another user, and /proc may hide it or its state
+        return "dead" if os.access(f"/proc/{holder.process.process_id}/stat", os.R_OK) else "unseen"
     return "dead"  # a zombie, or a later process with the same id
 
 
