@@ -31,6 +31,7 @@ from paceline.trace.run_dir import set_aside
 from tests.support.emulated import why_not_emulated
 from tests.support.live import await_that
 from tests.support.marks import thorough
+from tests.support.small_disk import fill, small_disk
 
 pytestmark = [
     pytest.mark.processes,
@@ -237,6 +238,17 @@ def test_a_file_system_without_hard_links_will_do(tmp_path: Path, monkeypatch: p
         RunLock.take(tmp_path)
     (tmp_path / ".lock-2").touch()  # whoever has just created it cannot be named yet
     assert is_held(tmp_path)
+
+
+def test_on_a_full_disk_no_half_written_file_remains(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 65536) as disk:
+        with RunLock.take(disk):
+            fill(disk)
+        (disk / "next").mkdir()
+        with pytest.raises(ConfigurationError, match="cannot be written: No space left on device"):
+            RunLock.take(disk / "next")
+        assert sorted(locks_in(disk)) == [".lock-1", "filler", "next"]
+        assert locks_in(disk / "next") == []
 
 
 APART = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")

@@ -335,11 +335,12 @@ class RunLock:
         if threading.current_thread() is not self._thread:
             self._thread.join()
         if self._own:
+            place = self._path.with_name(f"{self._path.name}.{self.token}")
             with contextlib.suppress(OSError):
-                place = self._path.with_name(f"{self._path.name}.{self.token}")
                 if self._path.exists():
                     place.write_bytes(msgspec.json.encode(msgspec.structs.replace(self._holder, free=True)))
                     place.replace(self._path)
+            _remove(place)  # if the disk is full
 
     def _beat(self) -> None:
         due_s = 0.0
@@ -444,8 +445,8 @@ def _create(path: Path, holder: Holder) -> bool:
     content = msgspec.json.encode(holder)
     place = path.with_name(f"{path.name}.{holder.token}")
     try:
-        place.write_bytes(content)
         try:
+            place.write_bytes(content)
             os.link(place, path)
         except FileExistsError:
             # On a network file system, the answer to a successful link may be lost; the repeated request then fails.
