@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import threading
 import time
 from itertools import permutations
 from pathlib import Path
@@ -36,7 +37,7 @@ from paceline.core.messages import (
 )
 from paceline.core.requests import COORDINATOR, Apply, Fail, Request, Send, server_peer, worker_peer
 from paceline.core.server import Server
-from paceline.errors import PeerLostError
+from paceline.errors import PeerLostError, UserCodeError
 from paceline.run.coordinator import CoordinatorHost
 from paceline.run.hub import Caller, Hub
 from paceline.run.job import Assignment
@@ -291,3 +292,33 @@ def test_nobody_waits_for_the_weights_if_the_coordinator_fails(when: str, tmp_pa
     assert collection.missing == [0]
     assert coordinator.failure is not None
     assert "Input/output error" in coordinator.failure.reason
+
+
+def test_a_model_of_the_user_that_fails_at_a_departure_keeps_no_other_thread_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher tells how a process has ended, and asks a question before the coordinator's thread looks."""
+    coordinator = CoordinatorHost.listen(make_job(workers=1, servers=1, run_dir=tmp_path / "run"))
+    answers: list[int] = []
+    is_busy, goes_on = threading.Event(), threading.Event()
+
+    def fail() -> None:
+        raise UserCodeError("the sync model has raised an exception")
+
+    def be_busy() -> None:
+        is_busy.set()
+        goes_on.wait(60.0)
+
+    monkeypatch.setattr(coordinator.watch, "note_states", be_busy)
+    coordinator.start()
+    assert is_busy.wait(60.0)
+    coordinator.call(fail)
+    asking = threading.Thread(target=lambda: answers.append(coordinator.ask(lambda: 5)), daemon=True)
+    asking.start()
+    await_that(lambda: coordinator._calls.qsize() == 2, "the question waits behind the call")
+    goes_on.set()
+    asking.join(10.0)
+    found = answers.copy()
+    coordinator.stop()
+    assert found == [5]
+    assert coordinator.failure is not None

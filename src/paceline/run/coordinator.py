@@ -356,11 +356,10 @@ class CoordinatorHost(Host):
         self._stopping = False  # True once the servers have been told to end
         self._calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()  # see `call`
         self._bell, self._bell_end = socket.socketpair()
-        self._bell_end.setblocking(False)
         self._hub: Hub[Caller] = Hub(
             "the coordinator", job.token, listener, "coordinator", Caller, self, job.contexts
         )
-        self._hub.watch(self._bell_end, self._take_calls)
+        self._hub.watch(self._bell_end, self._take_call)
         self.agents = Agents(
             job,
             self.core,
@@ -904,12 +903,10 @@ class CoordinatorHost(Host):
             self._awaited[server] = member.stream.patience()
         self._perform(self.core.fetch(owed[0]))  # a server sends each peer only one bulk message at a time
 
-    def _take_calls(self) -> None:
-        """Call the functions that other threads have passed to `call`."""
-        with contextlib.suppress(BlockingIOError):
-            self._bell_end.recv(4096)
-        while not self._calls.empty():
-            self._calls.get_nowait()()
+    def _take_call(self) -> None:
+        """Call the next function that another thread has passed to `call`. The bell has one byte for each function."""
+        self._bell_end.recv(1)
+        self._calls.get_nowait()()
 
     def _member(self, role: str, index: int) -> Caller | None:
         """Return the connection to a server or worker; None if the process is not connected."""
