@@ -7,6 +7,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -405,6 +406,21 @@ def test_a_push_condition_is_evaluated_in_a_loop() -> None:
     assert vars(hosted(checked))["_machine"].v_train == 0
     iterate(checked, 0)
     assert vars(hosted(checked))["_machine"].v_train == 2
+
+
+def test_a_worker_that_joins_in_a_later_round_has_not_pushed_the_rounds_before() -> None:
+    def pushed_by_all(state: PushState) -> bool:
+        return state.count(state.v_train) >= state.live
+
+    checked = begin(Conditions(pull=behind, push=pushed_by_all, pushes="average"), 2)
+    _, count = hosted(checked).entry(2)
+    assert count == 1  # round 0 is in progress, and does not wait for worker 2
+    checked.tell(msgspec.structs.replace(checked.legal.join(), count=count, pulls=True))
+    checked.tell(checked.legal.pull(2))
+    assert iterate(checked, 0) == [HoldPush(0, 0)]
+    held, mean, *answers = iterate(checked, 1)
+    assert (held, mean) == (HoldPush(1, 0), ApplyMean(((0, 0), (1, 0))))
+    assert len(answers) == 3
 
 
 def test_a_push_condition_that_is_always_true_ends() -> None:

@@ -399,7 +399,7 @@ def _structure(value: Any, where: str, tensors: list[torch.Tensor], depth: int) 
         value = value.item()
     if value is None or type(value) in (bool, float, str, bytes):
         return value
-    if isinstance(value, int) and type(value) is int:
+    if type(value) is int:
         if -(2**63) <= value < 2**64:
             return value
         raise UsageError(f"{where} is {value}, expected an integer of at most 64 bits.")

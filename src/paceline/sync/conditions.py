@@ -39,7 +39,7 @@ resumed run begins with the n of its job, even if the run has fewer workers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from ..errors import InternalError, InvalidEventError, unknown_name
 from ..state import stateful
@@ -48,7 +48,6 @@ from .events import (
     AnyEvent,
     PullRequested,
     PushReceived,
-    TimerFired,
     WorkerFinished,
     WorkerJoined,
     WorkerLost,
@@ -68,12 +67,13 @@ class PushState:
         fastest: max c, the largest c_p of the live workers.
     """
 
-    __slots__ = ("_counts", "live", "pushed", "v_train")
+    __slots__ = ("_coming", "_counts", "live", "pushed", "v_train")
 
-    def __init__(self, counts: Counts, v_train: int, pushed: int, joining: int = 0) -> None:
+    def __init__(self, counts: Counts, v_train: int, pushed: int, coming: Mapping[int, int]) -> None:
         self._counts = counts
+        self._coming = coming
         self.v_train = v_train
-        self.live = len(counts.count) - joining
+        self.live = len(counts.count) - len(coming)
         self.pushed = pushed
 
     @property
@@ -87,9 +87,10 @@ class PushState:
     def count(self, iteration: int) -> int:
         """Return Count[iteration], the number of live workers that have pushed at least `iteration + 1` times.
 
-        Takes time linear in the number of distinct counts; `pushed` takes constant time.
+        As in `live`, workers that join in a later round are left out: they have not pushed yet, although their c_p is
+        the number of this round. Takes time linear in the number of distinct counts; `pushed` takes constant time.
         """
-        return self._counts.beyond(iteration)
+        return self._counts.beyond(iteration) - sum(rnd > iteration for rnd in self._coming.values())
 
 
 class PullState(PushState):
@@ -112,9 +113,9 @@ class PullState(PushState):
         pushed: int,
         pull: PullRequested,
         significance: float | None,
-        joining: int = 0,
+        coming: Mapping[int, int],
     ) -> None:
-        super().__init__(counts, v_train, pushed, joining)
+        super().__init__(counts, v_train, pushed, coming)
         self.worker = pull.worker
         self.iteration = pull.iteration
         self.progress = counts.count[pull.worker] - 1
@@ -301,10 +302,8 @@ class ConditionMachine(ShardMachine):
                 self._significance.pop(event.worker, None)
                 self._forget_pull(event.worker)
                 return self._close_rounds()
-            case TimerFired():
-                return []  # the timer was set by an earlier model
             case _:
-                raise InternalError(f"a shard cannot process the event {type(event).__name__}", (event,))
+                return super().handle(event)
 
     def pulled(self, pull: PullRequested) -> list[AnyAction]:
         """Answer a pull now if the pull condition holds; otherwise file it under a round."""
@@ -316,8 +315,7 @@ class ConditionMachine(ShardMachine):
             rnd = self._coming[worker] - 1
         else:
             significance = self._significance.get(worker)
-            joining = len(self._coming)
-            state = PullState(self.counts, self.v_train, self._pushed, pull, significance, joining)
+            state = PullState(self.counts, self.v_train, self._pushed, pull, significance, self._coming)
             if self._pull_condition(state):
                 return [self._answer(worker, pull.iteration)]
             rnd = self._execution(state.progress, self.v_train)
@@ -490,9 +488,8 @@ class ConditionMachine(ShardMachine):
         if self.frozen:
             return False
         if self._pushed:
-            state = PushState(self.counts, self.v_train, self._pushed, len(self._coming))
-            return self._push_condition(state)
-        return bool(self._coming) and len(self._coming) == self.counts.live_count
+            return self._push_condition(PushState(self.counts, self.v_train, self._pushed, self._coming))
+        return 0 < len(self._coming) == self.counts.live_count
 
     def _apply_mean(self) -> list[AnyAction]:
         if not self._held:
