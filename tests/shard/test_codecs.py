@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -83,6 +85,23 @@ def test_values_arrive_as_a_serial_oracle_says(codec: str, values: list[int], re
     found = receiver.vectors["float32"].numpy()
     np.testing.assert_array_equal(found, expected(bits.view(np.float32), codec))
     assert np.isfinite(found).all()
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_values_that_are_not_finite_do_not_arrive_as_finite_ones(codec: str, value: float) -> None:
+    weights = {"float32": torch.ones(600)}
+    sender, receiver = BaseSender(codec, weights), BaseReceiver(codec, {"float32": torch.zeros(600)})
+    weights["float32"][300] = value  # in the second of three blocks
+    sender.advance(None, 1, weights)
+    ranges = receiver.ranges(weights)
+    for there, data in zip(receiver.memory(ranges), sender.payload(weights, whole=False), strict=True):
+        there[:] = data
+    receiver.decode(ranges, whole=False)
+    arrived = receiver.vectors["float32"]
+    assert not arrived[300].isfinite()
+    assert arrived[:256].isfinite().all()
+    assert arrived[512:].isfinite().all()
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4"])

@@ -149,7 +149,7 @@ def _remove(system: Any, copy: PurePosixPath) -> None:
     removal.
     """
     for path in system.find(str(copy)):
-        if PurePosixPath(path) not in (copy / MANIFEST, copy / DRAFT) and PurePosixPath(path).name:
+        if PurePosixPath(path) not in (copy / MANIFEST, copy / DRAFT):
             system.rm_file(path)
     system.rm(str(copy), recursive=True)
 

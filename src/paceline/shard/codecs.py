@@ -79,13 +79,15 @@ class Bfloat16(Packer, codec="bf16"):
 class Int8(Packer, codec="int8"):
     """Each block has a float32 scale. Values are rounded to the nearest of 255 multiples of the scale, ties to even.
 
+    If a value of a block is infinite or NaN, all values of the block arrive as NaN.
+
     >>> Sender("int8", {"float32": torch.tensor([127.0, 0.5, -1.6])}).arriving()
     {'float32': tensor([127.,   0.,  -2.])}
     """
 
     def pack(self, values: Tensor, packed: Tensor, arriving: Tensor) -> None:
-        scales = torch.amax(torch.abs(values, out=arriving), dim=1, keepdim=True).div_(127)
-        scales, inverse = _usable(scales.clamp_(max=MOST_SCALE))
+        most = torch.amax(torch.abs(values, out=arriving), dim=1, keepdim=True)
+        scales, inverse = _usable((most / 127).clamp_(max=MOST_SCALE).add_(most - most))  # inf - inf is NaN
         packed[:, :4].view(torch.float32).copy_(scales)
         torch.mul(values, inverse, out=arriving)
         packed[:, 4:] = arriving.round_()
