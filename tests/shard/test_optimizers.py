@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.core.layout import HyperParameters, OptimizerSpec
+from paceline.core.layout import HyperParameters, Layout, OptimizerSpec, Parameter
 from paceline.errors import ConfigurationError
 from paceline.shard.optimizers import (
     ELEMENTWISE,
@@ -19,6 +19,7 @@ from paceline.shard.optimizers import (
     read_groups,
     server_optimizer,
 )
+from paceline.shard.slice_optimizers import optimizer_of_slice
 
 SIZE = 203
 
@@ -137,3 +138,20 @@ def test_a_group_may_be_empty_on_a_slice() -> None:
     part.grad = torch.ones(3)
     optimizer.step()
     torch.testing.assert_close(part, torch.full((3,), 0.5))
+
+
+def test_a_velocity_outlives_a_checkpoint_at_a_time_without_momentum() -> None:
+    (bounds,) = Layout.of([Parameter(("p",), (16,), "float32")]).slice_evenly(1)
+    served, users, gradient = torch.zeros(16), torch.zeros(16), torch.ones(16)
+    users.grad = gradient
+    optimizer = torch.optim.SGD([users], lr=0.1)
+    spec = OptimizerSpec("SGD", read_groups(optimizer), (0,))
+    server = optimizer_of_slice(spec, bounds, {"float32": served})
+    for momentum in (0.9, 0.9, 0.0, 0.9):
+        optimizer.param_groups[0]["momentum"] = momentum
+        optimizer.step()
+        server.step([{"float32": gradient}], [1.0], b"\1", read_groups(optimizer))
+        resumed = optimizer_of_slice(spec, bounds, {"float32": served})
+        resumed.load_state({name: value.clone() for name, value in server.state().items()})
+        server = resumed
+    torch.testing.assert_close(served, users)

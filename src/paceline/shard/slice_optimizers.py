@@ -367,7 +367,8 @@ class FusedOptimizer:
             for position in run.segments if run.steps else ():
                 if self._update.counts_steps:
                     state[f"{position}/step"] = torch.tensor(run.steps)
-                for key in self._update.state_keys(self._groups[run.group]):
+                # SGD counts only steps with momentum. Its velocity stays in the state even if momentum is 0 at present.
+                for key in self._update.state_keys({**self._groups[run.group], "momentum": True}):
                     state[f"{position}/{key}"] = self._of_segment(key, position)
         return state
 
