@@ -208,9 +208,13 @@ def test_samples_enter_once() -> None:
     assert [update.scales for update in alone.push(0, 48)] == [(1.0,)]
 
 
+@pytest.mark.parametrize("sync", ["asp", "spec-sync:base=asp"])
 @pytest.mark.parametrize("scale", ["1/n", "1/tau", "n/tau"])
-def test_a_model_that_scales_pushes_is_raw(scale: str) -> None:
-    raw, translated = (Job(f"asp:push_scale={scale}", 2, translated=each, usual=32) for each in (False, True))
+def test_a_model_that_scales_pushes_is_raw(sync: str, scale: str) -> None:
+    colon = "," if ":" in sync else ":"
+    raw, translated = (
+        Job(f"{sync}{colon}push_scale={scale}", 2, translated=each, usual=32) for each in (False, True)
+    )
     for job in (raw, translated):
         job.rounds(3, [0, 1, 0], 48)
     assert translated.applied == raw.applied

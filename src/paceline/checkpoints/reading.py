@@ -166,23 +166,24 @@ class Checkpoint:
         ]
         of_name = {p.names[0]: each for p, each in zip(model.layout.parameters, parameters, strict=True)}
         state = {}
-        for index, record in self._records(model):
+        known = self._records(model)
+        for index, record in known.items():
             entries = self.optimizers[index]["state"]
             for position, name in enumerate(record.parameters):
                 if name in of_name and position in entries:
                     state[of_name[name]] = entries[position]
-        known = dict(self._records(model))
         counters = [known[index].counters if index in known else () for index in range(len(model.optimizers))]
         return with_counters(slice_state(bounds, parameters, state), counters)
 
-    def _records(self, model: ModelSpec) -> list[tuple[int, OptimizerRecord]]:
-        """Return the optimizers that both the checkpoint and the model have, with their indices."""
-        pairs = zip(model.optimizers, self.manifest.optimizers, strict=False)
-        return [
-            (index, record)
-            for index, (spec, record) in enumerate(pairs)
+    def _records(self, model: ModelSpec) -> dict[int, OptimizerRecord]:
+        """Return the optimizers that both the checkpoint and the model have, by their indices."""
+        return {
+            index: record
+            for index, (spec, record) in enumerate(
+                zip(model.optimizers, self.manifest.optimizers, strict=False)
+            )
             if (spec.name, spec.replaced) == (record.name, record.replaced)
-        ]
+        }
 
     def _parameters(self, layout: Layout, *, lacking: bool = False) -> Sequence[torch.Tensor | None]:
         """Return the values of all parameters, in the order of the layout; None for each missing parameter."""

@@ -215,7 +215,7 @@ def _value(text: str, key: str, value: str, kind: object) -> float | Fraction | 
         if value.lower() not in ("true", "false"):
             raise ConfigurationError(f"sync model {text!r}: {key} is {value!r}, expected true or false.")
         return value.lower() == "true"
-    if kind is str or (kind not in (int, float) and not get_args(kind)):
+    if kind not in (int, float) and not get_args(kind):
         return value
     try:
         number = Fraction(value) if "/" in value and Fraction in get_args(kind) else float(value)

@@ -118,6 +118,10 @@ class SpecSync(SyncModel):
     def needs_at_once(self) -> bool:
         return self.base.needs_at_once
 
+    @property
+    def scales_pushes(self) -> bool:
+        return self.base.scales_pushes
+
     def at_shard(self, seed: int = 0, shard: int = 0) -> ShardMachine:
         return self.base.at_shard(seed, shard)
 
