@@ -65,6 +65,13 @@ def functional(model: nn.Sequential) -> torch.Tensor:
     return output
 
 
+def differentiated(model: nn.Sequential) -> torch.Tensor:
+    """The derivatives by the inputs, as the loss of a differential equation needs them."""
+    inputs = torch.ones(2, 3, dtype=torch.float64)
+    derivatives: torch.Tensor = torch.func.vmap(torch.func.jacrev(model))(inputs)
+    return derivatives
+
+
 class Operations(TorchDispatchMode):
     """Carries out the operations and notes their names, as CUDA's sanitizer does."""
 
@@ -88,7 +95,9 @@ def observed(model: nn.Sequential) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "forward", [whole, parts, wrapped, compiled, functional, observed], ids=lambda f: f.__name__
+    "forward",
+    [whole, parts, wrapped, compiled, functional, differentiated, observed],
+    ids=lambda f: f.__name__,
 )
 def test_the_first_forward_pass_makes_the_weights_common(
     run_on_threads: RunOnThreads, forward: Callable[[nn.Sequential], torch.Tensor]
@@ -105,7 +114,8 @@ def test_the_first_forward_pass_makes_the_weights_common(
 
     gc.collect()
     hooks = dict(_global_forward_pre_hooks)
-    run = run_on_threads(train, workers=1 if forward is compiled else 2)  # two threads cannot compile at once
+    # Two threads cannot compile or transform functions at once.
+    run = run_on_threads(train, workers=1 if forward in (compiled, differentiated) else 2)
     assert measure(run.shards).dropped_pushes == 0
     assert dict(_global_forward_pre_hooks) == hooks
 

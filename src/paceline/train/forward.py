@@ -21,6 +21,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 
 from .session import OfSession, Session, current
@@ -66,12 +67,12 @@ def imitates() -> bool:
 
 @contextmanager
 def hidden_from_modes() -> Iterator[None]:
-    """Return a context whose operations no dispatch mode sees.
+    """Return a context whose operations no dispatch mode and no transform of `torch.func` sees.
 
     For example, selective activation checkpointing counts the operations of a forward pass, and must find the same
-    operations when it repeats the pass.
+    operations when it repeats the pass. `torch.func.jacrev` refuses a function that changes the weights.
     """
-    with ExitStack() as modes:
+    with temporarily_clear_interpreter_stack(), ExitStack() as modes:
         while _get_current_dispatch_mode() is not None:
             modes.enter_context(_pop_mode_temporarily())
         yield
