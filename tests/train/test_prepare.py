@@ -311,6 +311,19 @@ def test_the_state_of_the_scheduler_is_that_of_the_wrapped_one(run_on_threads: R
     run_on_threads(train, workers=2, sync="bsp")
 
 
+def test_what_a_script_sets_on_its_scheduler_is_set_on_the_wrapped_one(run_on_threads: RunOnThreads) -> None:
+    """Scripts that go on from a checkpoint of their own often set the number of the epoch."""
+
+    def train() -> None:
+        script = Script(lambda optimizer, steps: StepLR(optimizer, step_size=10), steps=1)
+        script.scheduler.last_epoch, script.scheduler.gamma = 9, 0.25
+        script.scheduler.step()
+        assert script.scheduler.state_dict()["last_epoch"] == 10
+        assert script.last == 0.25
+
+    run_on_threads(train, workers=1)
+
+
 def test_parts_are_returned_in_the_order_in_which_they_were_given() -> None:
     one, other, loader = nn.Linear(1, 1), nn.Linear(1, 2), examples()
     first, second = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (one, other))

@@ -131,7 +131,8 @@ class JobScheduler:
     loader, every call in a loop that ends after a number of updates, of samples or of minutes belongs to an iteration.
     In a call that belongs to an iteration, the wrapped scheduler is stepped as often as necessary to reach the step
     that corresponds to the progress of the job (see the description of this module). In any other call, the wrapped
-    scheduler is stepped once. All other attributes are those of the wrapped scheduler.
+    scheduler is stepped once. All other public attributes are those of the wrapped scheduler, and a script may
+    set them.
 
     Args:
         scheduler: the scheduler to wrap.
@@ -239,6 +240,10 @@ class JobScheduler:
             self.begin_at(self._scheduler.last_epoch + self._steps - steps)
         else:
             self._length = there
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = name.startswith("_") or hasattr(type(self), name)
+        object.__setattr__(self if own else self._scheduler, name, value)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "_scheduler":  # while a copy of this object is made
