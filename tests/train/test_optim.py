@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import pickle
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from paceline import Cluster, DistributedOptimizer, simulate, worker_index
 from paceline.errors import ConfigurationError, NonFiniteGradientError, UsageError, WeightsChangedError
 from paceline.trace.measures import measure
 from paceline.trace.recording import read_records
+from paceline.train.session import current
 
 if TYPE_CHECKING:
     from tests.conftest import RunOnThreads
@@ -574,6 +576,41 @@ def test_alone_its_state_round_trips_with_the_wrapped_optimizers(name: str) -> N
         for iteration in range(3, 6):
             step(model, resumed, iteration)
         assert_same(weights_of(model), weights_of(whole))
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
+def test_alone_a_copy_goes_on_as_a_copy_of_the_wrapped_optimizer_does(how: Callable[[Any], Any]) -> None:
+    found = []
+    for wrap in (DistributedOptimizer, lambda wrapped: wrapped):
+        model = net()
+        optimizer = wrap(sgd(model))
+        lr_scheduler.StepLR(optimizer, step_size=1)  # replaces the method `step` of the optimizer
+        step(model, optimizer)
+        twin, other = how((model, optimizer))
+        step(twin, other, 1)
+        other.load_state_dict(other.state_dict())
+        step(twin, other, 2)
+        found.append((weights_of(model), weights_of(twin)))
+    for weights, expected in zip(*found, strict=True):
+        assert_same(weights, expected)
+
+
+def test_in_a_run_a_copy_trains_by_itself(run_on_threads: RunOnThreads) -> None:
+    def train() -> int:
+        model = net()
+        optimizer = DistributedOptimizer(sgd(model), model=model)
+        step(model, optimizer)
+        before = weights_of(model)
+        twin, other = copy.deepcopy((model, optimizer))
+        step(twin, other)
+        assert_same(weights_of(model), before)
+        assert not torch.equal(twin[0].weight, model[0].weight)
+        step(model, optimizer)
+        session = current()
+        assert session is not None
+        return session.core.updates
+
+    assert set(run_on_threads(train).results.values()) == {2}
 
 
 def test_alone_nothing_is_refused_that_torch_allows() -> None:

@@ -42,7 +42,7 @@ from .job_model import (
     require_initialized,
     require_not_wrapped,
 )
-from .loops import count_step, latest_position
+from .loops import count_step
 from .metrics import metrics_of
 from .schedules import Marks, ScheduleWatch
 from .session import (
@@ -56,7 +56,7 @@ from .session import (
     untrained,
 )
 from .training import WorkerTraining, training_of
-from .worker_state import ANYWHERE, after_step, begin_resumed, restore, state_now
+from .worker_state import after_step, begin_resumed, restore, state_now
 
 log = logging.getLogger("paceline.train.optimizer")
 
@@ -106,6 +106,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         >>> optimizer.step()  # outside a run, as in this example, the same as SGD's own step()
     """
 
+    # A copy has no session, so the copy trains alone.
+    _session: Session | None = None
+    _training: WorkerTraining | None = None  # created by the first forward pass of a run
+
     def __init__(
         self, optimizer: torch.optim.Optimizer, *, model: nn.Module | Sequence[nn.Module] | None = None
     ) -> None:
@@ -124,12 +128,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._wrapped = optimizer
         self._share_groups()
         # the modules to train, if they are given
-        self._given = () if model is None else _modules(model)
+        self._given = (model,) if isinstance(model, nn.Module) else tuple(model or ())
         # while training begins: the modules that were found, kept because the search looks at all existing objects,
         # which takes long
         self._found: tuple[nn.Module, ...] = ()
         self._session = session
-        self._training: WorkerTraining | None = None  # created by the first forward pass of a run
         # How the gradient of the next step is clipped: a list of at most one entry. The list is changed in place,
         # because Lightning and Fabric wrap an optimizer in an object that reads the optimizer's attributes, but an
         # assignment to the object does not reach the optimizer.
@@ -301,7 +304,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             leave_out_gradient=stale or overflows,
             clip=clip,
         )
-        after_step(session, loads=latest_position(session) is not None)
+        after_step(session)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -486,6 +489,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._training is not None and self._forward_hook is None and self._session is not None:
             self._wait_for_forward(self._session)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_wrapped": self._wrapped}
+
     def __getattr__(self, name: str) -> Any:
         """Return a public attribute of the wrapped optimizer that this class does not have.
 
@@ -622,10 +628,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self._parameters()[trained:]
 
 
-def _modules(model: nn.Module | Sequence[nn.Module]) -> tuple[nn.Module, ...]:
-    return (model,) if isinstance(model, nn.Module) else tuple(model)
-
-
 def _as_number(loss: object) -> float | None:
     """Return a closure's result as a float; None if it is neither a real number nor a tensor of one real number."""
     try:
@@ -680,7 +682,7 @@ def _begin(session: Session) -> None:
         first = {key: value for optimizer in found for key, value in optimizer._first_buffers.items()}
         training = WorkerTraining(session, sets, first)
         session.callbacks.state = lambda ended: state_now(session, ended=ended)
-        restore(session, ANYWHERE)
+        restore(session)
     else:
         training.extend(sets)
     for optimizer, index in zip(found, indices, strict=True):

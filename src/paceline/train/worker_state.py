@@ -34,7 +34,7 @@ from ..errors import UsageError
 from ..shard.vectors import decode_states, encode_states
 from .generator_states import GeneratorStates, generators_lock
 from .gradients import scales_of
-from .loops import active_loop
+from .loops import active_loop, latest_position
 from .schedules import JobScheduler, prepared_schedulers
 from .session import BatchSite, OfSession, Session, Stateful, resumption_of, untrained
 from .sources import streams_of
@@ -130,16 +130,11 @@ def at_boundary(
     return give
 
 
-def after_step(session: Session, *, loads: bool) -> None:
-    """Give the state of the script after a step, if the job is cut and the script asks for no batches.
-
-    Args:
-        session: the session of the worker.
-        loads: True if the script has made a pass over a distributed loader.
-    """
+def after_step(session: Session) -> None:
+    """Give the state of a worker's script after a step, if the job is cut and the script asks for no batches."""
     kept = _kept(session)
     kept.steps += 1
-    if not session.cut or (loads and kept.steps < MOST_STEPS):
+    if not session.cut or (latest_position(session) is not None and kept.steps < MOST_STEPS):
         return
     now = session.cut, session.core.iteration, kept.place
     if kept.last != now:
@@ -239,13 +234,15 @@ def resume_with(session: Session, own: bytes | bytearray | None, main: bytes | b
 
 
 def restore(
-    session: Session, place: BatchSite, go_on: Callable[[Mapping[str, Any]], None] = lambda loader: None
+    session: Session,
+    place: BatchSite = ANYWHERE,
+    go_on: Callable[[Mapping[str, Any]], None] = lambda loader: None,
 ) -> None:
     """Restore the state of a worker's script if the script has reached the place at which the state was taken.
 
     Args:
         session: the session of the worker.
-        place: where the script is.
+        place: where the script is. Default: a script without a distributed loader.
         go_on: function that restores the state of the loader.
 
     Raises:
