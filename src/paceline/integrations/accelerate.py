@@ -299,10 +299,7 @@ class Accelerator(JobAccelerator):
         """True in the main worker, which writes for all workers. See `paceline.is_main`."""
         return is_main()
 
-    @property
-    def is_local_main_process(self) -> bool:
-        """True in the main worker, which writes for all workers. See `paceline.is_main`."""
-        return is_main()
+    is_local_main_process = is_main_process
 
     def print(self, *arguments: Any, **options: Any) -> None:
         if is_main():
@@ -411,7 +408,23 @@ class Accelerator(JobAccelerator):
         return dataloader
 
 
-class TrainLoader(DataLoaderStateMixin):
+class AroundLoader:
+    """A mixin for a class around a distributed loader, which shows the attributes of the loader.
+
+    Attributes:
+        loader: the distributed loader.
+    """
+
+    loader: DistributedLoader[Any]
+
+    def __getattr__(self, name: str) -> Any:
+        # An attribute of this class can be missing, for example while an instance is copied.
+        if name.startswith("_") or name == "loader":
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.loader, name)
+
+
+class TrainLoader(AroundLoader, DataLoaderStateMixin):
     """One worker's part of a loader, which tells Accelerate where a pass ends.
 
     The length of the loader is the number of batches that one worker may use. Under models that keep all workers in
@@ -440,16 +453,6 @@ class TrainLoader(DataLoaderStateMixin):
             self._end_pass()
         finally:
             self.end()
-
-    def set_epoch(self, epoch: int) -> None:
-        """See `DistributedLoader.set_epoch`."""
-        self.loader.set_epoch(epoch)
-
-    def __getattr__(self, name: str) -> Any:
-        # An attribute of this class can be missing, for example while an instance is copied.
-        if name.startswith("_") or name == "loader":
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.loader, name)
 
 
 def _trained(optimizer: DistributedOptimizer) -> list[torch.Tensor]:

@@ -62,7 +62,7 @@ from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
 from transformers.trainer_callback import ExportableState, ProgressCallback  # noqa: E402
 from transformers.trainer_utils import get_last_checkpoint, has_length  # noqa: E402
 
-from .accelerate import JobAccelerator, apart  # noqa: E402
+from .accelerate import AroundLoader, JobAccelerator, apart  # noqa: E402
 
 T = TypeVar("T", bound=transformers.Trainer)
 
@@ -236,7 +236,7 @@ class JobControl:
         self.__dict__["should_save"] = value
 
 
-class JobLoader:
+class JobLoader(AroundLoader):
     """The training data of a trainer, where each pass is a pass of the job. See the description of this module.
 
     Args:
@@ -258,12 +258,6 @@ class JobLoader:
 
     def __iter__(self) -> Iterator[Any]:
         return self._job.make_pass(self._epoch)
-
-    def __getattr__(self, name: str) -> Any:
-        # An attribute of this class can be missing, for example while an instance is copied.
-        if name.startswith("_") or name == "loader":
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.loader, name)
 
 
 class TrainerJob:
@@ -859,9 +853,7 @@ class JobTrainer:
         """True in the main worker, which writes for all workers. See `paceline.is_main`."""
         return is_main()
 
-    def is_local_process_zero(self) -> bool:
-        """True in the main worker, which writes for all workers. See `paceline.is_main`."""
-        return is_main()
+    is_local_process_zero = is_world_process_zero
 
     def save_model(self, *arguments: Any, **options: Any) -> None:
         trainer: Any = self
