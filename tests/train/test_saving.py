@@ -73,7 +73,7 @@ def test_a_part_of_the_model_is_saved_and_copied_without_the_other_weights(
             optimizer.step()
         torch.save(model[1].state_dict(), tmp_path / "part.pt")
         twin = copy.deepcopy(model[1].state_dict())["weight"]
-        assert (tmp_path / "part.pt").stat().st_size < 10_000 == model[0].weight.numel()
+        assert (tmp_path / "part.pt").stat().st_size < 10_000
         assert twin.untyped_storage().nbytes() == twin.nbytes
 
     run_on_threads(train, workers=1)
