@@ -66,7 +66,8 @@ class Weights:
         self._kept: list[torch.Tensor] | None = None  # copy of each parameter as of the last pull
         self._pulls = 0
         self._restores = False  # True if the script has changed its weights and restored them
-        self._subtracts = False  # True if the script has restored its weights only up to rounding
+        # True if the script has computed gradients with other weights, or has restored its weights only up to rounding
+        self._subtracts = False
         # index -> copy of a parameter with which a gradient was computed, if the copy may differ from the last pull
         self._used: dict[int, torch.Tensor] = {}
         # index -> version counter of each parameter that `set_apart` has set to other values
@@ -166,6 +167,9 @@ class Weights:
         suspects = self._suspects()
         differs = edited or self._sample_differs()
         if not (moved or suspects or differs):
+            # The script may have restored other weights exactly, and may restore them only up to rounding later.
+            used = self._used.items()
+            self._subtracts = self._subtracts or any(not same(value, self._views[at]) for at, value in used)
             return
         if moved or edited is None or edited:
             present = [parameter.detach().clone() for parameter in self._parameters]
