@@ -14,6 +14,7 @@ from http import HTTPStatus
 
 import pytest
 
+from paceline.look import dashboard
 from paceline.look.dashboard import Dashboard, LiveReport
 from paceline.look.http import (
     HARDENING,
@@ -219,6 +220,65 @@ def test_the_page_and_its_data_are_compressed_for_those_who_accept_it() -> None:
     assert json.loads(plain.body)["name"] == "r"
     assert asyncio.run(ask("/report.html")).status == 404
     assert asyncio.run(ask("/favicon.ico")).status == 204
+
+
+def test_a_request_that_is_cancelled_does_not_let_a_second_thread_read_the_run() -> None:
+    begun, may_end = threading.Event(), threading.Event()
+    reading: list[int] = []  # how many threads read the run, at the beginning of each reading
+    threads = 0
+
+    def read(now_s: float | None) -> RunReport:
+        nonlocal threads
+        threads += 1
+        reading.append(threads)
+        begun.set()
+        may_end.wait()
+        threads -= 1
+        return RunReport(name="r", run_dir="/runs/r", state="running")
+
+    async def ask_twice() -> None:
+        live = LiveReport(read, lambda: None)
+        first = asyncio.create_task(live.get())
+        await asyncio.to_thread(begun.wait)
+        first.cancel()
+        await asyncio.wait([first])
+        second = asyncio.create_task(live.get())
+        done, _ = await asyncio.wait([second], timeout=0.1)  # a second thread would begin at once
+        assert not done
+        may_end.set()
+        await second
+
+    asyncio.run(ask_twice())
+    assert max(reading) == 1
+
+
+def test_the_last_report_is_not_replaced_by_an_older_one_whose_page_takes_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+    states = iter(("running", "finished"))
+
+    def read(now_s: float | None) -> RunReport:
+        return RunReport(name="r", run_dir="/runs/r", state=next(states))  # type: ignore[arg-type]
+
+    def answer(report: RunReport, path: str, compressed: bool) -> HttpResponse:
+        if report.state == "running":
+            begun.set()
+            may_end.wait()
+        return HttpResponse(HTTPStatus.OK, report.state.encode())
+
+    async def ask() -> list[bytes]:
+        live = LiveReport(read, lambda: None)
+        page, request = Dashboard(live), Request("GET", "/data")
+        early = asyncio.create_task(page.reply(request))
+        await asyncio.to_thread(begun.wait)
+        await live.end()
+        last = await page.reply(request)
+        may_end.set()
+        return [(await early).body, last.body, (await page.reply(request)).body]
+
+    monkeypatch.setattr(dashboard, "_answer", answer)
+    assert asyncio.run(ask()) == [b"running", b"finished", b"finished"]
 
 
 @pytest.mark.parametrize(

@@ -56,13 +56,14 @@ class Dashboard:
         report = await self._live.get()
         if report is not self._answered:
             self._answered, self._answers = report, {}
+        answers = self._answers  # during the next wait, a newer report may get answers of its own
         key = request.path, "gzip" in request.headers.get("accept-encoding", "")
-        if key not in self._answers:
-            self._answers[key] = await asyncio.to_thread(_answer, report, *key)
+        if key not in answers:
+            answers[key] = await asyncio.to_thread(_answer, report, *key)
         before_s, self._sent_s = self._sent_s, time.monotonic()
         self._interval_s = self._sent_s - before_s if before_s > -math.inf else 0.0
         self._told = self._told or report.state != "running"
-        return self._answers[key]
+        return answers[key]
 
     async def tell(self, over: asyncio.Event) -> None:
         """Wait for the last report, and then until the open pages have received it, but not for too long."""
@@ -112,6 +113,10 @@ class LiveReport:
 
     async def get(self) -> RunReport:
         """Return the report, which is about a second old at most."""
+        # A request may be cancelled, but not the thread that makes a report. The lock is held until this thread ends.
+        return await asyncio.shield(self._fresh())
+
+    async def _fresh(self) -> RunReport:
         async with self._lock:
             if self._report is None or time.monotonic() > self._made_until_s:
                 self._report = await asyncio.to_thread(self._make)

@@ -64,11 +64,12 @@ class MetricsPage:
         report = await self._live.get()
         if report is not self._answered:
             self._answered, self._answers = report, {}
+        answers = self._answers  # during the next wait, a newer report may get answers of its own
         encode, kind = choose_encoder(request.headers.get("accept", ""))
-        if kind not in self._answers:
+        if kind not in answers:
             body = await asyncio.to_thread(encode, _registry(report))
-            self._answers[kind] = HttpResponse(HTTPStatus.OK, body, {"Content-Type": kind})
-        return self._answers[kind]
+            answers[kind] = HttpResponse(HTTPStatus.OK, body, {"Content-Type": kind})
+        return answers[kind]
 
 
 class _Report(Collector):
