@@ -176,13 +176,6 @@ class Cells(msgspec.Struct):
         named[: row.buckets] = row.awaited
         return base64.b64encode(named.tobytes()).decode()
 
-    def copy(self) -> Cells:
-        """Return a copy that shares nothing with this object."""
-        rows = {
-            worker: _Row(row.seconds[:], row.awaited[:], row.votes[:]) for worker, row in self.rows.items()
-        }
-        return Cells(self.width_s, rows, self.most_buckets)
-
     def _place(self, row: _Row, start_s: float, stop_s: float) -> tuple[int, int]:
         """Return the first and the last bucket of a span. Widen the buckets until the span fits."""
         while (buckets := math.ceil(stop_s / self.width_s)) > self.most_buckets:
