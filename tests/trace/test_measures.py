@@ -225,6 +225,20 @@ def test_a_wait_that_nobody_ended_lasts_until_the_end_of_the_run() -> None:
     assert measure([shard.trace() for shard in shards]).waiting_s == {0: 8.0, 1: 0.0}  # at shard 0
 
 
+def test_a_pull_that_a_shard_with_another_clock_has_not_answered_waits_on_this_clock() -> None:
+    traces = []
+    for index, ahead_s in enumerate((0.0, 1000.0)):
+        shard = Shard(BSP(), index)
+        for worker in range(2):
+            shard.join(ahead_s, worker)
+        shard.hold(ahead_s + 1.0, 0, 0)
+        shard.pull(ahead_s + 1.0, 0, 0, answered=False)
+        shard.hold(ahead_s + 3.0, 1, 0)
+        traces.append(shard.trace())
+    assert measure(traces).waiting_s == {0: 2.0, 1: 0.0}
+    assert measure(traces[::-1]).waiting_s == {0: 2.0, 1: 0.0}
+
+
 def test_of_a_pull_that_one_shard_has_answered_the_longest_wait_counts() -> None:
     shards = [Shard(BSP(), index) for index in range(2)]
     for shard in shards:

@@ -375,7 +375,7 @@ class Meter:
             present[member.worker] += member.until(end) - member.joined
             if member.finished and member.worker not in self._left:
                 idle[member.worker] += (left if member.again is None else member.again) - member.until(end)
-        waiting = self._waiting.totals([shard.pulls for shard in self._shards], end)
+        waiting = self._waiting.totals(self._shards, until_ticks)
         return {
             worker: WorkerPresence(time, waiting[worker], idle[worker], left - begun - time - idle[worker])
             for worker, time in present.items()
@@ -386,7 +386,8 @@ class Meter:
 
         Args:
             until_ticks: end of the measured time. There must be no events between the last entry and this time.
-                Default: the time of the last entry of shard 0.
+                Default: the time of the last entry of shard 0; for pulls that another shard has not answered, the time
+                of the last entry of this shard.
         """
         first, ticks_per_s = self._shards[0], self._ticks_per_s
         presences = self.presences(until_ticks)
@@ -519,16 +520,18 @@ class _Waiting(msgspec.Struct):
         for key in [key for key in self.open if key[0] == worker]:
             self._add(worker, self.open.pop(key)[1], self.awaited_by.pop(key, NOBODY))
 
-    def totals(self, unanswered: Iterable[Pulls], end: int) -> dict[int, int]:
+    def totals(self, shards: Iterable[_ShardMeter], until_ticks: int | None) -> dict[int, int]:
         """Return the total waiting time of each worker in ticks; 0 for a worker that has not waited.
 
         Args:
-            unanswered: for each shard, its unanswered pulls.
-            end: the end of the measured time.
+            shards: the meters of all shards, with their unanswered pulls.
+            until_ticks: the end of the measured time. None for the last entry of each shard, because shards on
+                different machines have different clocks.
         """
         longest = {key: wait for key, (_, wait) in self.open.items()}
-        for pulls in unanswered:
-            for worker, (iteration, asked) in pulls.asked.items():
+        for shard in shards:
+            end = shard.now if until_ticks is None else until_ticks
+            for worker, (iteration, asked) in shard.pulls.asked.items():
                 longest[worker, iteration] = max(longest.get((worker, iteration), 0), end - asked)
         totals = defaultdict(int, self.total)
         for (worker, _), wait in longest.items():
