@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from paceline.look.causes import Evidence, causes_of, headline_of, sentences_of
+from paceline.look.causes import Evidence, causes_of, evidence_of, headline_of, sentences_of
 from paceline.look.step_cost import StepCost
 from paceline.trace.findings import Handout
 from paceline.trace.report import Cause, LinkTotal, WorkerReport
@@ -532,3 +532,23 @@ def test_a_worker_that_nobody_else_worked_beside_is_not_blamed() -> None:
     alone = worker(0, computing=50.0, waiting=40.0, awaited_s=90.0)
     other = structs.replace(worker(1, waiting=90.0), iterations=0)
     assert "now for one worker, now for another" in only(causes_of(evidence(alone, other))).words
+
+
+def test_a_worker_that_was_lost_and_has_joined_again_can_be_the_one_that_worked_longest() -> None:
+    idle = {"computing_s": 60.0, "idle_s": 40.0}
+    departure = {"worker": 2, "incarnation": 0, "fate": "lost", "cause": "", "returned": True}
+    summary = {
+        "sync": "asp",
+        "time_use": {"0": idle, "1": idle, "2": {"computing_s": 60.0, "wasted_s": 20.0}},
+        "iterations": {"0": 100, "1": 100, "2": 100},
+        "awaited_s": {},
+        "last_push_s": {"0": 60.0, "1": 60.0, "2": 100.0},
+        "duration_s": 100.0,
+        "lost_workers": [2],
+        "departures": [departure],
+    }
+    found = evidence_of(summary, "run")
+    assert found is not None
+    idle_cause, wasted = causes_of(found)
+    assert idle_cause.brief == "worker 2 worked for 40 s longer than the others"
+    assert wasted.words.endswith("were wasted, because worker 2 was lost.")

@@ -15,8 +15,12 @@ import pytest
 from paceline import simulate
 from paceline.errors import ConfigurationError
 from paceline.look.page import page_of
-from paceline.look.run_reading import ReportReader, read_report
+from paceline.look.run_reading import ReportReader, marks_of, read_report
 from paceline.sim import Cluster, Presence, SimResult
+from paceline.sync.events import WorkerFinished, WorkerJoined
+from paceline.sync.ticks import in_ticks
+from paceline.trace import Entry
+from paceline.trace.activity import Activity
 from paceline.trace.activity_cells import KINDS
 from paceline.trace.report import ReportedSetting, RunFile, RunReport, write_run_file
 
@@ -242,6 +246,28 @@ def test_traces_that_begin_later_are_read_too(run: Run) -> None:
     report = reader.read()
     assert report.notes == whole.notes
     assert report.models == whole.models
+
+
+def test_an_index_that_was_used_again_shows_how_its_last_worker_has_left(run: Run) -> None:
+    folder, _ = run
+    path = folder / "summary.json"
+    summary = json.loads(path.read_text())
+    early = {"worker": 0, "incarnation": 0, "fate": "left", "cause": "it was asked to", "returned": True}
+    path.write_text(json.dumps(summary | {"left": [0], "departures": [early]}))
+    [worker] = [each for each in read_report(folder).workers if each.worker == 0]
+    assert (worker.fate, worker.why) == ("finished", "")
+    path.write_text(json.dumps(summary | {"left": [0], "departures": [early | {"returned": False}]}))
+    [worker] = [each for each in read_report(folder).workers if each.worker == 0]
+    assert (worker.fate, worker.why) == ("left", "it was asked to")
+
+
+def test_the_marks_tell_a_worker_that_left_early_from_one_that_finished_later() -> None:
+    activity = Activity(1)
+    shard = activity.at_shard(0)
+    for joined_s in (1, 5):
+        shard.record(Entry(WorkerJoined(now_ticks=in_ticks(joined_s), worker=3, pulls=True), version=0))
+        shard.record(Entry(WorkerFinished(now_ticks=in_ticks(joined_s + 1), worker=3), version=0))
+    assert [mark.kind for mark in marks_of(activity, (), [3])] == ["joined", "left", "joined", "finished"]
 
 
 def test_metrics_may_be_nan(run: Run) -> None:

@@ -25,7 +25,7 @@ from paceline.sync.events import (
 )
 from paceline.sync.ticks import in_ticks
 from paceline.trace import Entry, Header, Memory, Replay, Trace
-from paceline.trace.measures import Pulls, PushFates, Wait, measure
+from paceline.trace.measures import Pulls, PushFates, Wait, measure, meter_of
 
 if TYPE_CHECKING:
     from tests.conftest import RunOnThreads
@@ -263,6 +263,19 @@ def test_a_worker_that_joins_again_after_it_has_finished_is_idle_only_until_then
     for worker in range(2):
         shard.note(WorkerFinished(now_ticks=in_ticks(9.0), worker=worker))
     assert measure([shard.trace()]).idle_s == {0: 0.0, 1: 3.0}
+
+
+def test_a_worker_that_finishes_is_idle_even_if_one_with_its_index_had_left_early() -> None:
+    shard = Shard(ASP())
+    shard.join(0.0, 0)
+    for joined_s in (0.0, 4.0):
+        shard.join(joined_s, 1)
+        shard.note(WorkerFinished(now_ticks=in_ticks(joined_s + 1.0), worker=1))
+    shard.note(WorkerFinished(now_ticks=in_ticks(8.0), worker=0))
+    meter = meter_of([shard.trace()], left=[1])
+    assert meter is not None
+    assert meter.measures().idle_s == {0: 0.0, 1: 3.0}
+    assert meter.presences()[1].absent == in_ticks(3.0)
 
 
 def test_a_worker_that_never_left_was_there_until_the_trace_ended() -> None:

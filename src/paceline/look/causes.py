@@ -197,6 +197,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
         unapplied: a sentence about pushes that were never applied; "" if there is none.
         shortage: how many workers the run must have so that it does not pause; "" if it never pauses.
         step_cost: what the optimizers' steps cost the servers; None if unknown.
+        lost_workers: the workers that were lost, even if they have joined again; () if unknown.
     """
 
     state: str
@@ -231,6 +232,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     unapplied: str = ""
     shortage: str = ""
     step_cost: StepCost | None = None
+    lost_workers: tuple[int, ...] = ()
 
     @property
     def knows_computing(self) -> bool:
@@ -260,8 +262,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
 
     def matters(self, lost_s: float, share: float = LEAST_SHARE) -> bool:
         """Return True if enough time was lost for a sentence about it."""
-        whole_s = self.present_s() + self.total_s("idle")
-        return lost_s >= share * whole_s and lost_s >= LEAST_S * len(self.workers) > 0
+        return self.share(lost_s) >= share and lost_s >= LEAST_S * len(self.workers) > 0
 
     def share(self, lost_s: float) -> float:
         """Return lost time as a share of the time of all workers, from 0 to 1."""
@@ -792,7 +793,7 @@ def _of_kind(evidence: Evidence, name: str) -> Cause | None:
             "makes a smaller part of each step.",
         ]
     elif name == "wasted":
-        lost = [each.worker for each in evidence.workers if each.fate == "lost"]
+        lost = sorted({*evidence.lost_workers, *(w.worker for w in evidence.workers if w.fate == "lost")})
         why = [f"{listed(lost)} {_were(lost)} lost"] if lost else []
         if evidence.restarts:
             why.insert(0, f"the sync model aborted {counted(evidence.restarts, 'computation')}")
@@ -893,7 +894,7 @@ def evidence_of(summary: Mapping[str, Any], run_dir: str, **known: Any) -> Evide
     found["joint_batch"] = bool(summary.get("joint_batch"))
     found |= {
         name: tuple(summary[name])
-        for name in ("program", "noticed", "optimizers", "server_machines")
+        for name in ("program", "noticed", "optimizers", "server_machines", "lost_workers")
         if name in summary
     }
     found |= {
@@ -916,7 +917,9 @@ def _workers(summary: Mapping[str, Any]) -> tuple[WorkerReport, ...]:
     """Return, for each worker, the figures from which the causes follow."""
     machines: Mapping[str, str] = summary.get("machines", {})
     samples: Mapping[str, int] = summary.get("worker_samples", {})
-    left, lost = summary.get("left", ()), summary.get("lost_workers", ())
+    # worker that was lost or has left early, and whose index was not used again -> "lost" or "left"
+    departures = summary.get("departures", ())
+    gone = {each["worker"]: each["fate"] for each in departures if not each.get("returned")}
     found = []
     for worker, use in sorted(summary["time_use"].items(), key=lambda each: int(each[0])):
         index = int(worker)
@@ -924,7 +927,7 @@ def _workers(summary: Mapping[str, Any]) -> tuple[WorkerReport, ...]:
             WorkerReport(
                 worker=index,
                 machine=machines.get(worker, ""),
-                fate="lost" if index in lost else "left" if index in left else "finished",
+                fate=gone.get(index, "finished"),
                 iterations=summary["iterations"].get(worker, 0),
                 samples=samples.get(worker, 0),
                 time_s={kind: use.get(f"{kind}_s", 0.0) for kind in KINDS},

@@ -179,15 +179,15 @@ def _of_waiting(report: RunReport) -> Iterator[Metric]:
         staleness.update(dict(model.staleness))
         waits.update(dict(model.wait_lengths))
     waited_s = sum(reason.total_s for model in report.models for reason in model.waiting)
-    yield _histogram(
+    yield HistogramMetricFamily(
         "paceline_staleness",
         "Staleness of the pushes.",
-        "updates",
         _classes(staleness, STALENESS_ENDS),
         sum(updates * count for updates, count in staleness.items()),
+        unit="updates",
     )
-    yield _histogram(
-        "paceline_wait", "Lengths of the waits.", "seconds", _classes(waits, WAIT_ENDS_S), waited_s
+    yield HistogramMetricFamily(
+        "paceline_wait", "Lengths of the waits.", _classes(waits, WAIT_ENDS_S), waited_s, unit="seconds"
     )
 
 
@@ -195,10 +195,6 @@ def _labelled(family: CounterMetricFamily | GaugeMetricFamily, values: Iterable[
     for labels, value in values:
         family.add_metric(labels, value)
     return family
-
-
-def _histogram(name: str, text: str, unit: str, classes: Sequence[tuple[str, float]], total: float) -> Metric:
-    return HistogramMetricFamily(name, text, buckets=classes, sum_value=total, unit=unit)
 
 
 def _classes(counts: Counter[float], ends: Sequence[float]) -> list[tuple[str, float]]:

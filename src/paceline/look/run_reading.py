@@ -7,6 +7,7 @@ everything that is missing.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -210,11 +211,13 @@ class _Assembly:
         self._notes = notes
         self._state = state
         self._now_s = now_s if self._state == "running" else None
-        left: list[int] = summary.get("left", [])
-        self._left = left
+        # worker that was lost or has left early, and whose index was not used again -> its departure
+        self._gone = {
+            each.get("worker"): each for each in summary.get("departures", ()) if not each.get("returned")
+        }
         self._activity: Activity | None = None
         if digest is not None:
-            self._activity = digest.activity.closed(self._now_s, left)
+            self._activity = digest.activity.closed(self._now_s, self._gone)
         self._measure()
 
     def report(self, metrics: tuple[Metric, ...]) -> RunReport:
@@ -251,7 +254,9 @@ class _Assembly:
             links=links,
             pushes=_counts(summary, "pushes"),
             samples=_counts(summary, "samples"),
-            marks=() if activity is None else marks_of(activity, summary.get("departures", ()), self._left),
+            marks=()
+            if activity is None
+            else marks_of(activity, summary.get("departures", ()), summary.get("left", ())),
             notes=tuple(self._notes),
             now_s=self._now_s,
         )
@@ -315,7 +320,6 @@ class _Assembly:
         uses: Mapping[str, Mapping[str, float]] = summary.get("time_use", {})
         machines: Mapping[str, str] = summary.get("machines", {})
         devices: Mapping[str, str] = summary.get("devices", {})
-        causes = {str(each.get("worker")): each for each in summary.get("departures", ())}
         shares = shares_of_updates(summary.get("worker_samples", {}), summary.get("worker_gradients", {}))
         found = []
         for worker, own in sorted(activity.workers.items()):
@@ -324,15 +328,14 @@ class _Assembly:
             if use is not None:
                 time_s = {kind: use.get(f"{kind}_s", 0.0) for kind in time_s}
             computing_s = time_s["computing"]
-            fate = "left" if own.fate == "finished" and worker in self._left else own.fate
-            departure = causes.get(str(worker), {}) if fate in ("left", "lost") else {}
+            fate = "left" if own.fate == "finished" and worker in self._gone else own.fate
             found.append(
                 WorkerReport(
                     worker=worker,
                     machine=machines.get(str(worker), ""),
                     device="" if (device := devices.get(str(worker), "")) == "cpu" else device,
                     fate=fate,
-                    why=str(departure.get("cause", "")),
+                    why=str(self._gone.get(worker, {}).get("cause", "")),
                     iterations=own.iterations,
                     samples=own.samples,
                     samples_per_s=own.samples / computing_s if own.samples and computing_s else None,
@@ -388,8 +391,6 @@ class _Assembly:
             others |= {
                 name: getattr(described, name) for name in ("servers", "program") if name not in summary
             }
-        else:
-            others["joined"] = bool(summary.get("links"))
         if activity is not None:
             others["last_push_s"] = {worker: own.last_push_s for worker, own in activity.workers.items()}
             if "time_use" not in summary:
@@ -555,7 +556,7 @@ def marks_of(
     Args:
         activity: what the workers did.
         departures: why workers have left before they had finished, as in `summary.json`.
-        left: the workers that left before their scripts had ended.
+        left: the workers that left before their scripts had ended, once for each time.
     """
     causes: dict[int, list[str]] = {}  # worker -> why its incarnations were lost, in order
     for departure in departures:
@@ -563,15 +564,18 @@ def marks_of(
             causes.setdefault(int(str(departure["worker"])), []).append(str(departure.get("cause", "")))
     happenings = list(activity.happenings)
     finished = sum(each.kind == "finished" for each in happenings)
+    early = Counter(left)
     marks = []
     for each in happenings:
-        if each.kind == "finished" and finished > MOST_FINISHED and each.worker not in left:
+        early[each.worker] -= each.kind == "finished"
+        is_early = early[each.worker] >= 0
+        if each.kind == "finished" and finished > MOST_FINISHED and not is_early:
             continue
-        marks.append(_mark(each, causes, left))
+        marks.append(_mark(each, causes, is_early))
     return tuple(marks)
 
 
-def _mark(happening: Happening, causes: dict[int, list[str]], left: Collection[int]) -> Mark:
+def _mark(happening: Happening, causes: dict[int, list[str]], is_early: bool) -> Mark:
     worker, at_s = happening.worker, happening.time_s
     match happening.kind:
         case "joined":
@@ -584,7 +588,7 @@ def _mark(happening: Happening, causes: dict[int, list[str]], left: Collection[i
             return Mark(at_s, "model", f"the sync model changed to {happening.text}")
         case "rate":
             return Mark(at_s, "guard", f"the guard set the factor of the learning rate to {happening.text}")
-        case "finished" if worker in left:
+        case "finished" if is_early:
             return Mark(at_s, "left", f"worker {worker} left the run", worker)
         case _:
             return Mark(at_s, "finished", f"worker {worker} finished", worker)

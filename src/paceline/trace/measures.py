@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import repeat
 from typing import Literal, NamedTuple
@@ -331,8 +331,8 @@ class Meter:
     Args:
         shards: number of shards.
         ticks_per_s: number of ticks per second (see `paceline.sync.ticks`).
-        left: the workers that left before their scripts had ended. A shard counts these workers as finished, but they
-            are not idle afterwards.
+        left: the workers that left before their scripts had ended, once for each time. A shard counts these workers as
+            finished, but they are not idle afterwards. Another worker with the same index may join and finish later.
         state: the state of another meter, from which this meter goes on. Default: the state of a new meter.
 
     Attributes:
@@ -371,9 +371,11 @@ class Meter:
         begun, left, end = self._span(until_ticks)
         present: dict[int, int] = defaultdict(int)
         idle: dict[int, int] = defaultdict(int)
+        early = Counter(self._left)
         for member in self._shards[0].ordered:
             present[member.worker] += member.until(end) - member.joined
-            if member.finished and member.worker not in self._left:
+            early[member.worker] -= member.finished
+            if member.finished and early[member.worker] < 0:
                 idle[member.worker] += (left if member.again is None else member.again) - member.until(end)
         waiting = self._waiting.totals(self._shards, until_ticks)
         return {
