@@ -22,6 +22,7 @@ from paceline.sync.ticks import in_ticks
 from paceline.trace import Entry
 from paceline.trace.activity import Activity
 from paceline.trace.activity_cells import KINDS
+from paceline.trace.digest import Digest
 from paceline.trace.report import ReportedSetting, RunFile, RunReport, write_run_file
 
 MARKUP = "<img src=x onerror=alert(1)>"
@@ -268,6 +269,17 @@ def test_the_marks_tell_a_worker_that_left_early_from_one_that_finished_later() 
         shard.record(Entry(WorkerJoined(now_ticks=in_ticks(joined_s), worker=3, pulls=True), version=0))
         shard.record(Entry(WorkerFinished(now_ticks=in_ticks(joined_s + 1), worker=3), version=0))
     assert [mark.kind for mark in marks_of(activity, (), [3])] == ["joined", "left", "joined", "finished"]
+
+
+@pytest.mark.parametrize("name", ["worker-notes.jsonl", "worker-0-copy.jsonl"])
+def test_a_file_of_the_script_is_not_taken_for_the_records_of_a_worker(name: str, run: Run) -> None:
+    folder, _ = run
+    before = read_report(folder)
+    (folder / name).write_text("{}\n")
+    assert read_report(folder) == before
+    digest = Digest(folder, only_statistics=True)
+    assert digest.advance()
+    assert digest.meter.measures().updates == before.progress[-1][2]
 
 
 def test_metrics_may_be_nan(run: Run) -> None:

@@ -370,8 +370,12 @@ class IterationRecord(msgspec.Struct, frozen=True):
 
 
 def record_files(run_dir: Path) -> list[Path]:
-    """Return the path of the records of each worker, in order of the workers' indices."""
-    return held_files(run_dir, "worker-*")
+    """Return the path of the records of each worker, in order of the workers' indices.
+
+    A script may write to the run directory, too, so other files are left out.
+    """
+    files = held_files(run_dir, "worker-*")
+    return [path for path in files if path.stem.removeprefix("worker-").isdecimal()]
 
 
 def records_in(path: Path) -> Iterator[IterationRecord]:
