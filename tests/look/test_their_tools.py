@@ -150,11 +150,12 @@ def test_tensorboard_counts_updates_where_the_samples_are_unknown(tmp_path: Path
 
     metric = Metric("loss", "mean", (MetricPoint(1.0, 0, 7, 0.5),))
     files = TensorboardFiles(tmp_path)
-    files.write(structs.replace(LATER, begun_at="", progress=((2.0, 0, 9),), metrics=(metric,)))
+    files.write(structs.replace(LATER, begun_at="", progress=((1.0, 0, 7), (2.0, 0, 9)), metrics=(metric,)))
     files.close()
     events = EventAccumulator(str(tmp_path)).Reload()
     assert [event.step for event in events.Scalars("loss")] == [7]
-    assert [event.step for event in events.Scalars("updates per second")] == [9]
+    # a resumed run begins with the updates that were made before
+    assert [(event.step, event.value) for event in events.Scalars("updates per second")] == [(9, 2.0)]
     assert "samples per second" not in events.Tags()["scalars"]
 
 

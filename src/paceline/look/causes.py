@@ -918,8 +918,9 @@ def _workers(summary: Mapping[str, Any]) -> tuple[WorkerReport, ...]:
     machines: Mapping[str, str] = summary.get("machines", {})
     samples: Mapping[str, int] = summary.get("worker_samples", {})
     # worker that was lost or has left early, and whose index was not used again -> "lost" or "left"
-    departures = summary.get("departures", ())
-    gone = {each["worker"]: each["fate"] for each in departures if not each.get("returned")}
+    gone = {
+        each["worker"]: each["fate"] for each in summary.get("departures", ()) if not each.get("returned")
+    }
     found = []
     for worker, use in sorted(summary["time_use"].items(), key=lambda each: int(each[0])):
         index = int(worker)

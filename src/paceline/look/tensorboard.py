@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -19,6 +19,9 @@ from ..trace.report import RunReport
 from .dashboard import LiveReport
 
 INTERVAL_S = 10.0
+
+Progress = tuple[float, int, int]
+"""A time in seconds, and the numbers of samples and of updates at this time."""
 
 
 async def write_until(over: asyncio.Event, live: LiveReport, folder: Path) -> None:
@@ -46,7 +49,7 @@ class TensorboardFiles:
 
         self._writer = SummaryWriter(str(folder))
         self._written_s: dict[str, float] = {}  # tag -> time of the last point that was written
-        self._progress = (0.0, 0, 0)
+        self._progress: Progress | None = None  # the last progress that was written
         self._staleness: Counter[float] = Counter()  # what the histograms have shown so far
         self._waiting: Counter[float] = Counter()
 
@@ -60,7 +63,7 @@ class TensorboardFiles:
             return
         now_s, samples, updates = report.progress[-1]
         step = samples or updates
-        self._write_speed(report.progress[-1], step, begun_s)
+        self._write_speed(report.progress, step, begun_s)
         staleness = Counter[float]()
         waiting = Counter[float]()
         for model in report.models:
@@ -90,14 +93,16 @@ class TensorboardFiles:
                     tag, point.value, point.samples or point.updates, walltime=begun_s + point.time_s
                 )
 
-    def _write_speed(self, progress: tuple[float, int, int], step: int, begun_s: float) -> None:
+    def _write_speed(self, points: Sequence[Progress], step: int, begun_s: float) -> None:
         """Write the samples and the updates per second since the last call."""
-        time_s = progress[0] - self._progress[0]
+        # A resumed run does not begin with 0 updates.
+        before, progress = self._progress or points[0], points[-1]
+        time_s = progress[0] - before[0]
         if time_s <= 0.0:
             return
         for place, unit in ((1, "samples"), (2, "updates")):
             if progress[place]:
-                rate = (progress[place] - self._progress[place]) / time_s
+                rate = (progress[place] - before[place]) / time_s
                 self._writer.add_scalar(f"{unit} per second", rate, step, walltime=begun_s + progress[0])
         self._progress = progress
 

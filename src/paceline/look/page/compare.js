@@ -23,8 +23,8 @@ function keyFigures(reports) {
   const rows = [
     ["state", (report) => report.state],
     ["duration", (report) => duration(report.duration_s)],
-    ["samples/s", (report) => short(meanSpeed(report, 1))],
-    ["updates/s", (report) => short(meanSpeed(report, 2))],
+    ["samples/s", (report) => short(meanSpeed(report.workers, "samples", report))],
+    ["updates/s", (report) => short(meanSpeed(report.models, "updates", report))],
     ["share of computing", (report) => shareOf(report, "computing")],
     ["share of waiting", (report) => shareOf(report, "waiting")],
     ["share of transfer", (report) => shareOf(report, "transfer")],
@@ -37,9 +37,11 @@ function keyFigures(reports) {
     .filter((row) => row.values.some((value) => value !== MISSING));
 }
 
-function meanSpeed(report, column) {
-  const last = report.progress.at(-1);
-  return last && report.duration_s > 0 && last[column] > 0 ? last[column] / report.duration_s : null;
+// The number of samples or updates per second, from the numbers of the workers or models. Updates of the time before a
+// run was resumed do not count.
+function meanSpeed(parts, unit, { duration_s }) {
+  const total = parts.reduce((sum, part) => sum + part[unit], 0);
+  return duration_s > 0 && total > 0 ? total / duration_s : null;
 }
 
 function shareOf(report, kind) {
