@@ -10,6 +10,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Generator
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
@@ -72,6 +73,17 @@ def end_at_13(number: int) -> int:
     return number
 
 
+def send_a_part(connection: Connection, message: bytes) -> None:
+    os.write(connection.fileno(), message[:-1])
+    os._exit(3)
+
+
+def end_while_sending_13(number: int) -> int:
+    if number == 13:
+        Connection._send = send_a_part  # type: ignore[attr-defined]
+    return number
+
+
 class Unpicklable(Exception):
     def __init__(self, one: str, other: str) -> None:
         super().__init__(one)
@@ -85,10 +97,11 @@ def pid(_: int) -> int:
     return os.getpid()
 
 
-def test_a_process_that_ends_fails_its_own_task_only() -> None:
+@pytest.mark.parametrize("function", [end_at_13, end_while_sending_13])
+def test_a_process_that_ends_fails_its_own_task_only(function: Callable[[int], int]) -> None:
     with ProcessPool(2) as pool:
         ended: dict[int, EndedTask[int]] = {
-            each.number: each for each in pool.ended(end_at_13, [1, 13, 2, 3, 4])
+            each.number: each for each in pool.ended(function, [1, 13, 2, 3, 4])
         }
     assert [ended[index].result for index in range(5)] == [1, None, 2, 3, 4]
     assert "ended without an error message" in str(ended[1].error)

@@ -201,7 +201,7 @@ class _Worker:
         """Return the outcome of the task. Call this method only when the connection can be read."""
         try:
             result, error = self.connection.recv()
-        except (EOFError, ConnectionResetError):
+        except (EOFError, OSError):  # an `OSError` if only a part of the outcome was sent
             self.died = True
             return EndedTask(self._number, None, RunFailedError("a process", ENDED))
         return EndedTask(self._number, result, error)
