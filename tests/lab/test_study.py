@@ -25,9 +25,10 @@ from matplotlib.figure import Figure
 import paceline
 from paceline.cli import main
 from paceline.errors import ConfigurationError
+from paceline.files import Unfinished
 from paceline.lab.pool import in_processes, in_this_process
 from paceline.sim import Cluster, simulate
-from paceline.studies.cells import Cell, Measured, Outcome, choose, tuning_cells
+from paceline.studies.cells import Cell, Folder, Measured, Outcome, choose, tuning_cells
 from paceline.studies.description import Study, describe, read_study_file
 from paceline.studies.figures import _label_decades, pictures_of
 from paceline.studies.pages import summary_md, table_tex
@@ -133,6 +134,31 @@ def test_missing_runs_are_made_again_and_left_overs_removed(done: tuple[StudyRes
     (out / "cells" / ".x.json.0.unfinished").write_bytes(b"half")
     carried_out(small(), out)
     assert content(out) == before
+
+
+@pytest.mark.parametrize("call", ["write_bytes", "mkdir"])
+def test_a_study_that_was_killed_before_its_first_run_goes_on(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    identity = small().identity
+
+    class Killed(BaseException):
+        pass
+
+    def kill(path: Path, *arguments: Any, **options: Any) -> None:
+        made(path, *arguments, **options)
+        if path.parent == tmp_path / "out":
+            raise Killed
+
+    with monkeypatch.context() as patched:
+        made = getattr(Path, call)
+        patched.setattr(Path, call, kill)
+        patched.setattr(Unfinished, "discard", lambda unfinished: None)
+        with pytest.raises(Killed):
+            Folder(tmp_path / "out", identity)
+    assert [*(tmp_path / "out").iterdir()]
+    Folder(tmp_path / "out", identity)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"study.json", "cells"}
 
 
 def test_a_folder_of_another_study_is_refused(done: tuple[StudyResult, Path], tmp_path: Path) -> None:

@@ -252,13 +252,15 @@ class Folder:
         self._cells = path / CELLS
         text = msgspec.json.format(msgspec.json.encode(identity), indent=2) + b"\n"
         try:
-            if path.is_dir() and any(path.iterdir()):
+            if path.exists() and not all(each.match(".*.unfinished") for each in path.iterdir()):
                 _require_same(path, msgspec.json.decode(text))
-            self._cells.mkdir(parents=True, exist_ok=True)
+            path.mkdir(parents=True, exist_ok=True)
             for left in path.rglob(".*.unfinished"):
                 left.unlink()
+            # The identity comes first: a folder without it is refused, even if the study was killed at this point.
             with Unfinished(path / IDENTITY) as place:
                 place.write_bytes(text)
+            self._cells.mkdir(exist_ok=True)
         except OSError as error:
             raise ConfigurationError(
                 f"the folder {path} cannot be written: {error.strerror}. Choose another folder with --out."
