@@ -237,6 +237,18 @@ def test_a_model_without_a_choice_sets_the_target_for_the_choices_of_the_others(
     }
 
 
+def test_nothing_reaches_the_target_of_a_model_whose_training_diverges() -> None:
+    study = small(grid={"rate": [0.4]}, target={"metric": "loss", "of": "bsp"})
+
+    def find(cell: Cell) -> Outcome:
+        diverges = cell.contender == "bsp" and cell.seed == 1
+        return ended((1.0, 0.5), (3.0, math.inf if diverges else 0.2))
+
+    result = make_result(study, choose(study, find), find, [], [])
+    assert [row.reached for row in result.rows] == [0, 0]
+    assert "3 workers; target unknown." in summary_md(result, [])
+
+
 def test_a_run_that_fails_in_the_tuning_counts_as_one_that_never_reaches_the_target() -> None:
     study = small(models=["asp"], tuning_seeds=[1, 2, 3], seeds=[4])
     found = {cell: ended((9.0, 0.2)) for cell in tuning_cells(study) if cell.point == (("rate", 0.05),)}

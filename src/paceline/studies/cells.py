@@ -438,12 +438,17 @@ def choose(study: Study, find: Find) -> dict[tuple[str, str], ChosenPoint]:
 
 
 def target_value(target: Target, outcomes: Iterable[Outcome]) -> float:
-    """Return the value to be reached. `outcomes` are the runs of the model whose final value sets the target."""
+    """Return the value to be reached; NaN, which no run reaches, if a final value is not finite or there is none.
+
+    `outcomes` are the runs of the model whose final value sets the target.
+    """
     if target.value is not None:
         return target.value
     finals = [outcome.final for outcome in outcomes]
+    if not finals or not all(map(math.isfinite, finals)):
+        return math.nan
     sign = 1.0 if target.higher_is_better else -1.0
-    return fmean(finals) - sign * target.within if finals else math.nan
+    return fmean(finals) - sign * target.within
 
 
 def _choice(
