@@ -237,6 +237,23 @@ def test_a_model_without_a_choice_sets_the_target_for_the_choices_of_the_others(
     }
 
 
+def test_names_and_numbers_are_shown_as_they_are_in_the_tables() -> None:
+    study = small(
+        models=["bsp", {"sync": "asp", "name": "asp|^2"}],
+        grid={"rate": [0.4]},
+        budget={"updates": 1_234_567, "seconds": 0.5},
+    )
+
+    def find(cell: Cell) -> Outcome:
+        return ended((1.0, 0.5), (3.0, 0.2))
+
+    result = make_result(study, choose(study, find), find, [], [])
+    summary = summary_md(result, [])
+    assert "A run ends after 0.5 virtual seconds or 1234567 updates at the latest." in summary
+    assert r"| **asp\|^2** | 0.4 |" in summary
+    assert r"\textbf{asp\textbar{}\textasciicircum{}2} & 0.4 &" in table_tex(result)
+
+
 def test_nothing_reaches_the_target_of_a_model_whose_training_diverges() -> None:
     study = small(grid={"rate": [0.4]}, target={"metric": "loss", "of": "bsp"})
 

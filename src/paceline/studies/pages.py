@@ -50,7 +50,9 @@ def _method(study: Study) -> str:
     target = study.target
     kinds = {contender.hyperparameters for contender in study.contenders}
     limits = {"seconds": "virtual seconds", "updates": "updates", "samples": "samples"}
-    ends = [f"{value:g} {words}" for key, words in limits.items() if (value := getattr(study.budget, key))]
+    ends = [
+        f"{_number(value)} {words}" for key, words in limits.items() if (value := getattr(study.budget, key))
+    ]
     aim = (
         f"{target.metric} {value_text(target.value)}"
         if target.value is not None
@@ -117,7 +119,8 @@ def _table(result: StudyResult, rows: Sequence[StudyRow]) -> str:
         name, *cells = _cells(row, keys, "-", " of ")
         marked = [cell.replace(MARK, " \\*") for cell in cells]
         lines.append([f"**{name}**" if row.front else name, *marked])
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    separated = [" | ".join(cell.replace("|", r"\|") for cell in line) for line in lines]
+    table = "\n".join(f"| {line} |" for line in separated)
     return (
         f"{table}\n\nBold: no other model is sooner at the target and ends with a better value. "
         "\\*: significantly different from the reference."
@@ -383,10 +386,22 @@ def _row_tex(row: StudyRow, keys: Sequence[str]) -> str:
     return " & ".join(shown) + r" \\"
 
 
+SPECIAL = {
+    **{letter: rf"\{letter}" for letter in "&%$#_{}"},
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "|": r"\textbar{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+}
+"""Character that LaTeX does not show as it is -> how LaTeX shows this character."""
+
+
 def _escaped(text: str) -> str:
     """Return text in which LaTeX's special characters stand for themselves.
 
-    >>> _escaped("pause_s=50 %")
-    'pause\\\\_s=50 \\\\%'
+    >>> _escaped("pause_s=50 %"), _escaped("bsp|asp")
+    ('pause\\\\_s=50 \\\\%', 'bsp\\\\textbar{}asp')
     """
-    return "".join(rf"\{letter}" if letter in "&%$#_{}" else letter for letter in text)
+    return "".join(SPECIAL.get(letter, letter) for letter in text)
