@@ -958,10 +958,10 @@ def test_in_virtual_time_every_worker_comes_to_the_base_by_what_it_receives(
     kinds: Counter[str] = Counter()
     sent = Training.sent
 
-    def watched(training: Training, worker: int, answer: Answer) -> None:
-        sent(training, worker, answer)
+    def watched(training: Training, worker: int, answer: Answer) -> float:
+        share = sent(training, worker, answer)
         if not answer.base:
-            return
+            return share
         based, end = training._bases[answer.shard], (worker, answer.shard)
         whole = answer.codec == "float32"
         kinds["whole" if whole else "difference"] += 1
@@ -974,6 +974,7 @@ def test_in_virtual_time_every_worker_comes_to_the_base_by_what_it_receives(
         for there, data in zip(ends.memory(ranges), based.payload(based.vectors, whole=whole), strict=True):
             there[:] = data
         assert receiver.decode(ranges, whole=whole) == based.checksum(based.vectors)
+        return share
 
     monkeypatch.setattr(Training, "sent", watched)
     run = simulate(cluster, sync, train_fn=train, wire=wire, cut_at_s=[1500.0] if name == "long" else [])

@@ -273,11 +273,13 @@ def _arguments(
         atypical: list[tuple[int | None, float]] = []
         for record in iterations:
             number = record.iteration
-            if own.atypical.get(number) != EMPTY:  # no other worker waits for a worker inside `evaluating`
+            empty = own.atypical.get(number) == EMPTY
+            if not empty:  # no other worker waits for a worker inside `evaluating`
                 besides.add(record)
             for shard, column in enumerate(own.arrived_s):
                 if (arrived_s := column.get(number)) is not None:
-                    push = Transfer(record.pushed_s, at, ("server", shard), sizes.pushes[shard])
+                    size_bytes = 0 if empty else sizes.pushes[shard]
+                    push = Transfer(record.pushed_s, at, ("server", shard), size_bytes)
                     estimate.add(to_server, arrived_s, [push])
             answers = [
                 Transfer(released_s, ("server", shard), at, sizes.answers[shard])

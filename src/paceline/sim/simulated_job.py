@@ -951,7 +951,7 @@ class _WorkerHost(Host):
     def _push(self, to: Peer, commit: Commit) -> None:
         job, worker = self._job, self._worker
         state = job.workers[worker]
-        size_bytes = job.shard_bytes[commit.codec(job._wire)][commit.shard]
+        size_bytes = 0 if commit.empty else job.shard_bytes[commit.codec(job._wire)][commit.shard]
         if self.shares:
             size_bytes = round(size_bytes * self.shares[commit.shard])
         job.bytes_sent["push"] += HEADER_BYTES + size_bytes
@@ -988,8 +988,8 @@ class _ServerHost(Host):
         job, worker = self._job, to.index
         state = job.workers[worker]
         kind = "pull" if state.dropped_s is None else "pull again"
-        job._driver.sent(worker, answer)
-        self._to_worker(worker, kind, job.shard_bytes[answer.codec][answer.shard], answer)
+        share = job._driver.sent(worker, answer)
+        self._to_worker(worker, kind, round(job.shard_bytes[answer.codec][answer.shard] * share), answer)
 
     senders: ClassVar = {Answer: _answer}
 
@@ -1235,8 +1235,9 @@ class Driver:
     def extended(self, worker: int) -> None:
         """Called when the worker needs memory for the extended model. `answered` follows when the weights arrive."""
 
-    def sent(self, worker: int, answer: Answer) -> None:
-        """Called when a shard sends its current weights to the worker."""
+    def sent(self, worker: int, answer: Answer) -> float:
+        """Called when a shard sends its current weights to the worker. Return which share of its bytes is sent."""
+        return 1.0
 
     def take_cut(self, shard: int, number: int) -> None:
         """Called when a shard must be copied as it is now, for a cut of the job."""

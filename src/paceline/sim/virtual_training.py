@@ -330,19 +330,21 @@ class Training(Driver):
     def combined(self, worker: int) -> None:
         self._resume(self._sessions[worker])
 
-    def sent(self, worker: int, answer: Answer) -> None:
+    def sent(self, worker: int, answer: Answer) -> float:
         session, shard = self._sessions.get(worker), answer.shard
-        weights = self._arriving(answer, session.pulls if session is not None else None)
+        pulls = session.pulls if session is not None else None
+        weights = self._arriving(answer, pulls)
         if session is None:  # the worker joins a run in progress, and its script has not begun yet
             cloned = {vector: values.clone() for vector, values in weights.items()}
             self._first_weights.setdefault(worker, {})[shard] = cloned
         elif session.weights:
-            bounds = of_set(self.slices[shard].bounds, session.pulls)
+            bounds = of_set(self.slices[shard].bounds, pulls)
             for vector, (start, stop) in bounds.items():
                 if vector in session.weights:  # else the worker does not know yet that the model was extended
                     session.weights[vector][start:stop] = weights[vector]
                     if session.commits and (told := session.callbacks.on_arrived) is not None:
                         told(vector, start, stop)
+        return share_of_set(self.slices[shard], pulls, answer.codec)
 
     def _arriving(self, answer: Answer, part: int | None) -> Vectors:
         """Return the weights that an answer brings. `part` is the pulled parameter set; None for all sets."""
@@ -690,7 +692,7 @@ class VirtualSession(Session):
             self._drop_residuals()
         else:
             pushes = self._pushes(step.present, self._groups.read(step.groups), set_index)
-        shares = [self._share(bounds) for bounds in training.slices] if self._sparse and pushes else ()
+        shares = [self._share(bounds, set_index) for bounds in training.slices] if pushes else ()
         self.pulls = set_index
 
         def send() -> None:
@@ -796,11 +798,12 @@ class VirtualSession(Session):
         for sender in self._senders:
             sender.drop()
 
-    def _share(self, bounds: ShardSlice) -> float:
-        """Return which share of a shard's bytes is pushed if sparse gradients are sent as rows with their indices."""
+    def _share(self, bounds: ShardSlice, set_index: int | None) -> float:
+        """Return which share of a shard's bytes is pushed: a parameter set, with rows in place of sparse gradients."""
         codec = self._training.wire.gradients
+        own = bounds if set_index is None else bounds.of_set(set_index)
         saved = 0
-        for segment in bounds.segments:
+        for segment in own.segments if self._sparse else ():
             if segment.parameter in self._sparse:
                 begin = bounds.bounds[segment.dtype][0]
                 values = self.gradients[segment.dtype][begin + segment.start : begin + segment.stop]
@@ -809,7 +812,7 @@ class VirtualSession(Session):
                 rows = changed_rows(values, segment.offset, row_size)
                 sent = rows * INDEX_BYTES + encoded_bytes(segment.dtype, rows * row_size, codec)
                 saved += max(0, encoded_bytes(segment.dtype, values.numel(), codec) - sent)
-        return 1 - saved / max(1, bounds.encoded_bytes(codec))
+        return share_of_set(bounds, set_index, codec) - saved / max(1, bounds.encoded_bytes(codec))
 
     def _leave_iteration(self) -> None:
         """Prepare for a call between two iterations, after which all parameter sets are pulled."""
@@ -902,6 +905,13 @@ def changed_rows(values: torch.Tensor, offset: int, row_size: int) -> int:
     """
     rows: int = torch.unique_consecutive((values.nonzero().flatten() + offset) // row_size).numel()
     return rows
+
+
+def share_of_set(bounds: ShardSlice, set_index: int | None, codec: str) -> float:
+    """Return which share of a shard's encoded bytes belongs to a parameter set; 1.0 if `set_index` is None."""
+    if set_index is None:
+        return 1.0
+    return bounds.of_set(set_index).encoded_bytes(codec) / max(1, bounds.encoded_bytes(codec))
 
 
 def computed_by() -> str:
