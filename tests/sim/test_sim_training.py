@@ -249,6 +249,30 @@ def test_ctrl_c_between_two_turns_ends_all_functions() -> None:
     assert threading.active_count() == before
 
 
+def test_a_function_that_cannot_be_stopped_leaves_the_caller_as_before() -> None:
+    def stubborn() -> None:
+        model = model_of()
+        optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model=model)
+        for iteration in itertools.count():
+            if paceline.worker_index() == 1 and iteration == 2:
+                raise ValueError("no further")
+            try:
+                optimizer.step()
+            except BaseException:
+                if paceline.worker_index() == 1:
+                    raise
+
+    before = torch.get_rng_state(), torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(UsageError, match="worker 0 cannot be stopped"):
+            simulate(UNEQUAL, "asp", train_fn=stubborn)
+        assert torch.get_num_threads() == 2
+        assert torch.equal(torch.get_rng_state(), before[0])
+    finally:
+        torch.set_num_threads(before[1])
+
+
 def test_each_worker_has_generators_of_its_own_and_the_callers_stay_as_they_were() -> None:
     drawn: dict[str, dict[int, list[float]]] = {}
 

@@ -15,7 +15,7 @@ import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -149,8 +149,13 @@ class Training(Driver):
         return self
 
     def __exit__(self, *_: object) -> None:
-        for session in self._sessions.values():
-            session.end()
+        with ExitStack() as steps:  # all steps are taken, even if a function cannot be stopped
+            steps.callback(self._give_back)
+            for session in self._sessions.values():
+                steps.callback(session.end)
+
+    def _give_back(self) -> None:
+        """Release the memory of the run, and restore what the run has changed in this process."""
         # Release all large tensors now. The garbage collector might collect them late, because it counts objects and
         # ignores their sizes.
         self._sessions.clear()
