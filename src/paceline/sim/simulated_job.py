@@ -1102,6 +1102,10 @@ class _AtOnce(_CoordinatorHost):
             return
         _AtOnce(job, to).carry_out(requests)
 
+    def take_cut(self, request: TakeCut) -> None:
+        """Copy a shard: a script has requested a checkpoint before its first step."""
+        self._job._driver.take_cut(request.shard, request.number)
+
     def proceed(self, request: Proceed) -> None:
         """Do nothing: the caller notifies the driver."""
 
