@@ -320,8 +320,8 @@ def _csv(lines: Iterable[Sequence[Any]]) -> str:
 def value_text(value: float) -> str:
     """Return a number with three significant digits; "never" if it is infinite.
 
-    >>> value_text(12.345), value_text(1234.5), value_text(math.inf)
-    ('12.3', '1234', 'never')
+    >>> value_text(12.345), value_text(99.96), value_text(1234.5), value_text(math.inf)
+    ('12.3', '100', '1234', 'never')
     """
     if math.isinf(value):
         return "never"
@@ -329,7 +329,7 @@ def value_text(value: float) -> str:
         return "unknown"
     if value == 0:
         return "0"
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:#.3g}"
+    return f"{value:.0f}" if abs(value) >= 99.95 else f"{value:#.3g}"
 
 
 def interval_text(estimate: Estimate) -> str:
