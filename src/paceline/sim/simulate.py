@@ -258,9 +258,10 @@ def simulate(
                         for codec, sizes in encoded.items()
                     }
                 if snapshot_every_s is not None:
-                    _take_snapshots(
-                        job, training.snapshot, snapshot_every_s, on_snapshot or _snapshot_recorder(snapshots)
+                    keep: Callable[[float, WeightsSnapshot], object] = on_snapshot or (
+                        lambda time_s, snapshot: snapshots.append((time_s, snapshot))
                     )
+                    _take_snapshots(job, training.snapshot, snapshot_every_s, keep)
                 good: GoodWeights[WeightsSnapshot] = GoodWeights(job.coordinator.guard.judged)
                 if mode == "stop":
                     recorders.takers.append(_good_weights_keeper(good, training.snapshot))
@@ -296,7 +297,7 @@ def simulate(
         staleness=dict(sorted(meter.staleness.items())),
         bytes_by_kind=dict(job.bytes_sent),
         events=kernel.happened,
-        faults=job.faults,
+        faults=job.coordinator.faults,
         noticed=job.coordinator.findings,
         balanced=most_used is not None and most_used[0].balanced,
         choices=job.coordinator.auto.choices if job.coordinator.auto is not None else [],
@@ -386,23 +387,11 @@ def _save_good_weights(
         failure.add_note(f"the last good weights, of update {max(good.versions)}, were saved to {path}")
 
 
-def _snapshot_recorder(
-    snapshots: list[tuple[float, WeightsSnapshot]],
-) -> Callable[[float, WeightsSnapshot], bool]:
-    """Return a function that appends each snapshot to a list and never ends the run."""
-
-    def keep(time_s: float, snapshot: WeightsSnapshot) -> bool:
-        snapshots.append((time_s, snapshot))
-        return False
-
-    return keep
-
-
 def _take_snapshots(
     job: VirtualJob,
     take: Callable[[], WeightsSnapshot],
     every_s: float,
-    keep: Callable[[float, WeightsSnapshot], bool],
+    keep: Callable[[float, WeightsSnapshot], object],
 ) -> None:
     """Pass the time and a snapshot to `keep` at every multiple of `every_s`. If `keep` returns True, stop the run."""
     ticks: Iterator[int] = itertools.count(1)

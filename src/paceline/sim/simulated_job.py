@@ -317,11 +317,6 @@ class VirtualJob:
         placed = enumerate(self.coordinator.placement.server_of)
         return tuple(self._servers[server].shards[shard].version for shard, server in placed)
 
-    @property
-    def faults(self) -> list[str]:
-        """Descriptions of the problems that did not end the run, in the order in which they occurred."""
-        return self.coordinator.faults
-
     # -- called by drivers --------------------------------------------------------------------------------
 
     def epoch_sampler(self, worker: int) -> Sample | None:

@@ -808,7 +808,7 @@ class VirtualSession(Session):
         codec = self._training.wire.gradients
         own = bounds if set_index is None else bounds.of_set(set_index)
         saved = 0
-        for segment in own.segments if self._sparse else ():
+        for segment in own.segments:
             if segment.parameter in self._sparse:
                 begin = bounds.bounds[segment.dtype][0]
                 values = self.gradients[segment.dtype][begin + segment.start : begin + segment.stop]

@@ -386,14 +386,11 @@ def _row_tex(row: StudyRow, keys: Sequence[str]) -> str:
     return " & ".join(shown) + r" \\"
 
 
-SPECIAL = {
-    **{letter: rf"\{letter}" for letter in "&%$#_{}"},
+SPECIAL = {letter: rf"\{letter}" for letter in "&%$#_{}"} | {
     "\\": r"\textbackslash{}",
     "~": r"\textasciitilde{}",
     "^": r"\textasciicircum{}",
     "|": r"\textbar{}",
-    "<": r"\textless{}",
-    ">": r"\textgreater{}",
 }
 """Character that LaTeX does not show as it is -> how LaTeX shows this character."""
 

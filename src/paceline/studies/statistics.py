@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from math import exp
 from statistics import fmean, median
 from typing import NamedTuple, TypeVar
 
@@ -365,7 +366,7 @@ def _boundary(holds: Callable[[float], bool], farthest: float) -> float:
 
 
 def _ratio(logs: Difference) -> Ratio:
-    return Ratio(_exp(logs.value), _exp(logs.low), _exp(logs.high), logs.p)
+    return Ratio(exp(logs.value), exp(logs.low), exp(logs.high), logs.p)
 
 
 def _log_ratio(one: float, other: float) -> float:
@@ -386,11 +387,7 @@ def _by_signs(logs: Sequence[float]) -> Ratio:
     low, high = (logs[outside], logs[count - 1 - outside]) if outside >= 0 else (-math.inf, math.inf)
     above, below = sum(value > 0 for value in logs), sum(value < 0 for value in logs)
     p = float(stats.binomtest(above, above + below).pvalue) if above + below else 1.0
-    return Ratio(_exp(median(logs)), _exp(low), _exp(high), p)
-
-
-def _exp(log: float) -> float:
-    return math.inf if log == math.inf else math.exp(log)
+    return Ratio(exp(median(logs)), exp(low), exp(high), p)
 
 
 def _text(ratio: float) -> str:
