@@ -34,7 +34,7 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from paceline.cli.console import TellShare, read_whole
+from paceline.cli.console import TellShare
 from paceline.cli.options import whole_number_option
 from paceline.core.layout import ALIGNMENT_BYTES, ITEM_BYTES
 from paceline.errors import ConfigurationError, unknown_name
@@ -87,13 +87,24 @@ class TransportRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         return Case(self.system, self.transport, self.mode)
 
 
+def _whole(name: str, number: float) -> int:
+    """Convert a float that is a whole number to an integer. The error message contains `name`.
+
+    Raises:
+        ConfigurationError: the float is not a whole number.
+    """
+    if not number.is_integer():
+        raise ConfigurationError(f"{name} is {number:g}, expected a whole number >= 1.")
+    return int(number)
+
+
 Workers = Annotated[
     Sequence[int],
     list_option(
         "--workers",
         "N ...",
         "Numbers of workers.",
-        lambda text: tuple(read_whole("workers", each) for each in numbers("workers", text)),
+        lambda text: tuple(_whole("workers", each) for each in numbers("workers", text)),
     ),
 ]
 Servers = Annotated[int, whole_number_option("--servers", least=1, help="Number of servers.")]

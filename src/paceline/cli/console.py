@@ -112,17 +112,6 @@ def interruptible(then: str = "all processes of the run have ended") -> Iterator
         raise typer.Exit(128 + end.number) from None
 
 
-def read_whole(name: str, number: float) -> int:
-    """Convert a float that is a whole number to an integer. The error message contains `name`.
-
-    Raises:
-        ConfigurationError: the float is not a whole number.
-    """
-    if not number.is_integer():
-        raise ConfigurationError(f"{name} is {number:g}, expected a whole number >= 1.")
-    return int(number)
-
-
 def load_named_models(sync: str, imports: Sequence[str] | None) -> None:
     """Import the installed models named in `sync`, and the modules in `imports`.
 

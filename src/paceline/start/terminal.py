@@ -465,28 +465,24 @@ class ForgivingStream:
 
     def write(self, text: str) -> int:
         """Write the text, or drop the text if writing has failed."""
-        if not self.failed:
-            try:
-                return self._stream.write(text)
-            except OSError as error:
-                self._give_up(error)
+        self._forgive(self._stream.write, text)
         return len(text)
 
     def flush(self) -> None:
         """Flush the stream, unless writing has failed."""
-        if not self.failed:
-            try:
-                self._stream.flush()
-            except OSError as error:
-                self._give_up(error)
+        self._forgive(self._stream.flush)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    def _give_up(self, error: OSError) -> None:
-        self.failed = True
-        if not isinstance(error, BrokenPipeError):
-            log.warning("%s can no longer be written: %s", self._name, error.strerror)
+    def _forgive(self, act: Callable[..., object], *text: str) -> None:
+        if not self.failed:
+            try:
+                act(*text)
+            except OSError as error:
+                self.failed = True
+                if not isinstance(error, BrokenPipeError):
+                    log.warning("%s can no longer be written: %s", self._name, error.strerror)
 
 
 def print_line(line: str) -> None:
