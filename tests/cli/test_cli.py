@@ -446,6 +446,14 @@ BAD_INPUT = {
     "-1 workers": (["--workers", "-1", "train.py"], "error: workers is -1, expected a whole number >= 1."),
     "0 servers": (["--servers", "0", "train.py"], "error: servers is 0, expected a whole number >= 1."),
     "a negative seed": (["--seed", "-1", "train.py"], "error: seed is -1, expected a whole number >= 0."),
+    "a seed that no message can contain": (
+        ["--seed", str(2**64), "train.py"],
+        f"error: seed is {2**64}, expected a whole number < 2**64.",
+    ),
+    "traces of any size": (
+        ["--traces", f"recent:{10**12}", "train.py"],
+        f"error: traces is 'recent:{10**12}'",
+    ),
     "paces that do not match the workers": (
         ["--workers", "3", "--pace", "0.1,0.2", "train.py"],
         "error: pace has 2 values for 3 workers; give one value per worker, for example 0.1,0.2,0.2.",

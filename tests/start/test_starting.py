@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -255,6 +256,18 @@ def test_a_process_that_cannot_be_started_ends_and_says_why(monkeypatch: pytest.
         os.close(sink)
         assert log.read() == b"worker 0 cannot be started: too many processes\n"
     assert child.await_end() > 0
+
+
+def test_a_run_does_not_wait_for_a_process_that_its_fork_server_cannot_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(starting, "send_order", refuse)
+    with pytest.raises(RunFailedError, match="exit code 1") as raised:
+        paceline.launch(one_step, workers=1, servers=1, progress=False)
+    assert "cannot be started: [Errno 24] Too many open files" in raised.value.traceback
 
 
 COMPILED = """

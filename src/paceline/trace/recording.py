@@ -26,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
@@ -717,7 +718,7 @@ class KeptTraces(msgspec.Struct, frozen=True):
         kept, colon, size = text.partition(":")
         if kept not in KEPT:
             raise unknown_name("traces", text, KEPT)
-        if colon and not (kept == "recent" and size.isascii() and size.isdecimal() and int(size) > 0):
+        if colon and not (kept == "recent" and re.fullmatch("[0-9]{1,12}", size) and int(size) > 0):
             raise ConfigurationError(
                 f"traces is {text!r}, expected a number of megabytes only for recent traces, such as 'recent:500'."
             )

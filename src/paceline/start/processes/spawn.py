@@ -31,6 +31,8 @@ logger = logging.getLogger("paceline.starting")
 
 END_TIMEOUT_S = 1.0  # a fork server that has nothing left to do is killed after this time
 
+EXIT_NOT_STARTED = 1  # exit code of a process that could not be started
+
 MOST_OUTPUT_BYTES = 2**20  # more than a traceback
 
 Prefix = tuple[str, ...]
@@ -118,6 +120,9 @@ class Child:
         # While this lock is held, the process is not reaped, so no other process has its id.
         self._lock = threading.Lock()
         self._ended = False
+        self._failed = (
+            False  # True if the process could not be started, although its fork server may be running
+        )
         self._asked = prefix, environment, order, descriptors
         self._server = server
         self._popen: subprocess.Popen[bytes] | None = None
@@ -141,21 +146,24 @@ class Child:
         if self._server is None:
             return
         _, _, order, descriptors = self._asked
-        self._forked = self._server.fork(order, descriptors)
-        if self._forked is not None:
-            return
-        if self._server.await_end() == EXIT_THREADS:
+        try:
+            self._forked = self._server.fork(order, descriptors)
+            if self._forked is not None:
+                return
+            if self._server.await_end() != EXIT_THREADS:
+                self._say_why(self._server.words())
+                return
             logger.warning(
                 "a module has started threads while it was imported, so %s imports torch for itself, which takes "
                 "longer (see 'How the processes start' in the guide)",
                 order.title,
             )
-            try:
-                self._execute()
-            except OSError as error:
-                self._say_why(f"{order.title} cannot be started: {error}\n".encode())
-        else:
-            self._say_why(self._server.words())
+            self._execute()
+        except (
+            Exception
+        ) as error:  # without this, the thread that waits here would end, and the run would wait forever
+            self._failed = True
+            self._say_why(f"{order.title} cannot be started: {error}\n".encode())
 
     def _say_why(self, words: bytes) -> None:
         """Write to the log of the process why it was not started."""
@@ -183,7 +191,7 @@ class Child:
             return -signal.SIGKILL if exit_code is None else exit_code
         if self._popen is None:
             assert self._server is not None
-            return self._server.await_end()
+            return EXIT_NOT_STARTED if self._failed else self._server.await_end()
         # The program that called the launcher may have reaped the process.
         with contextlib.suppress(ChildProcessError):
             await_group_leader(self.id)
@@ -200,7 +208,7 @@ class Child:
                 signal.pidfd_send_signal(self._forked.handle, number)
             elif self._popen is not None:
                 os.kill(self._popen.pid, number)
-            elif self._server is not None:
+            elif self._server is not None and not self._failed:
                 # A process that has not started gets a signal only if the whole run must end. So the server is killed.
                 self._server.kill()
 
@@ -259,16 +267,18 @@ class ForkServer:
     def fork(self, order: ProcessOrder, descriptors: Descriptors) -> Forked | None:
         """Start a process, as soon as the fork server is ready. Return None if the fork server has ended."""
         report, theirs = socket.socketpair()
-        with self._lock, theirs:
-            self._ready = self._ready or await_ready(self._control)
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        started = None
+        try:
+            with self._lock, theirs, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                self._ready = self._ready or await_ready(self._control)
                 if self._ready:
                     send_order(self._control, order, descriptors, theirs)
                     theirs.close()
-                    if (started := await_start(report)) is not None:
-                        return Forked(*started, report)
-        report.close()
-        return None
+                    started = await_start(report)
+        finally:
+            if started is None:
+                report.close()
+        return None if started is None else Forked(*started, report)
 
     def words(self) -> bytes:
         """Return the output of the fork server, after its end.
