@@ -195,12 +195,12 @@ def test_benchmarks_import_only_the_quoted_numbers_from_reproductions() -> None:
 
 MOST = Structure(
     modules=226,
-    nodes=348_245,
-    names_over_borders=4_265,
+    nodes=348_274,
+    names_over_borders=4_263,
     edges=1_660,
     with_one_importer=35,
     private_imports=0,
-    defined_twice=29,
+    defined_twice=28,
 )
 """What the package may have at most. Lower a limit when a change lowers the measure. To raise one needs a reason."""
 

@@ -22,8 +22,6 @@ from ..trace.run_dir import require_usable
 
 Pace = tuple[float, float]
 
-WHOLE_LIMIT = 2**64  # the processes of a run cannot send each other larger numbers
-
 UNITS_S = {"h": 3600, "min": 60, "s?": 1}  # unit, as a regular expression -> seconds
 DURATION = re.compile(r"(?=.)" + "".join(rf"(?:(\d+(?:\.\d+)?) *{unit} *)?" for unit in UNITS_S))
 
@@ -40,12 +38,12 @@ def one_of(choices: Collection[str], *others: str) -> Check:
 
 
 def whole(*, least: int) -> Check:
-    """Return a check that accepts whole numbers that are at least `least` and less than `WHOLE_LIMIT`."""
+    """Return a check that accepts whole numbers that are at least `least` and less than 2**64."""
 
     def check(name: str, value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ConfigurationError(f"{name} is {value!r}, expected a whole number >= {least}.")
-        if value >= WHOLE_LIMIT:
+        if value >= 2**64:  # the processes of a run cannot send each other such numbers
             raise ConfigurationError(f"{name} is {value}, expected a whole number < 2**64.")
         return value
 

@@ -120,9 +120,7 @@ class Child:
         # While this lock is held, the process is not reaped, so no other process has its id.
         self._lock = threading.Lock()
         self._ended = False
-        self._failed = (
-            False  # True if the process could not be started, although its fork server may be running
-        )
+        self._failed = False  # True if the process could not be started; its fork server may be running
         self._asked = prefix, environment, order, descriptors
         self._server = server
         self._popen: subprocess.Popen[bytes] | None = None
@@ -159,9 +157,7 @@ class Child:
                 order.title,
             )
             self._execute()
-        except (
-            Exception
-        ) as error:  # without this, the thread that waits here would end, and the run would wait forever
+        except Exception as error:  # any, because the run waits for ever if this thread ends without a word
             self._failed = True
             self._say_why(f"{order.title} cannot be started: {error}\n".encode())
 
