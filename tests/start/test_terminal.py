@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import termios
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -113,11 +114,12 @@ RUN = ("-m", "paceline", "run", "-n", "2", "--run-dir", "out")
 
 
 def test_worker_0_has_a_terminal_and_reads_what_the_user_types(screen: type[Screen], mark: str) -> None:
-    shown = screen(*RUN, "--stall-timeout", "0.1", "-m", "package.train")
+    shown = screen(*RUN, "--stall-timeout", "2", "-m", "package.train")
     shown.await_text("name? ")
     # Each key is passed on. Worker 0's terminal edits the line, or readline, which pdb loads from Python 3.13 on.
     shown.type("Adx\x7fa")
     shown.await_text("Adx\b")
+    time.sleep(2.5)  # the user thinks for longer than the stall timeout
     shown.type("\r")
     assert shown.end() == 0, shown.text
     assert "terminal [True, True, True] 77" in shown.text

@@ -100,7 +100,8 @@ def test_waiting_for_a_slow_worker_under_another_model_is_said_with_balanced_bat
 def test_a_lost_worker_is_neither_idle_nor_working() -> None:
     cluster = Cluster(compute_s=[1.0, 1.0, 3.0], presence={0: Presence(lost_at_s=2.5)})
     result = simulate(cluster, "asp", iterations=10)
-    evidence = evidence_of({**result.summary, "lost_workers": [0]}, "")
+    gone = {"lost_workers": [0], "departures": [{"worker": 0, "fate": "lost"}]}
+    evidence = evidence_of({**result.summary, **gone}, "")
     assert evidence is not None
     first, *_ = sentences_of(evidence)
     assert first.startswith(
