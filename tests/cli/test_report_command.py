@@ -74,17 +74,27 @@ def test_the_page_is_opened_if_asked(runs: Path, monkeypatch: pytest.MonkeyPatch
         (["runs"], "'runs' is not a run, but contains runs (newest first: runs/"),
         (["nothing"], "'nothing' does not exist; give the directory of a run."),
         (["empty"], "'empty' is not the directory of a run"),
-        (["runs/one", "--out", "runs"], "--out is 'runs', which is a directory; name a file"),
+        (["runs/one", "--out", "runs"], "--out is 'runs', which is not a file; name a file"),
+        (["runs/one", "--out", "pipe"], "--out is 'pipe', which is not a file; name a file"),
         (["runs/one", "--out", "no/page.html"], "--out is 'no/page.html', but 'no' does not exist"),
         (["runs/one", "--json", "--open"], "--out and --open cannot be used with it"),
     ],
 )
 def test_bad_input_gets_one_sentence(arguments: list[str], words: str, runs: Path) -> None:
     Path("empty").mkdir()
+    os.mkfifo("pipe")
     with pytest.raises(ConfigurationError) as caught:
         call(*arguments)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+    assert Path("pipe").is_fifo()
+
+
+def test_a_link_to_the_page_stays_a_link(runs: Path) -> None:
+    Path("link.html").symlink_to("page.html")
+    assert "report: link.html" in call("runs/one", "--out", "link.html")
+    assert Path("link.html").is_symlink()
+    assert "<html" in Path("page.html").read_text()
 
 
 @pytest.mark.parametrize("command", ["report", "advise"])

@@ -81,7 +81,7 @@ def report(
             sys.stdout.write(msgspec.json.format(encoded, indent=2).decode() + "\n")
             return
         try:
-            with Unfinished(path) as place:
+            with Unfinished(path.resolve()) as place:  # a link stays, such as /dev/stdout
                 place.write_text(page_of(reports), encoding="utf-8")
         except OSError as error:
             raise ConfigurationError(
@@ -133,9 +133,9 @@ class _Teller:
 
 def _require_file(path: Path) -> None:
     """Raise `ConfigurationError` if the page cannot be written to this file."""
-    if path.is_dir():
+    if path.exists() and not path.is_file():  # a file would replace a pipe or a device
         raise ConfigurationError(
-            f"--out is {str(path)!r}, which is a directory; name a file, such as report.html."
+            f"--out is {str(path)!r}, which is not a file; name a file, such as report.html."
         )
     if not path.parent.is_dir():
         raise ConfigurationError(
