@@ -92,7 +92,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tm
     return call
 
 
-def run_program(*arguments: str, folder: Path) -> Ended:
+def run_program(*arguments: str, folder: Path, **variables: str) -> Ended:
     """The program in a process of its own."""
     with subprocess.Popen(
         [sys.executable, *arguments],
@@ -100,8 +100,9 @@ def run_program(*arguments: str, folder: Path) -> Ended:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        errors="replace",
         cwd=folder,
-        env=bare_environment(),
+        env=bare_environment(**variables),
     ) as program:
         stdout, stderr = program.communicate(timeout=DEADLINE_S)
     return Ended(program.returncode, stdout, stderr)
@@ -938,6 +939,29 @@ def test_run_gives_the_script_its_arguments_and_shows_what_worker_0_prints(tmp_p
     for description in ("run.json", "summary.json"):  # secrets are hidden there
         assert "--api-key" in (run_dir / description).read_text()
         assert "open sesame" not in (run_dir / description).read_text()
+
+
+@pytest.mark.processes
+def test_characters_that_the_terminal_cannot_show_are_escaped_and_the_output_goes_on(tmp_path: Path) -> None:
+    prints = """
+import sys
+
+for words in ("loss \u2193", "\xe4", "last words"):
+    sys.stdout.buffer.write(f"{words}\\n".encode())
+    sys.stdout.buffer.flush()
+"""
+    (tmp_path / "train.py").write_text(SCRIPT + prints, encoding="utf-8")
+    ended = run_program(
+        *("-m", "paceline", "run", "--workers", "1", "train.py"),
+        folder=tmp_path,
+        PYTHONIOENCODING="latin-1",
+    )
+
+    assert ended.code == 0, ended.stderr
+    assert "loss \\u2193\n" in ended.stdout
+    assert "last words\n" in ended.stdout
+    assert "weights, traces and logs: " in ended.stdout
+    assert "Traceback" not in ended.stderr
 
 
 NAN_SCRIPT = """

@@ -78,7 +78,7 @@ def keep_streams_usable() -> None:
 
     A closed stream is reopened on /dev/null. Otherwise the first socket would get the file descriptor of the closed
     stream, and printed text would be sent to the peer of that socket. A stream that fails later, such as a pipe whose
-    reader has exited, drops its output and does not end the process.
+    reader has exited, drops its output and does not end the process. Characters that cannot be encoded are escaped.
     """
     for number in (0, 1, 2):
         try:
@@ -88,6 +88,7 @@ def keep_streams_usable() -> None:
     for number, name, description in ((1, "stdout", "standard output"), (2, "stderr", "standard error")):
         # `sys.stdout` or `sys.stderr` is None if the stream was closed when Python started.
         stream = getattr(sys, name) or os.fdopen(number, "w", closefd=False)
+        stream.reconfigure(errors="backslashreplace")
         setattr(sys, name, cast(TextIO, ForgivingStream(stream, description)))
 
 
