@@ -586,6 +586,39 @@ def test_bad_input_is_one_sentence_and_exit_code_2_and_makes_nothing(
     assert contents(tmp_path) == ["train.py"]
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("run", "tr\udce4in.py"),
+        ("run", "train.py", "\udce4"),
+        ("run", "--run-dir", "\udce4", "train.py"),
+        ("join", "127.0.0.1:1", "train.py", "\udce4"),
+        ("status", "\udce4"),
+    ],
+    ids=ascii,
+)
+def test_a_command_that_is_not_utf_8_is_refused(
+    arguments: tuple[str, ...], call: Call, tmp_path: Path
+) -> None:
+    ended = call(*arguments)
+
+    assert (ended.code, ended.stdout) == (2, "")
+    assert re.fullmatch(r"error: '.*\\udce4.*' is not UTF-8; .*\.\n", ended.stderr)
+    assert contents(tmp_path) == ["train.py"]
+
+
+def test_a_current_directory_that_is_not_utf_8_is_refused(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "\udce4").mkdir()
+    monkeypatch.chdir(tmp_path / "\udce4")
+    ended = call("run", "../train.py")
+
+    assert (ended.code, ended.stdout) == (2, "")
+    assert ended.stderr.endswith("use only UTF-8 in the command and in the name of the current directory.\n")
+    assert contents(Path()) == []
+
+
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a directory in which nobody can make one")
 def test_a_run_directory_that_nobody_can_make_is_refused(call: Call) -> None:
     ended = call("run", "--run-dir", "/proc/paceline-run", "train.py")

@@ -53,6 +53,7 @@ def run_app(app: typer.Typer) -> None:
     """Run the command line. If the command fails, print the error and exit with the code for this kind of error."""
     keep_streams_usable()
     try:
+        _require_utf_8()
         command_line(app)()
     except PacelineError as error:
         is_input = isinstance(error, ConfigurationError | UsageError)
@@ -71,6 +72,17 @@ def run_app(app: typer.Typer) -> None:
             f"{shlex.quote(sys.executable)} -m pip install torch",
         )
         sys.exit(EXIT_BAD_INPUT)
+
+
+def _require_utf_8() -> None:
+    """Raise `ConfigurationError` unless messages and JSON files can contain the command and the current directory."""
+    try:
+        for text in (*sys.argv[1:], os.getcwd()):
+            text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigurationError(
+            f"{error.object!r} is not UTF-8; use only UTF-8 in the command and in the name of the current directory."
+        ) from None
 
 
 def keep_streams_usable() -> None:
