@@ -619,6 +619,40 @@ def test_a_current_directory_that_is_not_utf_8_is_refused(
     assert contents(Path()) == []
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("run", "a" * 300),
+        ("run", "--resume", "a" * 300),
+        ("report", "a" * 300),
+        ("status", "a" * 300),
+        ("simulate", "a" * 300),
+        ("simulate", "cluster.toml", "--sync", "bsp", "--iterations", "1", "--out", "a" * 300),
+    ],
+    ids=lambda arguments: " ".join(arguments[:-1]),
+)
+def test_a_path_that_the_system_does_not_allow_is_refused(
+    arguments: tuple[str, ...], call: Call, tmp_path: Path
+) -> None:
+    (tmp_path / "cluster.toml").write_text("[[workers]]\ncompute = '1 s'\n")
+    ended = call(*arguments)
+
+    assert (ended.code, ended.stdout) == (2, "")
+    assert re.fullmatch("error: .*'a{300}'.*File name too long\\.\n", ended.stderr)
+
+
+def test_a_current_directory_that_was_deleted_is_named(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    ended = call("run", "train.py")
+
+    assert (ended.code, ended.stdout) == (2, "")
+    assert ended.stderr == "error: the current directory was deleted; change to another directory.\n"
+
+
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a directory in which nobody can make one")
 def test_a_run_directory_that_nobody_can_make_is_refused(call: Call) -> None:
     ended = call("run", "--run-dir", "/proc/paceline-run", "train.py")

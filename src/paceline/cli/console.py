@@ -66,12 +66,19 @@ def run_app(app: typer.Typer) -> None:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        print_sentence(
-            plain_console(stderr=True),
-            f"error: torch is not installed for {sys.executable}, the Python that runs this command; run: "
-            f"{shlex.quote(sys.executable)} -m pip install torch",
+        _refuse(
+            f"torch is not installed for {sys.executable}, the Python that runs this command; run: "
+            f"{shlex.quote(sys.executable)} -m pip install torch"
         )
-        sys.exit(EXIT_BAD_INPUT)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        _refuse(f"{str(error.filename)!r} cannot be used: {error.strerror}.")
+
+
+def _refuse(words: str) -> None:
+    print_sentence(plain_console(stderr=True), f"error: {words}")
+    sys.exit(EXIT_BAD_INPUT)
 
 
 def _require_utf_8() -> None:
@@ -79,6 +86,8 @@ def _require_utf_8() -> None:
     try:
         for text in (*sys.argv[1:], os.getcwd()):
             text.encode()
+    except FileNotFoundError:
+        raise ConfigurationError("the current directory was deleted; change to another directory.") from None
     except UnicodeEncodeError as error:
         raise ConfigurationError(
             f"{error.object!r} is not UTF-8; use only UTF-8 in the command and in the name of the current directory."
