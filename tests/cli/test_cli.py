@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import typer
@@ -92,11 +92,13 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tm
     return call
 
 
-def run_program(*arguments: str, folder: Path, **variables: str) -> Ended:
+def run_program(
+    *arguments: str, folder: Path, stdin: int | IO[str] = subprocess.DEVNULL, **variables: str
+) -> Ended:
     """The program in a process of its own."""
     with subprocess.Popen(
         [sys.executable, *arguments],
-        stdin=subprocess.DEVNULL,
+        stdin=stdin,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -639,6 +641,18 @@ def test_a_path_that_the_system_does_not_allow_is_refused(
 
     assert (ended.code, ended.stdout) == (2, "")
     assert re.fullmatch("error: .*'a{300}'.*File name too long\\.\n", ended.stderr)
+
+
+def test_a_script_that_is_read_from_standard_input_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    with (tmp_path / "train.py").open() as source:
+        ended = run_program("-m", "paceline", "run", "/dev/stdin", folder=tmp_path, stdin=source)
+
+    assert (ended.code, ended.stdout) == (2, "")
+    assert ended.stderr == (
+        "error: the script '/dev/stdin' is not a file; save the script in a file, and give the path of this file.\n"
+    )
+    assert contents(tmp_path) == ["train.py"]
 
 
 def test_a_current_directory_that_was_deleted_is_named(

@@ -203,9 +203,14 @@ def require_script(path: Path) -> None:
     Raises:
         ConfigurationError: the script does not exist, is not a file, or cannot be compiled. A note shows the line.
     """
-    if not path.is_file():
-        what = "is not a file" if path.exists() else "does not exist"
-        raise ConfigurationError(f"the script {str(path)!r} {what}; give the path of a Python file.")
+    # A descriptor of this process is not the same file in the workers, even if it is a file here.
+    if not path.is_file() or str(path).startswith(("/dev/stdin", "/dev/fd/", "/proc/")):
+        what = (
+            "is not a file; save the script in a file, and give the path of this file"
+            if path.exists()
+            else "does not exist; give the path of a Python file"
+        )
+        raise ConfigurationError(f"the script {str(path)!r} {what}.")
     if path.suffix in (*BYTECODE_SUFFIXES, *EXTENSION_SUFFIXES):  # a compiled module need not be checked
         return
     try:
