@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import IO, Any
 
@@ -331,6 +332,37 @@ def test_a_dry_run_shows_what_would_start_and_makes_nothing(call: Call, tmp_path
         "command": f"{sys.executable} train.py --epochs 3",
     }
     assert contents(tmp_path) == ["train.py"]
+
+
+@pytest.mark.parametrize(
+    "module", ["train.train", "train.__main__", "package", "package.train.more", "package.no"]
+)
+def test_a_module_that_does_not_exist_is_refused(module: str, call: Call, tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "train.py").write_text(SCRIPT)
+    ended = call("run", "--dry-run", "-m", module)
+
+    assert (ended.code, ended.stdout) == (2, "")
+    assert f"the module '{module}' was not found, or is a package without __main__.py" in ended.stderr
+
+
+@pytest.mark.parametrize("module", ["installed", "installed.inner.train"])
+def test_a_module_is_found_by_any_finder_that_python_asks(
+    module: str, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Editable:  # as setuptools makes for a package that is installed in editable mode
+        @staticmethod
+        def find_spec(name: str, path: object = None, target: object = None) -> object:
+            return PathFinder.find_spec(name, [str(tmp_path / "src")]) if name == "installed" else None
+
+    (tmp_path / "src" / "installed" / "inner").mkdir(parents=True)
+    for file in ("__init__", "__main__", "inner/train"):
+        (tmp_path / "src" / "installed" / f"{file}.py").write_text(SCRIPT)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Editable])
+    ended = call("run", "--dry-run", "-m", module)
+
+    assert (ended.code, ended.stderr) == (0, "")
+    assert f"{sys.executable} -m {module}" in ended.stdout
 
 
 def test_a_dry_run_without_a_run_directory_makes_none(call: Call, tmp_path: Path) -> None:

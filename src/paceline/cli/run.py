@@ -218,14 +218,12 @@ def _find_module(name: str) -> Path:
     Raises:
         ConfigurationError: there is no such module.
     """
-    locations: list[str] | None = None
-    spec = None
-    for part in [*name.split("."), "__main__"]:
-        spec = PathFinder.find_spec(part, locations)
-        if spec is None or spec.submodule_search_locations is None:
-            break
-        locations = list(spec.submodule_search_locations)
-    if spec is None or spec.origin is None or part not in (name.rpartition(".")[2], "__main__"):
+    top, *parts = [*name.split("."), "__main__"]
+    # A package that is installed in editable mode may have a finder of its own.
+    spec = next(filter(None, (finder.find_spec(top, None) for finder in sys.meta_path)), None)
+    while parts and spec is not None and spec.submodule_search_locations is not None:
+        spec = PathFinder.find_spec(parts.pop(0), list(spec.submodule_search_locations))
+    if spec is None or spec.origin is None or parts not in ([], ["__main__"]):
         raise ConfigurationError(
             f"the module {name!r} was not found, or is a package without __main__.py; give the name of a module in "
             "the current directory or on the module search path."
