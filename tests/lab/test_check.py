@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import json
 import re
 import subprocess
@@ -97,10 +98,13 @@ def test_bad_input_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"train\.py' does not exist"):
         check_script(script)
     script.touch()
-    with pytest.raises(ConfigurationError, match="workers is 1, expected at least 2"):
+    with pytest.raises(ConfigurationError, match="workers is 1, expected a number >= 2"):
         check_script(script, workers=1)
-    with pytest.raises(ConfigurationError, match="iterations is 0, expected at least 1"):
+    with pytest.raises(ConfigurationError, match="iterations is 0, expected a number >= 1"):
         check_script(script, iterations=0)
+    for timeout_s in (0.5, math.nan, math.inf):
+        with pytest.raises(ConfigurationError, match=f"timeout is {timeout_s}, expected a number >= 1"):
+            check_script(script, timeout_s=timeout_s)
 
 
 # -- the rules --------------------------------------------------------------------------------------------

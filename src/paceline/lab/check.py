@@ -9,6 +9,7 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
+from math import inf
 from pathlib import Path
 
 import msgspec
@@ -63,8 +64,8 @@ def check_script(
         ("iterations", iterations, 1),
         ("timeout", timeout_s, 1),
     ):
-        if value < least:
-            raise ConfigurationError(f"{name} is {value:g}, expected at least {least}.")
+        if not least <= value < inf:
+            raise ConfigurationError(f"{name} is {value:g}, expected a number >= {least}.")
     # The options are checked before anything is started.
     make_job(workers=workers, servers=1, sync=sync, dry_run=True)
     with tempfile.TemporaryDirectory(prefix="paceline-check-") as name:
