@@ -307,7 +307,7 @@ def test_a_dry_run_shows_what_would_start_and_makes_nothing(call: Call, tmp_path
     ended = call(
         *("run", "--dry-run", "--workers", "4", "--servers", "2", "--sync", "elastic-bsp", "--seed", "7"),
         *("--pace", "0.05,0.05,0.05,0.15", "--jitter", "0.2", "--transport", "tcp", "--run-dir", "out/here"),
-        *("train.py", "--epochs", "3"),
+        *("train.py", "--epochs", "3", "a b"),
     )
 
     assert (ended.code, ended.stderr) == (0, "")
@@ -329,7 +329,7 @@ def test_a_dry_run_shows_what_would_start_and_makes_nothing(call: Call, tmp_path
         "traces": "the last 100 MB are kept (recent)",
         "seed": "7",
         "run directory": "out/here",
-        "command": f"{sys.executable} train.py --epochs 3",
+        "command": f"{sys.executable} train.py --epochs 3 'a b'",
     }
     assert contents(tmp_path) == ["train.py"]
 

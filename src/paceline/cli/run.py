@@ -139,7 +139,7 @@ def run(
     if dry_run:
         outlets.close()
         words = [sys.executable, *(["-m", module] if module else [str(script)]), *(arguments or [])]
-        _print_pairs({**describe(job), "command": " ".join(words)})
+        _print_pairs({**describe(job), "command": shlex.join(words)})
         return
     from ..start.display import announce_run
     from ..start.local import ProcessPlacement
