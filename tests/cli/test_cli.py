@@ -6,6 +6,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
@@ -18,6 +19,7 @@ from msgspec import structs
 
 import paceline
 from paceline import cli
+from paceline.cli.console import new_folder
 from paceline.cli.run import _tell_how_to_join
 from paceline.errors import ConfigurationError
 from paceline.run.job_options import make_job
@@ -707,6 +709,27 @@ def test_a_run_directory_that_nobody_can_make_is_refused(call: Call) -> None:
     assert re.fullmatch(
         r"error: the run directory /proc/paceline-run cannot be written.*--run-dir\.\n", ended.stderr
     )
+
+
+@pytest.mark.parametrize("command", ["run train.py", "simulate cluster.toml --iterations 1 --sync bsp"])
+def test_a_runs_folder_that_is_a_link_to_nowhere_is_refused(command: str, call: Call, tmp_path: Path) -> None:
+    (tmp_path / "cluster.toml").write_text("[[workers]]\ncompute = '1 s'\n")
+    (tmp_path / "runs").symlink_to("nowhere")
+    ended = call(*command.split())
+
+    assert (ended.code, ended.stdout) == (2, "")
+    assert re.fullmatch(r"error: .*'?runs'?.*\.\n", ended.stderr)
+
+
+def test_commands_that_start_in_the_same_second_have_folders_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(time, "strftime", lambda form: "simulate-now")
+    monkeypatch.setattr(Path, "exists", lambda path: False)  # as seen by two commands at the same time
+    folders = [new_folder(None, "simulate") for _ in range(3)]
+
+    assert folders == [Path("runs", f"simulate-now{number}") for number in ("", "-2", "-3")]
 
 
 def test_a_runs_folder_that_cannot_be_made_is_refused(call: Call, tmp_path: Path) -> None:

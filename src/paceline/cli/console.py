@@ -234,20 +234,26 @@ def new_folder(out: Path | None, what: str) -> Path:
     """
     if out is None:
         stamp = time.strftime(f"{what}-%Y%m%d-%H%M%S")
-        out = next(
-            folder
-            for number in itertools.count(1)
-            if not (folder := Path("runs", stamp if number == 1 else f"{stamp}-{number}")).exists()
-        )
+        names = (stamp if number == 1 else f"{stamp}-{number}" for number in itertools.count(1))
+        _make(Path("runs"), exist_ok=True)
+        return next(folder for name in names if _make(folder := Path("runs", name)))
     if out.exists() and not out.is_dir():
         raise ConfigurationError(f"{str(out)!r} is a file; choose a folder with --out.")
     if out.exists() and any(out.iterdir()):
         raise ConfigurationError(f"the folder {str(out)!r} is not empty; choose another folder with --out.")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigurationError(f"cannot create the folder {str(out)!r}: {error.strerror}.") from error
+    _make(out, exist_ok=True)
     return out
+
+
+def _make(folder: Path, *, exist_ok: bool = False) -> bool:
+    """Create a folder. Return False if the folder exists and may not exist."""
+    try:
+        folder.mkdir(parents=True, exist_ok=exist_ok)
+    except OSError as error:
+        if isinstance(error, FileExistsError) and not exist_ok:
+            return False
+        raise ConfigurationError(f"cannot create the folder {str(folder)!r}: {error.strerror}.") from error
+    return True
 
 
 # -- Folders that contain runs, given where a run is expected ------------------------------------------------

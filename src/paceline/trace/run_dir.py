@@ -95,11 +95,12 @@ def make_run_dir(path: str | os.PathLike[str] | None) -> Path:
             probe.touch()
             probe.unlink()
             return run_dir
+        Path("runs").mkdir(exist_ok=True)  # otherwise, a link to nowhere would count as a run in the loop
         stamp = time.strftime("%Y%m%d-%H%M%S")
         for number in itertools.count(1):
             run_dir = Path("runs", stamp if number == 1 else f"{stamp}-{number}").absolute()
             with contextlib.suppress(FileExistsError):
-                run_dir.mkdir(parents=True)
+                run_dir.mkdir()
                 break
         return run_dir
     except OSError as error:
