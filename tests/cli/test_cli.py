@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 import typer
@@ -95,13 +95,11 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tm
     return call
 
 
-def run_program(
-    *arguments: str, folder: Path, stdin: int | IO[str] = subprocess.DEVNULL, **variables: str
-) -> Ended:
+def run_program(*arguments: str, folder: Path, **variables: str) -> Ended:
     """The program in a process of its own."""
     with subprocess.Popen(
         [sys.executable, *arguments],
-        stdin=stdin,
+        stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -677,16 +675,15 @@ def test_a_path_that_the_system_does_not_allow_is_refused(
     assert re.fullmatch("error: .*'a{300}'.*File name too long\\.\n", ended.stderr)
 
 
-def test_a_script_that_is_read_from_standard_input_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
+def test_a_script_that_is_an_open_file_of_the_command_is_refused(call: Call, tmp_path: Path) -> None:
     with (tmp_path / "train.py").open() as source:
-        ended = run_program("-m", "paceline", "run", "/dev/stdin", folder=tmp_path, stdin=source)
+        path = f"/dev/fd/{source.fileno()}"
+        ended = call("run", "--dry-run", path)
 
     assert (ended.code, ended.stdout) == (2, "")
     assert ended.stderr == (
-        "error: the script '/dev/stdin' is not a file; save the script in a file, and give the path of this file.\n"
+        f"error: the script '{path}' is not a file; save the script in a file, and give the path of this file.\n"
     )
-    assert contents(tmp_path) == ["train.py"]
 
 
 def test_a_current_directory_that_was_deleted_is_named(
