@@ -282,6 +282,15 @@ def test_the_loss_of_a_server_settles_the_lost_workers_that_only_it_had_yet_to_r
     assert not run.core.losses.open
 
 
+def test_the_loss_of_a_server_completes_a_mean_that_only_it_had_yet_to_measure() -> None:
+    core = Run(servers=2).core
+    mean = ((0, 5), (1, 5))
+    assert core.handle(server_peer(0), messages.MeanMeasured(0, mean, 1.0, 0.25), 0) == []
+    how = "its connection ended"
+    clipped = Send(server_peer(0), messages.MeanClipped(0, pushes=mean, factor=1.0))
+    assert core.server_lost(1, how) == [clipped, EndWithout(1, how)]
+
+
 def test_workers_join_one_after_another() -> None:
     run = Run()
     run.come()

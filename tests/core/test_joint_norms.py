@@ -255,6 +255,23 @@ def test_after_a_loss_the_shards_that_have_not_reported_are_asked_once() -> None
     assert norms.missing(MeanMissing(1, ((7, 7),))) == []  # of a mean that is complete
 
 
+def test_no_shard_waits_for_the_shards_of_a_lost_server() -> None:
+    norms = JointNorms(round_robin(shards=3, servers=2))
+    early, late = ((0, 4),), ((0, 5),)
+    assert norms.measured(MeanMeasured(0, early, 1.0, 4.0)) == []
+    assert norms.lose_server(1) == []
+    factor = clip_factor(1.0, 2.0 * math.sqrt(2))
+    for mean, first in ((early, 2), (late, 0)):
+        if mean == late:
+            assert norms.measured(MeanMeasured(2, mean, 1.0, 4.0)) == []
+        assert told(norms.measured(MeanMeasured(first, mean, 1.0, 4.0))) == [
+            (0, MeanClipped(shard, pushes=mean, factor=factor)) for shard in (0, 2)
+        ]
+    norms = JointNorms(round_robin(shards=2, servers=2))
+    assert norms.measured(MeanMeasured(0, early, 1.0, 4.0)) == []
+    assert told(norms.lose_server(1)) == [(0, MeanClipped(0, pushes=early, factor=clip_factor(1.0, 2.0)))]
+
+
 def test_a_mean_whose_norm_overflows_has_a_factor() -> None:
     assert clip_factor(1.0, math.inf) == 0.0
     assert clip_factor(1.0, math.nan) == 1.0

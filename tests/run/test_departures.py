@@ -46,6 +46,7 @@ from paceline.run.server import ServerHost
 from paceline.run.worker import WorkerSession
 from paceline.run.worker_links import Links
 from paceline.sync import BSP
+from paceline.sync.events import Clip
 from paceline.sync.schedule import Schedule, ScheduleStep
 from paceline.train import session as sessions
 from paceline.wire.stream import Stream
@@ -58,7 +59,7 @@ MODEL = ModelSpec(
 )
 
 
-def server_with_a_held_push() -> Server:
+def server_with_a_held_push(clip: Clip | None = None) -> Server:
     """Return a server of a run under BSP: worker 0 has pushed with two batches drawn, and worker 1 has not."""
     server = Server()
     slices = MODEL.layout.slice_evenly(1)
@@ -66,7 +67,7 @@ def server_with_a_held_push() -> Server:
     server.handle(worker_peer(0), messages.InitialWeights(0), 0)
     for worker in (0, 1):
         server.connected(worker, 0)
-    requests = server.handle(worker_peer(0), Commit(0, 0, None, drawn=(2,)), 0)
+    requests = server.handle(worker_peer(0), Commit(0, 0, None, drawn=(2,), clip=clip), 0)
     assert not any(isinstance(request, Apply) for request in requests)
     return server
 
@@ -79,9 +80,12 @@ DEPARTURES = {
 }
 
 
+@pytest.mark.parametrize("clip", [None, Clip(max_norm=1.0, factor=0.5)], ids=["", "clipped"])
 @pytest.mark.parametrize("order", list(permutations(DEPARTURES)), ids=lambda order: ", ".join(order))
-def test_the_final_weights_contain_what_the_departures_cause(order: tuple[str, ...]) -> None:
-    server = server_with_a_held_push()
+def test_the_final_weights_contain_what_the_departures_cause(
+    order: tuple[str, ...], clip: Clip | None
+) -> None:
+    server = server_with_a_held_push(clip)
     done: list[Request] = []
     for what in order:
         done += DEPARTURES[what](server)
@@ -89,6 +93,8 @@ def test_the_final_weights_contain_what_the_departures_cause(order: tuple[str, .
         reported = any(isinstance(r, Send) and isinstance(r.message, PushesReported) for r in done)
         if reported:
             done += server.handle(COORDINATOR, LossSettled(0, 0, 0), 0)
+    if clip is not None:
+        done += server.handle(COORDINATOR, messages.MeanClipped(0, pushes=((0, 0),), factor=0.5), 0)
     done = [
         r for r in done if isinstance(r, Apply) or (isinstance(r, Send) and isinstance(r.message, Snapshot))
     ]
@@ -181,6 +187,9 @@ def test_a_server_without_a_goodbye_is_told_that_the_worker_is_lost() -> None:
     assert core.members.fate(0) == "left"
     report = PushesReported(0, 0, (4,), (True,), ((),))
     assert core.handle(server_peer(1), report, 0) == [Send(server_peer(1), LossSettled(0, 0, 4))]
+    mean = ((0, 4),)  # a server that lacks this push is asked, so that the other server does not wait for it
+    [asked] = core.handle(server_peer(0), messages.MeanMeasured(0, mean, 1.0, 4.0), 0)
+    assert asked == Send(server_peer(1), messages.MeanAwaited(1, mean))
 
 
 def test_a_worker_whose_goodbye_does_not_reach_a_server_holds_nobody_up(

@@ -471,6 +471,7 @@ class Coordinator:
         if not self.servers.lose(server, how, begun=self.model is not None or self.resumed is not None):
             return []
         requests, settled = self.losses.lose_server(server)
+        requests += self._norms.lose_server(server)
         for worker, drawn in settled.items():
             self.data.leave(worker, drawn, self.members.live, early=True)
         return [*requests, Fail(f"server {server}", how, output) if certain else EndWithout(server, how)]
@@ -1060,11 +1061,11 @@ class Coordinator:
         Such a server fences the worker once their connection has ended. The server's report then leads to the verdict
         that the server's shards keep the pushes that they hold (see `Losses.reported`).
         """
+        if not unreached:
+            return []
         lost = messages.WorkerLost(worker, self.members.incarnation(worker))
-        requests = self._fail_without(worker) if unreached else []
-        return requests + [
-            Send(server_peer(each), lost) for each in unreached if each in self.servers.addresses
-        ]
+        told = [Send(server_peer(each), lost) for each in unreached if each in self.servers.addresses]
+        return [*self._fail_without(worker), *told, *self._norms.lost(worker)]
 
     def _fail_without(self, worker: int) -> list[Request]:
         """End the run if it lacks the initial weights, and this worker, which has left, was to send them."""

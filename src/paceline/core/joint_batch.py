@@ -244,7 +244,8 @@ def combine(contributions: Mapping[int, Contributed]) -> Combined:
 # received the push, and other shards may not. A mean that consists of such pushes may exist at only some of the shards.
 # Therefore, as soon as a push of a lost worker is in a reported mean, the shards that have not reported are asked
 # (`MeanAwaited`). A shard answers with `MeanMissing` if it will not report a mean with any of these pushes; its part
-# then counts as 0. So no shard waits forever, and all shards that apply the mean use the same factor.
+# then counts as 0. The parts of a lost server's shards that were not reported count as 0, too. So no shard waits
+# forever, and all shards that apply the mean use the same factor.
 #
 # The squared norms are computed in double precision. In virtual time, these messages take no time.
 
@@ -285,6 +286,7 @@ class JointNorms:
         self._shards = len(placement.shards)
         self._open: list[JointMean] = []
         self._lost: set[int] = set()  # all workers that have ever been lost
+        self._gone: set[int] = set()  # shards of lost servers
 
     def measured(self, report: MeanMeasured) -> list[Request]:
         """Process a shard's report of the squared norm of its part of a mean."""
@@ -311,6 +313,11 @@ class JointNorms:
         self._lost.add(worker)
         return [request for mean in self._open for request in self._ask(mean)]
 
+    def lose_server(self, server: int) -> list[Request]:
+        """Record that a server is lost. Its shards have no part of a mean that they have not reported."""
+        self._gone.update(self._placement.shards_of(server))
+        return [request for mean in self._open.copy() for request in self._complete(mean)]
+
     def _ask(self, mean: JointMean) -> list[Request]:
         if mean.asked or not any(worker in self._lost for worker, _ in mean.pushes):
             return []
@@ -326,7 +333,7 @@ class JointNorms:
     def _complete(self, mean: JointMean) -> list[Request]:
         """If every shard has reported, return the requests that send the factor to the shards with a mean."""
         reports = sorted(mean.reports, key=lambda report: report.shard)
-        if len({report.shard for report in reports} | mean.missing) < self._shards:
+        if len({report.shard for report in reports} | mean.missing | self._gone) < self._shards:
             return []
         self._open.remove(mean)
         norm = math.sqrt(sum(report.square for report in reports))

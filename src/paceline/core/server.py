@@ -239,7 +239,8 @@ class Server:
                 repeat = PullRepeated.of(message, now_ticks, worker)
                 return self.shard(message.shard).handle(repeat)
             case messages.MeanClipped():
-                return self.shard(message.shard).handle(MeanClipped.of(message, now_ticks))
+                clipped = self.shard(message.shard).handle(MeanClipped.of(message, now_ticks))
+                return clipped + self._answer_coordinator()
             case MeanAwaited():
                 return self.shard(message.shard).ask(message.pushes)
             case messages.WorkerFinished():
@@ -500,8 +501,16 @@ class Server:
         return [request for shard in self.shards.values() for request in shard.handle(event)]
 
     def _answer_coordinator(self) -> list[Request]:
-        """Answer the coordinator's requests, except those that name workers that have not left yet."""
-        due = [fetch for fetch in self._fetches if self.expected.isdisjoint(fetch.left)]
+        """Answer the coordinator's requests, except those that name workers that have not left yet.
+
+        When all workers have left, the weights of a shard also wait for the factors of its last means.
+        """
+        due = [
+            fetch
+            for fetch in self._fetches
+            if self.expected.isdisjoint(fetch.left)
+            and (self.expected or not self.shards[fetch.shard].clipped.measured)
+        ]
         self._fetches = [fetch for fetch in self._fetches if fetch not in due]
         answers: list[Request] = [
             Send(COORDINATOR, Snapshot(each.shard, self.shards[each.shard].version)) for each in due

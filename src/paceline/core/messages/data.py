@@ -318,7 +318,7 @@ class FetchSnapshot(Message):
     Attributes:
         shard: index of the shard.
         left: the workers that have left the run, if the coordinator sends this message. The server answers once it
-            has noticed the departure of each of them.
+            has noticed the departure of each of them and, if no worker remains, has applied the last clipped means.
     """
 
     shard: Number
