@@ -9,10 +9,13 @@ from paceline.core.coordinator import Coordinator
 from paceline.core.job_cut import EpochCut, JobCut, LoaderCut, LoopCut, leader, require_plausible
 from paceline.core.layout import HyperParameters, Layout, ModelSpec, OptimizerSpec, Parameter
 from paceline.core.lease import DataOrder, Lease
-from paceline.core.messages import LoopLimits, LoopPosition, Ready, Register, ShardState
+from paceline.core.messages import CutAgreed, LoopLimits, LoopPosition, Ready, Register, ShardState
 from paceline.core.reconfiguration import StateCollection
-from paceline.core.requests import Fail, server_peer, worker_peer
-from paceline.errors import ProtocolError
+from paceline.core.requests import Fail, TakeCut, server_peer, worker_peer
+from paceline.core.shard import Shard
+from paceline.errors import InvalidEventError, ProtocolError
+from paceline.sync import BSP
+from paceline.sync.events import PullRequested, PushReceived, WorkerJoined
 from paceline.sync.schedule import read_schedule
 
 LAYOUT = Layout.of([Parameter(("weight",), (4, 5), "float32"), Parameter(("bias", "b"), (5,), "float64")])
@@ -176,3 +179,19 @@ def test_a_worker_that_leaves_is_not_awaited_but_the_main_worker_is_needed() -> 
     given.give(1, 2, at_epoch(1))
     assert given.completed is not None
     assert given.completed.states == ((0, 4), (1, 2))
+
+
+# -- at a shard ------------------------------------------------------------------------------------------
+
+
+def test_a_push_that_is_refused_does_not_use_up_the_cut() -> None:
+    """The shard is cut just before the next push with newly drawn data."""
+    shard = Shard(0, [BSP()])
+    shard.handle(WorkerJoined(now_ticks=0, worker=0))
+    shard.handle(PushReceived(now_ticks=0, worker=0, iteration=0), drawn=(1,))
+    shard.handle(PullRequested(now_ticks=0, worker=0, iteration=0))
+    assert shard.cut(CutAgreed(1, 1, ())) == []
+    with pytest.raises(InvalidEventError):
+        shard.handle(PushReceived(now_ticks=0, worker=0, iteration=5), drawn=(2,))
+    done = shard.handle(PushReceived(now_ticks=0, worker=0, iteration=1), drawn=(2,))
+    assert done[0] == TakeCut(0, 1)

@@ -246,6 +246,7 @@ class Shard:
 
     def _decide(self, event: AnyEvent, drawn: tuple[PackedPushed, ...]) -> list[Request]:
         """Let the sync model decide about an event, and return the requests that carry out its actions."""
+        cut = self._cut
         try:
             if self.clipped.measured:
                 self._require_answered(event)
@@ -254,10 +255,11 @@ class Shard:
             if type(event) is PushReceived and not self._replays and self.sync.sync.needs_at_once:
                 event = msgspec.structs.replace(event, at_once=self.sync.at_once)
             outcome = _Outcome(self.sync.sync)
-            if self._cut is not None and drawn and drawn != self.drawn.last(event.worker):
+            if cut is not None and drawn and drawn != self.drawn.last(event.worker):
                 self._cut_if_due(outcome.requests, asked=True)
             actions = self.sync.handle(event)
         except InvalidEventError as error:
+            self._cut = cut
             self._record(Entry(event, [], str(error), self.version))
             raise
         if type(event) is not PullRequested:
