@@ -112,7 +112,8 @@ class PaceMeter:
 # Each worker counts its iterations from its own first iteration, so the labels of iterations do not identify a round. A
 # round is identified by the number of updates in the weights from which its gradients are computed. A worker that joins
 # is awaited from its first push on, because only this push tells in which round the worker takes part for the first
-# time.
+# time. If all pushes of a round are empty, the next round has the same number, so a worker may be allowed to pull too
+# early in the next round. The sync model still delays the answer.
 
 
 @stateful()
