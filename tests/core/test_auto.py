@@ -34,6 +34,7 @@ from paceline.lab.ranking import rank
 from paceline.run.job_options import make_job
 from paceline.sim import Cluster, Dataset, Link, LogNormal, Outside, Presence, simulate
 from paceline.sim.simulate import cluster_of, prospects
+from paceline.start import beside
 from paceline.start.beside import Rehearsals
 from paceline.sync import parse
 from paceline.sync.actions import PublishChange
@@ -199,6 +200,17 @@ def test_without_epochs_each_simulation_is_followed_by_a_decision() -> None:
     choice = auto.begin(auto.periods)
     assert choice is not None
     assert "gradients per second" in choice.reason
+
+
+def test_without_epochs_a_simulation_that_has_failed_is_repeated_after_a_period() -> None:
+    auto = Auto(lambda sync: True)
+    for first in (0, 120, 240):
+        situations = [
+            observe(auto, 0, float(pushes), pushes=pushes) for pushes in range(first + 30, first + 121, 30)
+        ]
+        assert sum(each is not None for each in situations) == 1
+        auto.rehearsed([])
+        assert auto.begin(auto.periods) is None
 
 
 def test_without_epochs_a_decision_during_a_join_is_made_after_the_join() -> None:
@@ -409,6 +421,17 @@ def test_a_simulation_beside_a_run_has_the_same_results() -> None:
     assert [each.sync for each in prospects(EASY, simulate)] == ["bsp", "asp"]  # the last one is not valid
     rehearse(EASY, results.put)  # the run is over
     assert results.empty()
+
+
+def test_a_simulation_that_cannot_be_started_has_no_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("too many processes")
+
+    monkeypatch.setattr(beside, "Companion", refuse)
+    results: SimpleQueue[Sequence[Prospect]] = SimpleQueue()
+    with Rehearsals() as rehearse:
+        rehearse(EASY, results.put)
+        assert results.get(timeout=60.0) == []
 
 
 # -- live -----------------------------------------------------------------------------------------------------

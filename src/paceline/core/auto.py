@@ -242,7 +242,12 @@ class Auto:
                 del self._norms[next(iter(self._norms))]
 
     def rehearsed(self, prospects: Sequence[Prospect]) -> None:
-        """Take the results of a simulation, which are used for the decision at the beginning of the next epoch."""
+        """Take the results of a simulation, which are used for the decision at the beginning of the next epoch.
+
+        If there are none, the simulation has failed. Without epochs, it is then repeated after another period.
+        """
+        if not (prospects or self.has_epochs):
+            self._simulated_in = -1
         self._prospects = {each.sync: each.speed for each in prospects if each.speed > 0}
 
     def _has_seen_enough(self, workers: int) -> bool:

@@ -165,7 +165,7 @@ class Rehearsals:
             self._thread.join()
 
     def __call__(self, situation: Situation, take: Callable[[Sequence[Prospect]], None]) -> None:
-        """Start a simulation, unless another one is in progress. `take` is called with the results."""
+        """Start a simulation, unless another one is in progress. `take` gets the results; none if it fails."""
         if self._over.is_set() or self._thread.is_alive():
             return
         self._thread = threading.Thread(
@@ -174,13 +174,13 @@ class Rehearsals:
         self._thread.start()
 
     def _rehearse(self, situation: Situation, take: Callable[[Sequence[Prospect]], None]) -> None:
-        """Simulate, and pass on the results."""
+        """Simulate, and pass on the results; none if the simulation fails."""
         deadline_s = time.monotonic() + TIMEOUT_S
         try:
             program = Companion(main_of("paceline.sim.rehearse"), start_new_session=True)
         except OSError as error:
             log.warning("a simulation for --sync auto cannot be started: %s", error)
-            return
+            return take([])
         in_time = program.end(
             lambda: self._over.is_set() or time.monotonic() > deadline_s, msgspec.msgpack.encode(situation)
         )
@@ -189,6 +189,7 @@ class Rehearsals:
         elif not self._over.is_set():
             why = program.last if in_time else f"it took longer than {TIMEOUT_S:g} s"
             log.warning("a simulation for --sync auto has failed: %s", why)
+            take([])
 
 
 # -- The process that shows a run elsewhere while it goes on (see `look.show_process`), as the launcher starts it
