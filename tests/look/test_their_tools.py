@@ -251,6 +251,33 @@ def test_values_that_are_no_numbers_can_be_read() -> None:
     assert values['norm\\ "x"'] == math.inf
 
 
+def test_a_counter_never_falls() -> None:
+    loading = structs.replace(REPORT.workers[0], time_s={"computing": 1.0, "loading": 2.0})
+    reports = [REPORT, structs.replace(REPORT, workers=(loading, *REPORT.workers[1:]))]
+    before = REPORT.workers[0].time_s["computing"]
+    assert before > 1.0
+
+    async def computing_s(page: MetricsPage) -> float:
+        answer = await page.reply(Request("GET", "/metrics", "", {"accept": "application/openmetrics-text"}))
+        [value] = [
+            sample.value
+            for family in parse_openmetrics(answer.body.decode())
+            for sample in family.samples
+            if sample.name == "paceline_worker_seconds_total"
+            and sample.labels == {"worker": "0", "use": "computing"}
+        ]
+        return float(value)
+
+    async def both() -> list[float]:
+        live = LiveReport(lambda now_s: reports.pop(0), lambda: None)
+        page = MetricsPage(live)
+        first = await computing_s(page)
+        await live.end()
+        return [first, await computing_s(page)]
+
+    assert asyncio.run(both()) == [before, before]
+
+
 def test_there_is_nothing_else() -> None:
     assert metrics_of(REPORT, path="/data").status == 404
 

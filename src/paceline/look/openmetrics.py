@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from http import HTTPStatus
 
 import numpy as np
-from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -19,6 +18,7 @@ from prometheus_client.core import (
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from ..core.status import LinkStatus
 from ..trace.activity_cells import KINDS
@@ -42,6 +42,9 @@ OF_STATUS = {
 Labelled = tuple[tuple[str, ...], float]
 """The values of the labels of a metric, and the value of the metric."""
 
+Series = tuple[str, ...]
+"""The name of a metric, and the values of its labels."""
+
 
 class MetricsPage:
     """Answers the requests of programs that collect metrics.
@@ -54,6 +57,7 @@ class MetricsPage:
         self._live = live
         self._answered: RunReport | None = None
         self._answers: dict[str, HttpResponse] = {}  # format -> answer for the report `_answered`
+        self._most: dict[Series, float] = {}  # counter -> its largest value so far
 
     async def reply(self, request: Request) -> HttpResponse:
         """Return the metrics, in the format that the request asks for."""
@@ -67,23 +71,32 @@ class MetricsPage:
         answers = self._answers  # during the next wait, a newer report may get answers of its own
         encode, kind = choose_encoder(request.headers.get("accept", ""))
         if kind not in answers:
-            body = await asyncio.to_thread(encode, _registry(report))
+            body = await asyncio.to_thread(encode, _Report(report, self._most))
             answers[kind] = HttpResponse(HTTPStatus.OK, body, {"Content-Type": kind})
         return answers[kind]
 
 
 class _Report(Collector):
-    def __init__(self, report: RunReport) -> None:
+    """The metrics of a report.
+
+    Prometheus takes a counter that falls for a new counter. A worker's times can fall, because a later record may say
+    that a part of its computing was something else. So such a counter keeps its largest value.
+    """
+
+    def __init__(self, report: RunReport, most: dict[Series, float]) -> None:
         self._report = report
+        self._most = most
 
     def collect(self) -> Iterator[Metric]:
-        return families(self._report)
+        for family in families(self._report):
+            if family.type == "counter":
+                family.samples = [self._risen(sample) for sample in family.samples]
+            yield family
 
-
-def _registry(report: RunReport) -> CollectorRegistry:
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Report(report))
-    return registry
+    def _risen(self, sample: Sample) -> Sample:
+        series = sample.name, *sample.labels.values()
+        value = self._most[series] = max(sample.value, self._most.get(series, 0.0))
+        return sample._replace(value=value)
 
 
 def families(report: RunReport) -> Iterator[Metric]:
