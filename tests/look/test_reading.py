@@ -17,7 +17,7 @@ from paceline.errors import ConfigurationError
 from paceline.look.page import page_of
 from paceline.look.run_reading import ReportReader, marks_of, read_report
 from paceline.sim import Cluster, Presence, SimResult
-from paceline.sync.events import WorkerFinished, WorkerJoined
+from paceline.sync.events import WorkerFinished, WorkerJoined, WorkerLost
 from paceline.sync.ticks import in_ticks
 from paceline.trace import Entry
 from paceline.trace.activity import Activity
@@ -269,6 +269,18 @@ def test_the_marks_tell_a_worker_that_left_early_from_one_that_finished_later() 
         shard.record(Entry(WorkerJoined(now_ticks=in_ticks(joined_s), worker=3, pulls=True), version=0))
         shard.record(Entry(WorkerFinished(now_ticks=in_ticks(joined_s + 1), worker=3), version=0))
     assert [mark.kind for mark in marks_of(activity, (), [3])] == ["joined", "left", "joined", "finished"]
+
+
+def test_a_lost_worker_is_marked_with_its_own_cause_even_if_earlier_losses_are_unknown() -> None:
+    activity = Activity(1)
+    shard = activity.at_shard(0)
+    for at_s in (1, 2):
+        shard.record(Entry(WorkerLost(now_ticks=in_ticks(at_s), worker=3), version=0))
+    departures = [{"worker": 3, "fate": "lost", "cause": cause} for cause in ("too early", "first", "second")]
+    assert [mark.words for mark in marks_of(activity, departures, [])] == [
+        "worker 3 was lost: first",
+        "worker 3 was lost: second",
+    ]
 
 
 @pytest.mark.parametrize("name", ["worker-notes.jsonl", "worker-0-copy.jsonl"])

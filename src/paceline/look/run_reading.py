@@ -562,7 +562,11 @@ def marks_of(
     for departure in departures:
         if departure.get("fate") == "lost":
             causes.setdefault(int(str(departure["worker"])), []).append(str(departure.get("cause", "")))
-    happenings = list(activity.happenings)
+    happenings = activity.happenings
+    # The first losses may be missing: those before training began, and those that are no longer kept.
+    known = Counter(each.worker for each in happenings if each.kind == "lost")
+    for worker, own in causes.items():
+        del own[: -known[worker]]
     finished = sum(each.kind == "finished" for each in happenings)
     early = Counter(left)
     marks = []
