@@ -35,6 +35,14 @@ WIDTHS = (380, 768, 1280, 1600)
 
 expect.set_options(timeout=60_000)  # on a busy machine, a live page asks seldom
 
+
+def without_samples() -> RunReport:
+    """Return the report of a run whose numbers of samples are unknown."""
+    report = straggler()
+    progress = tuple((at_s, 0, updates) for at_s, _, updates in report.progress)
+    return msgspec.structs.replace(report, name="without samples", progress=progress)
+
+
 MADE: dict[str, tuple[Callable[[], RunReport], ...]] = {
     "straggler": (straggler,),
     "slow link": (slow_link,),
@@ -44,6 +52,7 @@ MADE: dict[str, tuple[Callable[[], RunReport], ...]] = {
     "running": (lambda: running(straggler(), 70.0),),
     "side by side": (straggler, slow_link, failed),
     "large": (large,),
+    "one without samples": (straggler, without_samples),
 }
 
 
@@ -346,6 +355,14 @@ def test_several_runs_begin_with_the_differences_of_their_settings(visit: Callab
     assert [row.split() for row in rows[:1]] == [["--sync", "bsp", "ssp:staleness=3", "–"]]
     page.get_by_role("radio", name="slow-link").check()
     expect(page.get_by_text("the link carries 11.6 MB/s")).to_be_visible()
+
+
+def test_speeds_that_are_compared_have_the_same_unit(visit: Callable[..., Page]) -> None:
+    page = visit("one without samples")
+    speed = page.locator("figure", has=page.get_by_text("updates/s", exact=True))
+    label = speed.locator("canvas").get_attribute("aria-label") or ""
+    first, second = re.findall(r"goes from (.+?)(?:;|\.$)", label)
+    assert first == second
 
 
 def test_the_command_can_be_copied(visit: Callable[..., Page]) -> None:

@@ -119,13 +119,15 @@ function metricContent(reports, name, { axis, log, keep, zeros, left }) {
 }
 
 function speedContent(reports, { axis, log, zeros, left }, heading) {
-  const found = reports.map((report, i) => speedOf(report.progress, axis, zeros[i]));
-  fill(heading, found[0][0]);
-  const curves = found.map(([unit, points], i) => ({
-    name: reports.length > 1 ? reports[i].name : unit,
+  // All curves have the same unit. The samples of a run may be unknown.
+  const unknown = reports.some(({ progress }) => progress.length > 2 && !progress.at(-1)[1]);
+  const unit = unknown ? "updates/s" : "samples/s";
+  fill(heading, unit);
+  const curves = reports.map((report, i) => ({
+    name: reports.length > 1 ? report.name : unit,
     color: curveColor(i),
     dash: curveDash(i),
-    points,
+    points: speedOf(report.progress, unknown ? 2 : 1, axis, zeros[i]),
   }));
   return { curves, axis, log, left, from0: !log, words: "The speed of all workers together." };
 }

@@ -50,15 +50,15 @@ function smoothed(points, keep) {
   });
 }
 
-// The speed between points of the progress: [name of the unit, points], over at most `most` equal parts of the run.
-function speedOf(points, axis, zeroS, most = 120) {
+// The speed between points of the progress, over at most `most` equal parts of the run. `column` of the progress counts
+// what the speed is about.
+function speedOf(points, column, axis, zeroS, most = 120) {
   // at the end, workers may finish without further samples and updates
   const progress = points.filter(
     (point, i) => i < 1 || point[1] > points[i - 1][1] || point[2] > points[i - 1][2],
   );
   const last = progress.at(-1);
-  if (!last || !(last[0] > 0)) return ["samples/s", []];
-  const column = last[1] > 0 ? 1 : 2;
+  if (!last || !(last[0] > 0)) return [];
   const places = { time: 0, samples: 1, updates: 2 };
   const widthS = (last[0] - progress[0][0]) / Math.min(most, progress.length);
   const zero = axis === "time" ? zeroS : 0;
@@ -69,7 +69,7 @@ function speedOf(points, axis, zeroS, most = 120) {
     speeds.push({ x: point[places[axis]] - zero, y: (point[column] - from[column]) / (point[0] - from[0]) });
     from = point;
   }
-  return [column === 1 ? "samples/s" : "updates/s", speeds];
+  return speeds;
 }
 
 // The least and the largest finite y (and x) of all curves; null if no y is finite.
