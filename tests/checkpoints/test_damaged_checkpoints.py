@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import subprocess
@@ -162,6 +163,17 @@ def test_the_checkpoint_with_which_the_run_has_begun_is_kept_as_well(directory: 
     for number in (3, 4, 5):
         made.write(directory, number, keep=2, spared=2)
     assert numbers_in(directory) == [2, 4, 5]
+
+
+def test_a_checkpoint_is_complete_even_if_the_earlier_ones_cannot_be_listed(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(folder: Path) -> list[int]:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("paceline.checkpoints.writing.numbers_in", fail)
+    assert shards().write(directory, 3, keep=1) == directory / "000003"
+    assert numbers_in(directory) == [1, 2, 3]
 
 
 def test_the_next_checkpoint_removes_what_a_killed_writer_has_left(directory: Path) -> None:

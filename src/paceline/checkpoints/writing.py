@@ -186,9 +186,10 @@ class Draft:
                 await_disk(folder)
             self.path.rename(complete)
             await_disk(self._directory)
-        own = [n for n in numbers_in(self._directory) if carries(self._directory / name_of(n), self._lineage)]
         with contextlib.suppress(OSError):
             (complete / DRAFT).unlink()
+            numbers = numbers_in(self._directory)
+            own = [number for number in numbers if carries(self._directory / name_of(number), self._lineage)]
             for number in {*own[: -max(keep, 1)]} - {spared}:
                 remove(self._directory / name_of(number))
         return complete
