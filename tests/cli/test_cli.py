@@ -149,7 +149,7 @@ def test_help_and_messages_keep_their_brackets(call: Call, monkeypatch: pytest.M
     assert seen.count("paceline[tensorboard]") >= 2  # `run` and `serve`
     ended = call("run", "--dry-run", "train.py", "--only", "[red]", "[/]")
     assert ended.code == 0, ended.stderr
-    assert ended.stdout.rstrip().endswith("train.py --only [red] [/]")
+    assert ended.stdout.rstrip().endswith("train.py --only '[red]' '[/]'")
 
 
 def test_every_console_prints_text_as_it_is() -> None:

@@ -292,6 +292,32 @@ def test_a_resumed_run_keeps_the_joint_batch_on_another_number_of_workers() -> N
         torch.testing.assert_close(again.state_dict[name], expected, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.parametrize("own_loop", [False, True])
+def test_a_resumed_run_may_begin_with_a_joint_batch_that_is_too_small_for_all_workers(own_loop: bool) -> None:
+    """A worker without a part in it makes as many pushes as the others, so they meet in the same reductions."""
+
+    def train() -> None:
+        trainer = Trainer(4, items=5)
+        model = trainer.model
+        optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), model=model)
+        loader = paceline.distribute(trainer.loader)
+        for _ in range(2) if own_loop else paceline.epochs(2):
+            for x, _ in loader:
+                optimizer.zero_grad()
+                (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+                optimizer.step()
+            paceline.reduce(1.0)
+
+    cluster = Cluster(compute_s=[1.0] * 2)
+    first = simulate(cluster, "bsp", train_fn=train, joint_batch=True, cut_at_s=[1.1])
+    [cut] = first.cuts
+    assert [rest.begin for rest in cut.job.loaders[0].epochs] == [4]
+    cluster = Cluster(compute_s=[1.0] * 3)
+    again = simulate(cluster, "bsp", train_fn=train, joint_batch=True, resumed=cut)
+    for name, expected in (first.state_dict or {}).items():
+        torch.testing.assert_close((again.state_dict or {})[name], expected, rtol=1e-9, atol=1e-11)
+
+
 def test_a_prepared_schedule_advances_as_in_one_process() -> None:
     rates: dict[str, list[float]] = {"alone": [], "run": []}
 

@@ -343,11 +343,12 @@ class DistributedLoader(Generic[T]):
                 taken = part.taken.popleft()
                 assert taken is not None
                 if taken.batch is None:
-                    self.is_last = True
+                    self._look_ahead(ahead, batches)
                     times.draw()
                     with repeated(self._session, self._go_on):
                         yield cast(T, loaded)
                     times.ask()
+                    self._count_pushes(resumption_of(self._session).steps)
                     continue
                 resumption_of(self._session).restored = None
                 self.position.draw(taken.batch)
@@ -358,19 +359,24 @@ class DistributedLoader(Generic[T]):
                 for bar in bars:
                     begun = max(self.position.joint_batches - part.before, 1)
                     bar.total = expected_batches(drawn, begun, len(part))
-                if self.knows_end:
-                    ahead.append(next(batches, END))
-                    self.is_last = ahead[0] is END
+                self._look_ahead(ahead, batches)
                 before = self._session.core.iteration
                 times.draw()
                 yield cast(T, loaded)
                 times.ask()
-                pushes = self._session.core.iteration - before
-                self._pushes = pushes if self._pushes is None else min(pushes, self._pushes)
+                self._count_pushes(self._session.core.iteration - before)
             self._sit_out(place, give_state)
             self.position.complete(epoch)
             for bar in bars:
                 bar.total = drawn
+
+    def _look_ahead(self, ahead: list[Any], batches: Iterator[T]) -> None:
+        if self.knows_end:
+            ahead.append(next(batches, END))
+            self.is_last = ahead[0] is END
+
+    def _count_pushes(self, pushes: int) -> None:
+        self._pushes = pushes if self._pushes is None else min(pushes, self._pushes)
 
     def begin_at(self, batches: int) -> None:
         """Let the next pass leave out the first batches of its epoch, for example because an earlier run has used them.
@@ -651,6 +657,9 @@ class SourcePart:
         is_empty = True
         while (batch := self._take(epoch)) is not None:
             if not batch.size:
+                if self._must_begin:
+                    self._fresh = is_empty = False
+                    yield self._repeat(epoch)
                 self.taken.append(None)
                 continue
             if batch.epoch == epoch and batch.start < skips:
@@ -667,11 +676,23 @@ class SourcePart:
                 self.taken.append(Taken(batch, len(items), source.samples(items)))
                 yield items
         if is_empty and (self.never_empty or self._fresh) and self._is_repeatable:
-            items = self._order(epoch).items(0, source.batch)
-            self.taken.append(Taken(None, len(items), source.samples(items)))
             self.expected = 1
-            yield items
+            yield self._repeat(epoch)
         self._fresh = False
+
+    def _repeat(self, epoch: int) -> list[Any]:
+        """Return the items of the first batch of an epoch, as a repeated batch."""
+        items = self._order(epoch).items(0, self._source.batch)
+        self.taken.append(Taken(None, len(items), self._source.samples(items)))
+        return items
+
+    @property
+    def _must_begin(self) -> bool:
+        """True if this worker has no part in the first joint batch of a resumed run, and does not train yet.
+
+        The other workers wait for its push. So the script repeats a batch, with which it begins to train.
+        """
+        return self._fresh and self._session.resumed > 0 and training_of(self._session) is None
 
     @property
     def _is_repeatable(self) -> bool:

@@ -258,7 +258,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._training.require_not_idle("step()")
         self._training.require_training_mode(self._set_index, "step()")
         self._training.require_same(self._set_index, self._parameters())
-        if resumption_of(session).repeats:
+        if (resumption := resumption_of(session)).repeats:
+            resumption.steps += 1
             self._clip.clear()
             if closure is not None and not computed:
                 with torch.enable_grad():

@@ -616,7 +616,8 @@ class _Resumption:
         state: the state of the script; None if there is nothing to restore, or nothing more to restore. See
             `worker_state`.
         restored: the state that was restored last, until the script gets a batch; None if there is no such state.
-        repeats: True while the script repeats a batch only to set its variables again. See `repeated`.
+        repeats: True while the script repeats a batch in which its steps do nothing. See `repeated`.
+        steps: number of these steps in the batch that the script has repeated last.
         buffers: the values of the buffers of this worker's model in the earlier run, by their descriptions; {} once
             training has begun.
     """
@@ -626,6 +627,7 @@ class _Resumption:
         self.state: Mapping[str, Any] | None = None
         self.restored: Mapping[str, Any] | None = None
         self.repeats = False
+        self.steps = 0
         self.buffers: Mapping[str, torch.Tensor] = {}
 
     def take_buffers(self, specs: Iterable[BufferSpec]) -> dict[str, torch.Tensor]:

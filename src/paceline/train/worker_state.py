@@ -256,12 +256,15 @@ def restore(
 
 @contextmanager
 def repeated(session: Session, go_on: Callable[[Mapping[str, Any]], None]) -> Iterator[None]:
-    """Return a context in which a resumed script repeats a batch only to set its variables again.
+    """Return a context in which a script repeats a batch only to set its variables again, or to begin to train.
 
     A run may be cut while its script evaluates the model after the last batch of an epoch. The resumed script comes to
     the evaluation again, although nothing is left of the epoch. The evaluation may use a variable that the script sets
     for each batch. So the script repeats one batch, in which its steps do nothing. At the end of the context, the state
     of the script is restored.
+
+    A resumed run may also begin with a joint batch that is too small for all workers, because it is the rest of an
+    epoch. A worker without a part in this joint batch repeats a batch, in which it begins to train.
 
     Args:
         session: the session of the worker.
@@ -269,7 +272,7 @@ def repeated(session: Session, go_on: Callable[[Mapping[str, Any]], None]) -> It
     """
     resumption = resumption_of(session)
     held = resumption.restored or resumption.state
-    resumption.repeats = True
+    resumption.repeats, resumption.steps = True, 0
     try:
         yield
     finally:
