@@ -16,6 +16,7 @@ OTHER_TENSORS = {
     "shard/device_queue.py": "locks memory of the host, which a driver knows by its address",
     "train/generator_states.py": "writes the state of NumPy's generator, which is in the memory of the host",
     "train/collectives.py": "recognizes tensors that share memory by their address, and reads no memory",
+    "integrations/accelerate.py": "recognizes tied tensors by their address, and reads no memory",
     "integrations/lightning.py": "notices new values of metrics by their address, and reads no memory",
     "start/processes/program.py": "writes the title of the process",
 }

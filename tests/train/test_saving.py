@@ -61,24 +61,6 @@ def test_the_file_is_that_of_torch_with_the_usual_permissions(tmp_path: Path) ->
     assert sorted(tmp_path.iterdir()) == [path, other]
 
 
-def test_a_part_of_the_model_is_saved_and_copied_without_the_other_weights(
-    run_on_threads: RunOnThreads, tmp_path: Path
-) -> None:
-    def train() -> None:
-        model = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 1))
-        optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        for _ in range(2):
-            optimizer.zero_grad()
-            model(torch.ones(2, 100)).sum().backward()
-            optimizer.step()
-        torch.save(model[1].state_dict(), tmp_path / "part.pt")
-        twin = copy.deepcopy(model[1].state_dict())["weight"]
-        assert (tmp_path / "part.pt").stat().st_size < 10_000
-        assert twin.untyped_storage().nbytes() == twin.nbytes
-
-    run_on_threads(train, workers=1)
-
-
 def test_a_link_stays_a_link(tmp_path: Path) -> None:
     path, link = tmp_path / "model.pt", tmp_path / "best.pt"
     link.symlink_to(path)

@@ -19,6 +19,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -55,6 +56,31 @@ DIVIDING = (
 
 SITE = "accelerate"
 """Name of the place at which loaders are distributed. It is the same in all workers."""
+
+
+@contextmanager
+def apart(model: nn.Module) -> Iterator[None]:
+    """Return a context in which the `state_dict()` of a model contains copies of the model's tensors.
+
+    In a run, all parameters are views of one vector. Functions that write safetensors files consider such tensors to be
+    tied, and leave these tensors out or refuse to write them. Tensors that are tied in the model remain tied.
+    """
+    if current() is None:
+        yield
+        return
+
+    def copied(_: object, state: dict[str, Any], prefix: str, metadata: object) -> None:
+        copies: dict[tuple[Any, ...], torch.Tensor] = {}
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                key = value.data_ptr(), value.dtype, tuple(value.shape), tuple(value.stride())
+                state[name] = copies.setdefault(key, value.clone()) if value.numel() else value
+
+    hook = model.register_state_dict_post_hook(copied)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 class JobAccelerator(accelerate.Accelerator):
@@ -161,6 +187,10 @@ class JobAccelerator(accelerate.Accelerator):
             for _, distributed in self._optimizers_of_job
             if any(id(each) in given for group in distributed.param_groups for each in group["params"])
         ]
+
+    def get_state_dict(self, model: Any, *arguments: Any, **options: Any) -> Any:
+        with apart(model):
+            return super().get_state_dict(model, *arguments, **options)
 
     def step_with_rest(self) -> bool:
         """Make a step with the gradients that were accumulated since the last step; return True if there were any."""

@@ -62,7 +62,7 @@ from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
 from transformers.trainer_callback import ExportableState, ProgressCallback  # noqa: E402
 from transformers.trainer_utils import get_last_checkpoint, has_length  # noqa: E402
 
-from .accelerate import AroundLoader, JobAccelerator  # noqa: E402
+from .accelerate import AroundLoader, JobAccelerator, apart  # noqa: E402
 
 T = TypeVar("T", bound=transformers.Trainer)
 
@@ -856,7 +856,10 @@ class JobTrainer:
     is_local_process_zero = is_world_process_zero
 
     def save_model(self, *arguments: Any, **options: Any) -> None:
-        if is_main():
+        trainer: Any = self
+        if not is_main():
+            return
+        with apart(trainer.model):
             super().save_model(*arguments, **options)  # type: ignore[misc]
 
     def push_to_hub(self, *arguments: Any, **options: Any) -> Any:

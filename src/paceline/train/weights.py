@@ -89,7 +89,7 @@ class Weights:
         """
         self._stager = stager
         vectors = stager.weights
-        self._views = list(map(with_own_storage, parameter_views(self._layout, vectors)))
+        self._views = parameter_views(self._layout, vectors)
         changed = []
         here = [index for index in range(len(self._parameters)) if index not in self._apart]
         for index in here:
@@ -671,17 +671,6 @@ def point_at(parameters: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) 
     with _unsafe_preserve_version_counter(tuple(parameters)):
         for parameter, view in zip(parameters, views, strict=True):
             parameter.data = view
-
-
-def with_own_storage(view: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with the memory of a view, and with a storage that contains only this memory.
-
-    torch saves and copies a tensor together with its whole storage. With the storage of a flat vector, a file with one
-    layer would contain all weights, and safetensors would consider all parameters to be tied.
-    """
-    start = view.storage_offset() * view.itemsize
-    storage = view.untyped_storage()[start : start + view.nbytes]
-    return torch.empty(0, dtype=view.dtype, device=view.device).set_(storage, 0, view.shape, view.stride())
 
 
 def is_at(tensor: torch.Tensor, view: torch.Tensor) -> bool:
