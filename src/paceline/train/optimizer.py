@@ -106,10 +106,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         >>> optimizer.step()  # outside a run, as in this example, the same as SGD's own step()
     """
 
-    # A copy has no session, so the copy trains alone.
-    _session: Session | None = None
-    _training: WorkerTraining | None = None  # created by the first forward pass of a run
-
     def __init__(
         self, optimizer: torch.optim.Optimizer, *, model: nn.Module | Sequence[nn.Module] | None = None
     ) -> None:
@@ -133,6 +129,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # which takes long
         self._found: tuple[nn.Module, ...] = ()
         self._session = session
+        self._training: WorkerTraining | None = None  # created by the first forward pass of a run
         # How the gradient of the next step is clipped: a list of at most one entry. The list is changed in place,
         # because Lightning and Fabric wrap an optimizer in an object that reads the optimizer's attributes, but an
         # assignment to the object does not reach the optimizer.
@@ -491,7 +488,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._wait_for_forward(self._session)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_wrapped": self._wrapped}
+        # A copy has no session, so the copy trains alone.
+        return {**super().__getstate__(), "_wrapped": self._wrapped, "_session": None, "_training": None}
 
     def __getattr__(self, name: str) -> Any:
         """Return a public attribute of the wrapped optimizer that this class does not have.
