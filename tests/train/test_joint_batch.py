@@ -301,6 +301,7 @@ def test_a_resumed_run_may_begin_with_a_joint_batch_that_is_too_small_for_all_wo
         model = trainer.model
         optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), model=model)
         loader = paceline.distribute(trainer.loader)
+        paceline.checkpoint()
         for _ in range(2) if own_loop else paceline.epochs(2):
             for x, _ in loader:
                 optimizer.zero_grad()
@@ -309,7 +310,7 @@ def test_a_resumed_run_may_begin_with_a_joint_batch_that_is_too_small_for_all_wo
             paceline.reduce(1.0)
 
     cluster = Cluster(compute_s=[1.0] * 2)
-    first = simulate(cluster, "bsp", train_fn=train, joint_batch=True, cut_at_s=[1.1])
+    first = simulate(cluster, "bsp", train_fn=train, joint_batch=True)
     [cut] = first.cuts
     assert [rest.begin for rest in cut.job.loaders[0].epochs] == [4]
     cluster = Cluster(compute_s=[1.0] * 3)

@@ -12,7 +12,7 @@ import logging
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from hashlib import blake2b
 from pathlib import Path
 from types import FrameType
@@ -315,25 +315,27 @@ class DistributedLoader(Generic[T]):
             times.end()
 
     def _batches(self, times: _PassTimes) -> Iterator[T]:
-        loop, part = active_loop(self._session), self._part
-        hold_job_model(self._session)
+        session, part = self._session, self._part
+        loop = active_loop(session)
+        hold_job_model(session)
         part.expect_batches()
-        begin_resumed(self._session)
+        begin_resumed(session)
         if loop is None:
-            update_main(self._session)
+            update_main(session)
         epoch = part.next_epoch
         place = BatchSite(self.position.name, epoch)
         if self._generator is not None:
-            self._generator.manual_seed(loader_seed(self._session, epoch))
-        part.is_finished = resumption_of(self._session).lies_beyond(place)
-        with self.position.making_a_pass(self._session, epoch - part.skipped, dynamic=part.is_dynamic):
+            self._generator.manual_seed(loader_seed(session, epoch))
+        resumption = resumption_of(session)
+        part.is_finished = resumption.lies_beyond(place)
+        with self.position.making_a_pass(session, epoch - part.skipped, dynamic=part.is_dynamic):
             bars = bars_over(self) if part.is_dynamic and part.size is not None else ()
             drawn = 0
             batches = iter(self._loaded)  # a `DataLoader` draws the seed of its processes here
-            restore(self._session, place, self._go_on)
+            restore(session, place, self._go_on)
             ahead: list[Any] = []  # the next batch, or END, if it is loaded already
             while True:
-                give_state = at_boundary(self._session, place, self._content)
+                give_state = at_boundary(session, place, self._content)
                 if (loaded := ahead.pop() if ahead else next(batches, END)) is END:
                     break
                 if loop is not None and loop.over:
@@ -342,41 +344,34 @@ class DistributedLoader(Generic[T]):
                 give_state()
                 taken = part.taken.popleft()
                 assert taken is not None
-                if taken.batch is None:
-                    self._look_ahead(ahead, batches)
-                    times.draw()
-                    with repeated(self._session, self._go_on):
-                        yield cast(T, loaded)
-                    times.ask()
-                    self._count_pushes(resumption_of(self._session).steps)
-                    continue
-                resumption_of(self._session).restored = None
-                self.position.draw(taken.batch)
-                self._session.core.data.draw(
-                    part.number, taken.positions, taken.samples, _held(loaded), part.share_until(taken.batch)
-                )
-                drawn += 1
-                for bar in bars:
-                    begun = max(self.position.joint_batches - part.before, 1)
-                    bar.total = expected_batches(drawn, begun, len(part))
-                self._look_ahead(ahead, batches)
-                before = self._session.core.iteration
+                if taken.batch is not None:
+                    resumption.restored = None
+                    self.position.draw(taken.batch)
+                    session.core.data.draw(
+                        part.number,
+                        taken.positions,
+                        taken.samples,
+                        _held(loaded),
+                        part.share_until(taken.batch),
+                    )
+                    drawn += 1
+                    for bar in bars:
+                        begun = max(self.position.joint_batches - part.before, 1)
+                        bar.total = expected_batches(drawn, begun, len(part))
+                if self.knows_end:
+                    ahead.append(next(batches, END))
+                    self.is_last = ahead[0] is END
+                before = session.core.iteration + resumption.steps
                 times.draw()
-                yield cast(T, loaded)
+                with repeated(session, self._go_on) if taken.batch is None else nullcontext():
+                    yield cast(T, loaded)
                 times.ask()
-                self._count_pushes(self._session.core.iteration - before)
+                pushes = session.core.iteration + resumption.steps - before
+                self._pushes = pushes if self._pushes is None else min(pushes, self._pushes)
             self._sit_out(place, give_state)
             self.position.complete(epoch)
             for bar in bars:
                 bar.total = drawn
-
-    def _look_ahead(self, ahead: list[Any], batches: Iterator[T]) -> None:
-        if self.knows_end:
-            ahead.append(next(batches, END))
-            self.is_last = ahead[0] is END
-
-    def _count_pushes(self, pushes: int) -> None:
-        self._pushes = pushes if self._pushes is None else min(pushes, self._pushes)
 
     def begin_at(self, batches: int) -> None:
         """Let the next pass leave out the first batches of its epoch, for example because an earlier run has used them.
@@ -657,7 +652,9 @@ class SourcePart:
         is_empty = True
         while (batch := self._take(epoch)) is not None:
             if not batch.size:
-                if self._must_begin:
+                if self._fresh and session.resumed and training_of(session) is None:
+                    # A resumed run may begin with a joint batch that is too small for all workers. The other workers
+                    # wait for a push of this worker, so its script must begin to train.
                     self._fresh = is_empty = False
                     yield self._repeat(epoch)
                 self.taken.append(None)
@@ -685,14 +682,6 @@ class SourcePart:
         items = self._order(epoch).items(0, self._source.batch)
         self.taken.append(Taken(None, len(items), self._source.samples(items)))
         return items
-
-    @property
-    def _must_begin(self) -> bool:
-        """True if this worker has no part in the first joint batch of a resumed run, and does not train yet.
-
-        The other workers wait for its push. So the script repeats a batch, with which it begins to train.
-        """
-        return self._fresh and self._session.resumed > 0 and training_of(self._session) is None
 
     @property
     def _is_repeatable(self) -> bool:

@@ -617,7 +617,7 @@ class _Resumption:
             `worker_state`.
         restored: the state that was restored last, until the script gets a batch; None if there is no such state.
         repeats: True while the script repeats a batch in which its steps do nothing. See `repeated`.
-        steps: number of these steps in the batch that the script has repeated last.
+        steps: number of these steps.
         buffers: the values of the buffers of this worker's model in the earlier run, by their descriptions; {} once
             training has begun.
     """

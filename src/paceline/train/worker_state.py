@@ -272,7 +272,7 @@ def repeated(session: Session, go_on: Callable[[Mapping[str, Any]], None]) -> It
     """
     resumption = resumption_of(session)
     held = resumption.restored or resumption.state
-    resumption.repeats, resumption.steps = True, 0
+    resumption.repeats = True
     try:
         yield
     finally:
