@@ -595,6 +595,27 @@ def test_alone_a_copy_goes_on_as_a_copy_of_the_wrapped_optimizer_does(how: Calla
         assert_same(weights, expected)
 
 
+def test_an_object_around_the_optimizer_has_its_attributes(run_on_threads: RunOnThreads) -> None:
+    """Lightning's object is of a subclass, so an attribute of the class would hide the optimizer's own."""
+
+    class Around:
+        def __init__(self, optimizer: DistributedOptimizer) -> None:
+            self._optimizer = optimizer
+            self.__class__ = type("Around", (Around, DistributedOptimizer), {})
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._optimizer, name)
+
+    def train() -> bool:
+        model = net()
+        optimizer = DistributedOptimizer(sgd(model), model=model)
+        step(model, optimizer)
+        around = Around(optimizer)
+        return all(getattr(around, name) is value for name, value in vars(optimizer).items())
+
+    assert set(run_on_threads(train).results.values()) == {True}
+
+
 def test_in_a_run_a_copy_trains_by_itself(run_on_threads: RunOnThreads) -> None:
     def train() -> int:
         model = net()
