@@ -806,6 +806,9 @@ class VirtualSession(Session):
     def _share(self, bounds: ShardSlice, set_index: int | None) -> float:
         """Return which share of a shard's bytes is pushed: a parameter set, with rows in place of sparse gradients."""
         codec = self._training.wire.gradients
+        share = share_of_set(bounds, set_index, codec)
+        if not self._sparse:
+            return share
         own = bounds if set_index is None else bounds.of_set(set_index)
         saved = 0
         for segment in own.segments:
@@ -817,7 +820,7 @@ class VirtualSession(Session):
                 rows = changed_rows(values, segment.offset, row_size)
                 sent = rows * INDEX_BYTES + encoded_bytes(segment.dtype, rows * row_size, codec)
                 saved += max(0, encoded_bytes(segment.dtype, values.numel(), codec) - sent)
-        return share_of_set(bounds, set_index, codec) - saved / max(1, bounds.encoded_bytes(codec))
+        return share - saved / max(1, bounds.encoded_bytes(codec))
 
     def _leave_iteration(self) -> None:
         """Prepare for a call between two iterations, after which all parameter sets are pulled."""
