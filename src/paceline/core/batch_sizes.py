@@ -486,7 +486,9 @@ class LeaseSizes:
             steady: True to keep the sizes of earlier joint batches, unless it is worthwhile to change them.
         """
         served = members[: max(total // self.least, 1)]
-        least, most = min(self.least, total), order.most and max(order.most, -(-total // len(served)))
+        least, most = min(self.least, total), order.most
+        if most is not None:  # one part must have this size if all parts are as equal as possible
+            most = max(most, *divide_evenly(total, len(served)))
         if order.balanced:
             divide = self.balanced.of if steady else self.balanced.divide
             sizes = divide(served, total, least=least, most=most)

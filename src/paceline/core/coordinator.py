@@ -320,11 +320,8 @@ class Coordinator:
         If a change of the sync model is published after a worker has made its call, the worker also pushes until it has
         passed the boundary of the change.
         """
-        return {
-            each
-            for each, made in self.collectives.waiting.copy().items()
-            if made.may_push or self.job_sync.awaits(each)
-        }
+        waiting = self.collectives.waiting.copy()
+        return {each for each, made in waiting.items() if made.may_push or self.job_sync.awaits(each)}
 
     @property
     def unable_to_begin(self) -> bool:
@@ -431,11 +428,9 @@ class Coordinator:
 
     def expects_model(self, peer: Peer) -> bool:
         """Return True if this peer is a connected worker that has yet to register its model."""
-        return (
-            peer.role == "worker"
-            and peer.index in self._connected.difference(self._registered, self.members.gone)
-            and (self.model is None or peer.index in self.members.invited)
-        )
+        unregistered = peer.index in self._connected and peer.index not in self._registered
+        expected = self.model is None or peer.index in self.members.invited
+        return peer.role == "worker" and unregistered and expected and peer.index not in self.members.gone
 
     def connected(self, peer: Peer, now_ticks: int, address: str = "", incarnation: int = 0) -> list[Request]:
         """Record that a worker has connected, or that a server has connected and listens at `address`."""

@@ -330,9 +330,7 @@ class Hub(Generic[P]):
         """Start watching a new connection. Raise `OSError` if the peer has already closed the connection."""
         try:
             stream: Stream[Message] = Stream(
-                sock
-                if (known := self._known) is None
-                else SecureSocket(sock, known, Preface(self._target, known.mark), server_side=True),
+                sock if self._known is None else self._secured(sock, self._known),
                 first_phase("", self._role),
                 trusted=False,
                 takes_descriptor=sock.family == socket.AF_UNIX,
@@ -348,6 +346,9 @@ class Hub(Generic[P]):
         self.peers.add(peer)
         self._pending.add(peer)
         return peer
+
+    def _secured(self, sock: socket.socket, known: Contexts) -> SecureSocket:
+        return SecureSocket(sock, known, Preface(self._target, known.mark), server_side=True)
 
     def _serve(self, peer: P, events: int) -> None:
         peer.moved_s = time.monotonic()

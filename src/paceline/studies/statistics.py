@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from math import exp
 from statistics import fmean, median
 from typing import NamedTuple, TypeVar
 
@@ -366,7 +365,7 @@ def _boundary(holds: Callable[[float], bool], farthest: float) -> float:
 
 
 def _ratio(logs: Difference) -> Ratio:
-    return Ratio(exp(logs.value), exp(logs.low), exp(logs.high), logs.p)
+    return Ratio(math.exp(logs.value), math.exp(logs.low), math.exp(logs.high), logs.p)
 
 
 def _log_ratio(one: float, other: float) -> float:
@@ -387,7 +386,7 @@ def _by_signs(logs: Sequence[float]) -> Ratio:
     low, high = (logs[outside], logs[count - 1 - outside]) if outside >= 0 else (-math.inf, math.inf)
     above, below = sum(value > 0 for value in logs), sum(value < 0 for value in logs)
     p = float(stats.binomtest(above, above + below).pvalue) if above + below else 1.0
-    return Ratio(exp(median(logs)), exp(low), exp(high), p)
+    return Ratio(math.exp(median(logs)), math.exp(low), math.exp(high), p)
 
 
 def _text(ratio: float) -> str:

@@ -489,7 +489,7 @@ class ConditionMachine(ShardMachine):
             return False
         if self._pushed:
             return self._push_condition(PushState(self.counts, self.v_train, self._pushed, self._coming))
-        return 0 < len(self._coming) == self.counts.live_count
+        return bool(self._coming) and len(self._coming) == self.counts.live_count
 
     def _apply_mean(self) -> list[AnyAction]:
         if not self._held:

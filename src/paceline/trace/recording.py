@@ -718,6 +718,7 @@ class KeptTraces(msgspec.Struct, frozen=True):
         kept, colon, size = text.partition(":")
         if kept not in KEPT:
             raise unknown_name("traces", text, KEPT)
+        # Twelve digits are more megabytes than any disk has, and fit in a message.
         if colon and not (kept == "recent" and re.fullmatch("[0-9]{1,12}", size) and int(size) > 0):
             raise ConfigurationError(
                 f"traces is {text!r}, expected a number of megabytes only for recent traces, such as 'recent:500'."
