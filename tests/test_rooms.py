@@ -195,7 +195,7 @@ def test_benchmarks_import_only_the_quoted_numbers_from_reproductions() -> None:
 
 MOST = Structure(
     modules=226,
-    nodes=348_839,
+    nodes=348_822,
     names_over_borders=4_264,
     edges=1_660,
     with_one_importer=35,
