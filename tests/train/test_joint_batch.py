@@ -292,8 +292,10 @@ def test_a_resumed_run_keeps_the_joint_batch_on_another_number_of_workers() -> N
         torch.testing.assert_close(again.state_dict[name], expected, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("own_loop", [False, True])
-def test_a_resumed_run_may_begin_with_a_joint_batch_that_is_too_small_for_all_workers(own_loop: bool) -> None:
+@pytest.mark.parametrize(("own_loop", "joins_at_s"), [(False, 0.0), (True, 0.0), (False, 0.2), (False, 1.3)])
+def test_a_resumed_run_may_begin_with_a_joint_batch_that_is_too_small_for_all_workers(
+    own_loop: bool, joins_at_s: float
+) -> None:
     """A worker without a part in it makes as many pushes as the others, so they meet in the same reductions."""
 
     def train() -> None:
@@ -302,7 +304,7 @@ def test_a_resumed_run_may_begin_with_a_joint_batch_that_is_too_small_for_all_wo
         optimizer = paceline.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), model=model)
         loader = paceline.distribute(trainer.loader)
         paceline.checkpoint()
-        for _ in range(2) if own_loop else paceline.epochs(2):
+        for _ in range(4) if own_loop else paceline.epochs(4):
             for x, _ in loader:
                 optimizer.zero_grad()
                 (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
@@ -313,7 +315,8 @@ def test_a_resumed_run_may_begin_with_a_joint_batch_that_is_too_small_for_all_wo
     first = simulate(cluster, "bsp", train_fn=train, joint_batch=True)
     [cut] = first.cuts
     assert [rest.begin for rest in cut.job.loaders[0].epochs] == [4]
-    cluster = Cluster(compute_s=[1.0] * 3)
+    late = {2: Presence(joins_at_s=joins_at_s)} if joins_at_s else {}
+    cluster = Cluster(compute_s=[1.0] * 3, presence=late)
     again = simulate(cluster, "bsp", train_fn=train, joint_batch=True, resumed=cut)
     for name, expected in (first.state_dict or {}).items():
         torch.testing.assert_close((again.state_dict or {})[name], expected, rtol=1e-9, atol=1e-11)
