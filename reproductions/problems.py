@@ -189,7 +189,14 @@ def mean_loss(
 
 
 def _mean(network: nn.Module, images: Dataset[Any], count: int, total: Callable[..., torch.Tensor]) -> float:
-    """Return the mean over the first images, given the function that maps a batch's outputs and labels to a sum."""
+    """Return the mean of a quantity over the first images.
+
+    Args:
+        network: the network.
+        images: the images and their labels.
+        count: number of images.
+        total: returns the sum of the quantity over a batch, from the network's outputs and the labels.
+    """
     network.eval()
     with torch.inference_mode(), torch.random.fork_rng(devices=[]):
         totals = [total(network(inputs), labels) for inputs, labels in _chunks(images, count)]

@@ -21,7 +21,10 @@ PAIRS = tuple(
     (letters.split(", "), int(inverse), int(s))
     for letters, (inverse, s) in FLUENT_PS.tables["fig9-models"].rows.items()
 )
-"""The pairs that Fig. 9 compares: the letters of a PSSP model and an SSP model with the same regret bound, 1/c, s."""
+"""The pairs that Fig. 9 compares: a PSSP model and an SSP model that have the same regret bound.
+
+Each entry is (letters of the two models, 1/c of the PSSP model, s of the SSP model).
+"""
 
 
 def _uniform(mean_s: float) -> Uniform:

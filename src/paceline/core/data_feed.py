@@ -112,9 +112,9 @@ class DataFeed:
     def samples(self) -> int | None:
         """Number of samples in the next push. May be set if the script knows the number.
 
-        Otherwise, the samples are counted in the batches of the loader from which the script had drawn last when it
-        accumulated a gradient for this push or, without such a gradient, of the loader from which it has drawn last.
-        None if the number is unknown, or if there are no such batches.
+        Otherwise, the samples in the batches of one loader are counted. If the script has accumulated a gradient for
+        this push, this is the loader from which the script had drawn last at that time. If not, this is the loader
+        from which the script has drawn last by now. None if the number is unknown, or if there are no such batches.
         """
         feed = self._accumulated or self._last
         if self._samples is not None or feed is None:

@@ -587,10 +587,11 @@ class Edits:
 # again. Held pushes are not part of the cut, and their data is returned.
 #
 # Nothing waits for a cut, and a cut waits for everything else: a cut begins when no reconfiguration is in progress, and
-# after the coordinator has decided about the pushes of all lost workers. A cut needs the state of a script, so it also
-# waits while no worker takes part, unless a script has ended. If a reconfiguration begins, or a worker is lost, before
-# all shards have been cut, the cut begins again with the next number. From the beginning of a cut to its end, the
-# ledger settles no positions, so the ledger still knows what every worker has received.
+# after the coordinator has decided about the pushes of all lost workers. A cut needs the state of at least one script.
+# So a cut also waits while no worker takes part, unless a script has ended: its last state is kept. If a
+# reconfiguration begins, or a worker is lost, before all shards have been cut, the cut begins again with the next
+# number. From the beginning of a cut to its end, the ledger settles no positions, so the ledger still knows what every
+# worker has received.
 #
 # The hosts of the shards copy what has been cut (`TakeCut`), and the host of the coordinator writes the copies
 # (`SaveCut`). The cut is whole when every worker that is still present has given the state of its script

@@ -354,7 +354,7 @@ class Worker:
         samples, again = None if idle else data.samples, False
         weight = None if idle else data.weight
         if flags.set_index is not None and not idle:
-            # A step of another optimizer with the same batch has the same weight in a mean.
+            # If another optimizer steps without a new batch, its push counts the samples of the previous batch again.
             if samples is None and not data.has_drawn:
                 samples, again = self._batch_samples, self._batch_samples is not None
             self._batch_samples = samples
@@ -728,7 +728,7 @@ def _require_clippable(models: Sequence[SyncModel]) -> None:
     if not agree_on_means(models):
         raise SyncRefusedError(
             f"clip_grad_norm() needs the norm of the mean of the workers' gradients, but under {notation(models)}, "
-            "the shards may average the gradients of different workers, so this norm is not known. Use bsp, "
-            "elastic-bsp or a model that applies each gradient on arrival, such as asp, for all shards; or clip each "
-            "worker's own gradient with torch.nn.utils.clip_grad_norm_()."
+            "each shard may average the gradients of a different set of workers, so there is no mean of all shards. "
+            "Use bsp, elastic-bsp or a model that applies each gradient on arrival, such as asp, for all shards; or "
+            "clip each worker's own gradient with torch.nn.utils.clip_grad_norm_()."
         )

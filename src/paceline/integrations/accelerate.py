@@ -140,7 +140,8 @@ class JobAccelerator(accelerate.Accelerator):
         """Limit the norm of the gradient that the next step applies. See `DistributedOptimizer.clip_grad_norm`.
 
         Raises:
-            UsageError: `norm_type` is not 2, or the parameters are not all parameters of one optimizer.
+            UsageError: `norm_type` is not 2, the parameters belong to several optimizers, or some parameters of their
+                optimizer are missing.
         """
         if current() is None:
             return super().clip_grad_norm_(parameters, max_norm, norm_type=norm_type)

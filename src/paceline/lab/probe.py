@@ -38,7 +38,7 @@ from paceline.train.sources import length_of
 from paceline.train.training import how_to_distribute, unwatch_steps
 
 PATIENCE = 10
-"""A script whose scheduler needs a metric, and was not stepped yet, may make this many times `iterations` steps."""
+"""Factor by which the limit of `iterations` steps grows while a scheduler that needs a metric has not been stepped."""
 
 LEAST_COMPARED = 4
 """Minimum size of a batch in which a loss is recognized as one that compares the samples with one another.

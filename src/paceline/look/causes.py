@@ -698,7 +698,7 @@ def _fewer_bytes(evidence: Evidence, workers: Collection[int]) -> list[str]:
     """Return what helps against a slow link of these workers."""
     ends = (end for link in evidence.links for end in (link.sender, link.receiver))
     machines = {*ends, *(each.machine for each in evidence.workers), *evidence.server_machines} - {""}
-    # Besides these remote servers, there is one server on the serving machine: one machine more than now.
+    # The advice is to use one machine more for servers than now: the serving machine and `remote` other machines.
     remote = len(evidence.server_machines) or evidence.servers
     others = "the other machine" if len(machines) == 2 else f"{remote} of the other machines"
     servers = (

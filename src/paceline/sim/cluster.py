@@ -62,8 +62,8 @@ class Cluster:
             handles one message after another. Default: no time.
         update_s: time that a server would take for one update, that is, for one optimizer step, of all parameters.
             For a shard, the time is proportional to the shard's share, as for `apply_s`. A server that applies each
-            push makes one update per push. A server that applies means makes one update for all pushes of a mean.
-            Answers leave, and further messages are handled, after the update. Default: no time.
+            push makes one update per push. A server that applies the mean of several pushes makes one update for all
+            of these pushes. Answers leave, and further messages are handled, after the update. Default: no time.
         pauses: pauses that strike several workers at the same time (`paceline.sim.Pause`).
         uplinks: links that several workers share (`paceline.sim.Uplink`).
         outside: mapping from worker to `Outside`, for workers whose scripts also do something other than training.

@@ -1145,7 +1145,7 @@ def _in_any_order(model: SyncModel) -> bool:
 
 
 def _may_hold(model: SyncModel) -> bool:
-    """Return True if a shard with this model may hold pushes, even after a user's condition has failed."""
+    """Return True if a shard may hold pushes, under this model or under its substitute after a condition has failed."""
     machine = model.at_shard()
     averages = isinstance(machine, ConditionMachine) and machine.averages
     return averages or isinstance(model, ElasticBSP | Conditions)

@@ -655,7 +655,7 @@ def require_known(modules: Iterable[str], where: object, folders: Sequence[str] 
 
     Args:
         modules: names of modules.
-        where: what names the modules, for the error message.
+        where: the run directory or the trace that names the modules, for the error message.
         folders: the folders from which they would be imported, if these are known.
 
     Raises:

@@ -348,7 +348,7 @@ class Contributed(Message):
 class StoodIn(Message):
     """In lockstep, a worker makes its remaining steps in earlier or later iterations than the other workers.
 
-    For example, the worker has pushed without a gradient while its script was evaluating the model.
+    The reason is, for example, that the worker has pushed without a gradient while its script evaluated the model.
     """
 
 
