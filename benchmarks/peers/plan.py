@@ -104,7 +104,7 @@ SYSTEMS = {
     "ddp-by-hand": System("DDP, shares by hand", "collectives", False, {"equal": "as DDP", **ENDS}, "ddp"),
     "post-local-sgd": System("PostLocalSGD, H 4", "collectives", False, ENDS),
     "accelerate-local-sgd": System("Accelerate LocalSGD, H 8", "collectives", False, ENDS),
-    "torchft-ddp": System("torchft DDP", "with_torchft"),
+    "torchft-ddp": System("torchft DDP", "with_torchft", survives=False),  # an assertion of torchft fails
     "torchft-local-sgd": System("torchft LocalSGD, H 8", "with_torchft"),
     "torchft-diloco": System("torchft DiLoCo, H 8", "with_torchft"),
     "hivemind": System("hivemind, gradients", "with_hivemind"),
